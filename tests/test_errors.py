@@ -60,25 +60,31 @@ MESHES = [
     case(
         "product",
         lambda: MeshSpec(data=4, model=4).build(),
-        "the mesh data=4 × model=4 does not fit the number of devices, which is 8, not 16. What fits: data=2 "
-        "or model=2.",
+        (
+            "the mesh data=4 × model=4 does not fit 8 devices, because its sizes multiply to 16. Remedy: use data=2 or "
+            "model=2."
+        ),
     ),
     case(
         "product that no single axis mends",
         lambda: MeshSpec(data=3, model=5).build(),
-        "the mesh data=3 × model=5 does not fit the number of devices, which is 8, not 15. What fits: sizes "
-        "that multiply to 8.",
+        (
+            "the mesh data=3 × model=5 does not fit 8 devices, because its sizes multiply to 15. Remedy: use sizes "
+            "that multiply to 8."
+        ),
     ),
     case(
         "no sizes on several devices",
         lambda: MeshSpec().build(),
-        "the mesh data=1 does not fit the number of devices, which is 8, not 1. What fits: data=8.",
+        "the mesh data=1 does not fit 8 devices, because its sizes multiply to 1. Remedy: use data=8.",
     ),
     case(
         "-1 that cannot be filled",
         lambda: MeshSpec(data=-1, context=2, model=3).build(),
-        "the mesh data=-1 × context=2 × model=3 does not fit the number of devices, which is 8 and no multiple "
-        "of 6. What fits: other sizes that multiply to 1 or 2 or 4 or 8.",
+        (
+            "the mesh data=-1 × context=2 × model=3 does not fit 8 devices, because 8 is not a multiple of 6. Remedy: "
+            "use other sizes that multiply to 1 or 2 or 4 or 8."
+        ),
     ),
     case(
         "two -1",
@@ -93,7 +99,7 @@ MESHES = [
     case(
         "size that is no size",
         lambda: MeshSpec(data=0),
-        "the mesh axis 'data' has size 0, but a positive integer or -1 is wanted.",
+        "the size of the mesh axis 'data' must be a positive integer or -1, got 0.",
     ),
     case(
         "unknown axis",
@@ -104,12 +110,12 @@ MESHES = [
     case(
         "list",
         lambda: MeshSpec.from_dict([8]),  # type: ignore[arg-type]
-        "a mesh is written as a mapping of axes to sizes, as {data: -1}, not as [8].",
+        "a mesh must be a mapping of axes to sizes such as {data: -1}, got [8].",
     ),
     case(
         "abstract without a number",
         lambda: MeshSpec(data=-1, model=2).abstract(),
-        "abstract() of the mesh data=-1 × model=2 needs a number of devices, as abstract(4096).",
+        "abstract() of the mesh data=-1 × model=2 requires a number of devices, such as abstract(4096).",
     ),
 ]
 
@@ -128,14 +134,18 @@ RULE_TABLES = [
     case(
         "overlay for a dim not in the base table",
         lambda: Rules(embed=None, params={"embd": "data"}),
-        "params names 'embd', which the base table does not hold. Did you mean 'embed'? Remedy: correct the "
-        "name, or add it to the base table.",
+        (
+            "params names 'embd', which is not in the base table. Did you mean 'embed'? Remedy: correct the name, or "
+            "add it to the base table."
+        ),
     ),
     case(
         "indivisible for a dim not in the base table",
         lambda: Rules(embed=None, indivisible={"vocab": "replicate"}),
-        "indivisible names 'vocab', which the base table does not hold. Remedy: correct the name, or add it "
-        "to the base table.",
+        (
+            "indivisible names 'vocab', which is not in the base table. Remedy: correct the name, or add it to the "
+            "base table."
+        ),
     ),
     case(
         "axis twice in a rule",
@@ -145,74 +155,76 @@ RULE_TABLES = [
     case(
         "no rule",
         lambda: Rules(params={"mlp": 5}, mlp=None),
-        "params: mlp = 5, but an axis, a tuple of axes (major to minor) or None is wanted.",
+        "params: mlp must be an axis, a tuple of axes (major to minor) or None, got 5.",
     ),
     case(
         "misspelt role",
         lambda: Rules(embed=None, parms={"embed": "data"}),
-        "parms = {'embed': 'data'}, but an axis, a tuple of axes (major to minor) or None is wanted. Did you "
-        "mean 'params'?",
+        "parms must be an axis, a tuple of axes (major to minor) or None, got {'embed': 'data'}. "
+        "Did you mean 'params'?",
     ),
     case(
         "over for a dim",
         lambda: Rules(optimiser=over("data")),
-        "optimiser = over(data, min_bytes=65536), but an axis, a tuple of axes (major to minor) or None is "
-        "wanted. Did you mean 'optimizer'?",
+        (
+            "optimiser must be an axis, a tuple of axes (major to minor) or None, got over(data, min_bytes=65536). Did "
+            "you mean 'optimizer'?"
+        ),
     ),
     case(
         "axis for a role",
         lambda: Rules(params="data"),
-        "params = 'data': a role takes a mapping of dims to rules, or over(axis).",
+        "params must be a mapping of dims to rules, or over(axis), got 'data'.",
     ),
     case(
         "choice of indivisible",
         lambda: Rules(vocab="model", indivisible={"vocab": "pad"}),
-        "indivisible={'vocab': 'pad'}: it is written as {'vocab': 'replicate'}.",
+        "indivisible must be a mapping such as {'vocab': 'replicate'}, got {'vocab': 'pad'}.",
     ),
     case(
         "choice of unannotated",
         lambda: Rules(unannotated="ignore"),
-        "unannotated='ignore': it is 'error' (the default) or 'replicate'.",
+        "unannotated must be 'error' (the default) or 'replicate', got 'ignore'.",
     ),
     case(
         "None before the last option",
         lambda: first_of(None, "model"),
-        "first_of(None, 'model'): one option or more is wanted, and None only as the last one.",
+        "first_of(None, 'model'): at least one option is required, and None may only be the last one.",
     ),
     case(
         "option that is no axis",
         lambda: first_of("model", 3),  # type: ignore[arg-type]
-        "an option of first_of = 3, but an axis, a tuple of axes (major to minor) or None is wanted.",
+        "an option of first_of must be an axis, a tuple of axes (major to minor) or None, got 3.",
     ),
     case(
         "min_bytes",
         lambda: over("data", "64kb"),
-        "over('data', '64kb'): an axis and a size are wanted, as over('data', '64KiB').",
+        "over('data', '64kb') requires an axis and a size, such as over('data', '64KiB').",
     ),
     case(
         "over without an axis",
         lambda: over(()),
-        "over((), 65536): an axis and a size are wanted, as over('data', '64KiB').",
+        "over((), 65536) requires an axis and a size, such as over('data', '64KiB').",
     ),
     case(
         "first_of in YAML",
         lambda: Rules.from_dict({"heads": {"first_of": "model"}}),
-        "heads = {'first_of': 'model'}: it is written as {first_of: [axis, ..., null]}.",
+        "heads must be written as {first_of: [axis, ..., null]}, got {'first_of': 'model'}.",
     ),
     case(
         "over in YAML",
         lambda: Rules.from_dict({"optimizer": {"over": "data", "min_byte": 0}}),
-        "optimizer = {'over': 'data', 'min_byte': 0}: it is written as {over: axis, min_bytes: 64KiB}.",
+        "optimizer must be written as {over: axis, min_bytes: 64KiB}, got {'over': 'data', 'min_byte': 0}.",
     ),
     case(
         "name in YAML",
         lambda: Rules.from_dict({True: "model"}),  # type: ignore[dict-item]
-        "rules are written as a mapping of names to axes, as {batch: data}, not as {True: 'model'}.",
+        "rules must be a mapping of names to axes such as {batch: data}, got {True: 'model'}.",
     ),
     case(
         "list",
         lambda: Rules.from_dict(["embed"]),  # type: ignore[arg-type]
-        "rules are written as a mapping of names to axes, as {batch: data}, not as ['embed'].",
+        "rules must be a mapping of names to axes such as {batch: data}, got ['embed'].",
     ),
 ]
 
@@ -226,9 +238,11 @@ LAYOUTS = [
     case(
         "unknown dim",
         lambda: spec("params/attn/q", ("embed", "hedas"), (64, 8), role="params"),
-        "params/attn/q [64, 8] (embed, hedas): unknown logical dim 'hedas'. Did you mean 'heads'? The rules "
-        "know 'batch', 'embed', 'heads', 'kv_heads', 'mlp'. Remedy: correct the annotation, or add 'hedas' to"
-        " the rules (as None, if not to be sharded).",
+        (
+            "params/attn/q [64, 8] (embed, hedas): unknown logical dim 'hedas'. Did you mean 'heads'? The rules know "
+            "'batch', 'embed', 'heads', 'kv_heads', 'mlp'. Remedy: correct the annotation, or add 'hedas' to the rules "
+            "(as None to leave it unsharded)."
+        ),
     ),
     case(
         "empty table",
@@ -239,47 +253,59 @@ LAYOUTS = [
     case(
         "rank of an activation",
         lambda: spec("constrain()", ("batch",), (8, 128)),
-        "constrain() [8, 128] (batch): rank 2, but names for rank 1. Remedy: give each dim a name or None.",
+        "constrain() [8, 128] (batch): the tensor has rank 2, but 1 dim names. Remedy: give each dim a name or None.",
     ),
     case(
         "rank of a parameter",
         lambda: spec("params/blocks/mlp/kernel", ("embed", "mlp"), (4, 8, 16), role="params"),
-        "params/blocks/mlp/kernel [4, 8, 16] (embed, mlp): rank 3, but names for rank 2. Remedy: give each "
-        "dim a name or None. Stacked layers: see jaxpar.nnx.stacked() or, in Linen, nn.PARTITION_NAME.",
+        (
+            "params/blocks/mlp/kernel [4, 8, 16] (embed, mlp): the tensor has rank 3, but 2 dim names. Remedy: give "
+            "each dim a name or None. For stacked layers, see jaxpar.nnx.stacked() or, in Linen, nn.PARTITION_NAME."
+        ),
     ),
     case(
         "indivisible",
         lambda: spec("params/mlp/kernel", ("embed", "mlp"), (64, 31), role="params"),
-        "params/mlp/kernel [64, 31] (embed, mlp): the dim 'mlp' has size 31, which is no multiple of model=2 "
-        "(rule mlp = model). Remedy: change the size, the rule or the mesh, or leave such dims whole: "
-        "indivisible={'mlp': 'replicate'}.",
+        (
+            "params/mlp/kernel [64, 31] (embed, mlp): the dim 'mlp' has size 31, which is not a multiple of model=2 "
+            "(rule mlp = model). Remedy: change the size, the rule or the mesh, or leave such dims unsharded: "
+            "indivisible={'mlp': 'replicate'}."
+        ),
     ),
     case(
         "axis claimed by two dims",
         lambda: spec("params/attn/q", ("heads", "mlp"), (8, 64), role="params"),
-        "params/attn/q [8, 64] (heads, mlp): the axis 'model' is claimed by the dims 'heads' and 'mlp' (rule "
-        "mlp = model). Remedy: give one of the two another axis or None, if need be in one role only "
-        "(activations, params, ...).",
+        (
+            "params/attn/q [8, 64] (heads, mlp): the axis 'model' is claimed by the dims 'heads' and 'mlp' (rule mlp = "
+            "model). Remedy: give one of the two another axis or None, possibly in one role only (activations, params, "
+            "...)."
+        ),
     ),
     case(
         "axis claimed by one name",
         lambda: spec("params/square", ("mlp", "mlp"), (8, 8), role="params"),
-        "params/square [8, 8] (mlp, mlp): the axis 'model' is claimed by the dims 'mlp' and 'mlp' (rule mlp ="
-        " model). Remedy: give one of the two another name, with a rule of its own.",
+        (
+            "params/square [8, 8] (mlp, mlp): the axis 'model' is claimed by the dims 'mlp' and 'mlp' (rule mlp = "
+            "model). Remedy: give one of the two another name, with its own rule."
+        ),
     ),
     case(
         "no option fits",
         lambda: spec("params/attn/k", ("kv_heads",), (3,), role="params"),
-        "params/attn/k [3] (kv_heads): the dim 'kv_heads' has size 3, which is no multiple of data=2 × "
-        "model=2 = 4; the dim 'kv_heads' has size 3, which is no multiple of model=2 (rule kv_heads = "
-        "first_of((data, model), model)). Remedy: add None as the last option, to leave the dim whole.",
+        (
+            "params/attn/k [3] (kv_heads): the dim 'kv_heads' has size 3, which is not a multiple of data=2 × model=2 "
+            "= 4; the dim 'kv_heads' has size 3, which is not a multiple of model=2 (rule kv_heads = first_of((data, "
+            "model), model)). Remedy: add None as the last option, to leave the dim unsharded."
+        ),
     ),
     case(
         "batch",
         lambda: shard_array(layout_of(), np.ones((6, 4)), "batch", "embed", path="batch/x"),
-        "batch/x [6, 4] (batch, embed): the dim 'batch' has size 6, which is no multiple of replica=2 × data=4 = "
-        "8 (rule batch = (replica, data)). Remedy: change the size, the rule or the mesh, or leave such dims "
-        "whole: indivisible={'batch': 'replicate'}.",
+        (
+            "batch/x [6, 4] (batch, embed): the dim 'batch' has size 6, which is not a multiple of replica=2 × data=4 "
+            "= 8 (rule batch = (replica, data)). Remedy: change the size, the rule or the mesh, or leave such dims "
+            "unsharded: indivisible={'batch': 'replicate'}."
+        ),
     ),
     case(
         "put on an abstract mesh",
@@ -317,7 +343,7 @@ LAYOUTS = [
     case(
         "MeshSpec for a mesh",
         lambda: Layout(MeshSpec(data=8), {}),  # type: ignore[arg-type]
-        "Layout() takes a Mesh and Rules, not MeshSpec and dict. Remedy: Layout(MeshSpec(...).build(), rules).",
+        "Layout() requires a Mesh and Rules, got MeshSpec and dict. Remedy: use Layout(MeshSpec(...).build(), rules).",
     ),
 ]
 
@@ -442,7 +468,7 @@ ANNOTATIONS = [
     case(
         "name that is no string",
         lambda: tag(np.ones((2, 3)), "batch", 3),  # type: ignore[arg-type]
-        "tag(): the logical dims are ('batch', 3), but a string or None for each dim is wanted, as ('embed', 'mlp').",
+        "tag(): the logical dims must be a string or None for each dim, such as ('embed', 'mlp'), got ('batch', 3).",
     ),
     case(
         "tag around a tree",

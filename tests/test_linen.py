@@ -189,8 +189,8 @@ class Nameless(nn.meta.AxisMetadata[Any]):
             lambda key: dense(6, nn.with_partitioning(NORMAL, (("embed", "mlp"), None))).init(key, EXAMPLE),
             AnnotationError,
             (
-                "params/kernel: the logical dims are (('embed', 'mlp'), None), but a string or None for each dim is "
-                "wanted, as ('embed', 'mlp')."
+                "params/kernel: the logical dims must be a string or None for each dim, such as ('embed', 'mlp'), got "
+                "(('embed', 'mlp'), None)."
             ),
         ),
     ],

@@ -166,8 +166,8 @@ def fewer(model: Any, batch: jax.Array) -> jax.Array:
 
 
 NO_STACK = (
-    "params/kernel [2, 8, 6] (embed, mlp): rank 3, but names for rank 2. Remedy: give each dim a name or None. Stacked "
-    "layers: see jaxpar.nnx.stacked() or, in Linen, nn.PARTITION_NAME."
+    "params/kernel [2, 8, 6] (embed, mlp): the tensor has rank 3, but 2 dim names. Remedy: give each dim a name or "
+    "None. For stacked layers, see jaxpar.nnx.stacked() or, in Linen, nn.PARTITION_NAME."
 )
 
 
@@ -191,16 +191,16 @@ NO_STACK = (
             lambda key: linear(nnx.Rngs(key), NORMAL),
             LayoutError,
             (
-                "params/kernel [8, 6] carries no logical dims. Remedy: annotate it (jaxpar.nnx.axes, "
-                "jaxpar.linen.axes, jp.tag), or allow replication with unannotated='replicate' in the rules, under "
-                "which over(axis) and jp.Zero split it all the same."
+                "params/kernel [8, 6] has no logical dims. Remedy: annotate it (jaxpar.nnx.axes, jaxpar.linen.axes, "
+                "jp.tag), or allow replication with unannotated='replicate' in the rules; over(axis) and jp.Zero then "
+                "still shard it."
             ),
         ),
         (
             lambda key: linear(nnx.Rngs(key), nnx.with_metadata(NORMAL, out_sharding="embed")),
             AnnotationError,
             (
-                "params/kernel: out_sharding is 'embed', but a tuple of logical dims is wanted, as ('embed', 'mlp'). "
+                "params/kernel: out_sharding must be a tuple of logical dims such as ('embed', 'mlp'), got 'embed'. "
                 "Remedy: annotate with jaxpar.nnx.axes or nnx.with_partitioning."
             ),
         ),
@@ -208,8 +208,8 @@ NO_STACK = (
             lambda key: linear(nnx.Rngs(key), nnx.with_partitioning(NORMAL, (("embed", "mlp"), None))),
             AnnotationError,
             (
-                "params/kernel: the logical dims are (('embed', 'mlp'), None), but a string or None for each dim is "
-                "wanted, as ('embed', 'mlp')."
+                "params/kernel: the logical dims must be a string or None for each dim, such as ('embed', 'mlp'), got "
+                "(('embed', 'mlp'), None)."
             ),
         ),
         (lambda key: Stack(nnx.Rngs(key), {}).blocks, LayoutError, NO_STACK),

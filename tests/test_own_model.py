@@ -53,10 +53,10 @@ def test_parameters_without_names_are_one_problem_and_zero_splits_them(page: dic
     bare = lambda key: nnx.MultiHeadAttention(num_heads=4, in_features=64, decode=False, rngs=nnx.Rngs(key))
     mesh = jp.MeshSpec(data=8).abstract(8)
     text = (
-        "8 parameters carry no logical dims: params/key/bias [4, 16], params/key/kernel [64, 4, 16], params/out/bias "
+        "8 parameters have no logical dims: params/key/bias [4, 16], params/key/kernel [64, 4, 16], params/out/bias "
         "[64], params/out/kernel [4, 16, 64] and 4 more. Remedy: annotate them (jaxpar.nnx.axes, jaxpar.linen.axes, "
-        "jp.tag), or allow replication with unannotated='replicate' in the rules, under which over(axis) and jp.Zero "
-        "split them all the same."
+        "jp.tag), or allow replication with unannotated='replicate' in the rules; over(axis) and jp.Zero then still "
+        "shard them."
     )
     for ask in (jp.check, jp.abstract_state):
         with pytest.raises(LayoutError, match=f"^{re.escape(text)}$"):

@@ -124,10 +124,10 @@ def here() -> jax.Array | None:
         return ambient.numbers()
     if ambient.manual and ambient.manual != frozenset(jax.sharding.get_abstract_mesh().manual_axes):
         raise ConfigError(
-            "attention: dropout counts the rows of the batch, but inside of a shard_map of one's own, within a step "
-            "that makes axes manual and cuts the batch into microbatches, nothing says which rows are here. Remedy: a "
-            "key for each sequence, [batch], handed into the shard_map; or grad_reduction='per_microbatch' (ZeRO stage "
-            "2 or 3), or grad_accum_steps=1."
+            "attention: dropout numbers the rows of the batch, but the numbers are unknown inside your own shard_map, "
+            "within a step that makes axes manual and splits the batch into microbatches. Remedy: pass one key per "
+            "sequence, [batch], into the shard_map; or use grad_reduction='per_microbatch' (ZeRO stage 2 or 3), or "
+            "grad_accum_steps=1."
         )
     return ambient.numbers
 

@@ -60,7 +60,7 @@ class MeshSpec:
         asked = vars(self)
         for axis, size in asked.items():
             if not is_count(size, -1) or size == 0:
-                raise MeshError(f"the mesh axis {axis!r} has size {size!r}, but a positive integer or -1 is wanted.")
+                raise MeshError(f"the size of the mesh axis {axis!r} must be a positive integer or -1, got {size!r}.")
         free = [axis for axis, size in asked.items() if size == -1]
         if len(free) > 1:
             raise MeshError(messages.two_free_axes(free))
@@ -73,7 +73,7 @@ class MeshSpec:
           MeshError: not a mapping, an unknown axis, or a bad size.
         """
         if not isinstance(sizes, Mapping):
-            raise MeshError(f"a mesh is written as a mapping of axes to sizes, as {{data: -1}}, not as {sizes!r}.")
+            raise MeshError(f"a mesh must be a mapping of axes to sizes such as {{data: -1}}, got {sizes!r}.")
         for axis in sizes:
             if axis not in AXES:
                 raise MeshError(messages.unknown_mesh_axis(axis, AXES))

@@ -37,13 +37,12 @@ def unannotated(tensors: Sequence[tuple[str, Sequence[int]]], most: int = 4) -> 
     """Reports all parameters without names as one problem: usually, either all have names or none has."""
     shown = ", ".join(f"{path} {list(shape)}" for path, shape in tensors[:most])
     rest = f" and {len(tensors) - most} more" if len(tensors) > most else ""
-    what = f"{shown} carries" if len(tensors) == 1 else f"{len(tensors)} parameters carry"
+    what = f"{shown} has" if len(tensors) == 1 else f"{len(tensors)} parameters have"
     which = "" if len(tensors) == 1 else f": {shown}{rest}"
     it = "it" if len(tensors) == 1 else "them"
     return (
         f"{what} no logical dims{which}. Remedy: annotate {it} (jaxpar.nnx.axes, jaxpar.linen.axes, jp.tag), or allow "
-        f"replication with unannotated='replicate' in the rules, under which over(axis) and jp.Zero split {it} all the "
-        f"same."
+        f"replication with unannotated='replicate' in the rules; over(axis) and jp.Zero then still shard {it}."
     )
 
 
@@ -67,33 +66,42 @@ def unknown_mesh_axis(axis: object, axes: Sequence[str]) -> str:
 
 def open_mesh(asked: Mapping[str, int]) -> str:
     """Reports an abstract mesh with a size of -1 and no number of devices."""
-    return f"abstract() of the mesh {product(asked)} needs a number of devices, as abstract(4096)."
+    return f"abstract() of the mesh {product(asked)} requires a number of devices, such as abstract(4096)."
 
 
 def mesh_misfit(asked: Mapping[str, int], fixed: int, devices: int) -> str:
     """Says why the sizes do not multiply to the number of devices, and lists each change of one axis that fits."""
     if devices < 1:
         return f"a mesh needs at least one device, but the number of devices is {devices}."
-    text = f"the mesh {product(asked)} does not fit the number of devices, which is {devices}"
+    text = f"the mesh {product(asked)} does not fit {devices} devices"
     if -1 in asked.values():
         fits = [str(d) for d in range(1, devices + 1) if devices % d == 0]
-        return f"{text} and no multiple of {fixed}. What fits: other sizes that multiply to {' or '.join(fits)}."
+        return (
+            f"{text}, because {devices} is not a multiple of {fixed}. Remedy: use other sizes that multiply to "
+            f"{' or '.join(fits)}."
+        )
     named = [axis for axis, size in asked.items() if size > 1 or axis == "data"]
     fits = [f"{axis}={devices * asked[axis] // fixed}" for axis in named if devices * asked[axis] % fixed == 0]
-    return f"{text}, not {fixed}. What fits: {' or '.join(fits) or f'sizes that multiply to {devices}'}."
+    return (
+        f"{text}, because its sizes multiply to {fixed}. Remedy: use "
+        f"{' or '.join(fits) or f'sizes that multiply to {devices}'}."
+    )
 
 
 def uneven_groups(groups: str, counts: Mapping[int, int]) -> str:
     """Reports slices or processes that hold different numbers of devices."""
     shown = ", ".join(f"{i}: {count}" for i, count in sorted(counts.items()))
-    return f"the {groups} hold different numbers of devices ({shown}). Remedy: pass build() as many of each."
+    return (
+        f"the {groups} have different numbers of devices ({shown}). Remedy: pass build() the same number of devices of "
+        f"each."
+    )
 
 
 def torn_block(mesh: Mapping[str, int], block: Mapping[str, int], number: int, groups: str, whole: int) -> str:
     """Reports a block of axes that would span several slices or processes, although it is no larger than one."""
     return (
-        f"the mesh {product(mesh)} does not fit {number} {groups} of {whole} devices: {product(block)} would lie "
-        f"across several. Remedy: make it divide {whole}."
+        f"the mesh {product(mesh)} does not fit {number} {groups} of {whole} devices: {product(block)} would span "
+        f"several {groups}. Remedy: make its size divide {whole}."
     )
 
 
@@ -109,15 +117,15 @@ def two_rules(dim: str, first: object, second: object) -> str:
 def not_in_base(where: str, dim: str, base: Iterable[str]) -> str:
     """Reports an overlay of a dim that the base table lacks."""
     return (
-        f"{where} names {dim!r}, which the base table does not hold.{did_you_mean(dim, base)} Remedy: correct the "
-        f"name, or add it to the base table."
+        f"{where} names {dim!r}, which is not in the base table.{did_you_mean(dim, base)} Remedy: correct the name, or "
+        f"add it to the base table."
     )
 
 
 def not_axes(where: str, value: object, meant: Iterable[str]) -> str:
     """Reports a value that is not a rule."""
     kinds = "an axis, a tuple of axes (major to minor) or None"
-    return f"{where} = {value!r}, but {kinds} is wanted.{did_you_mean(where, meant)}"
+    return f"{where} must be {kinds}, got {value!r}.{did_you_mean(where, meant)}"
 
 
 # Tensors under the rules.
@@ -125,8 +133,8 @@ def not_axes(where: str, value: object, meant: Iterable[str]) -> str:
 
 def wrong_rank(rank: int, named: int, *, stackable: bool) -> str:
     """Returns the problem of a tensor whose rank is not the number of its names."""
-    stacks = " Stacked layers: see jaxpar.nnx.stacked() or, in Linen, nn.PARTITION_NAME." if stackable else ""
-    return f"rank {rank}, but names for rank {named}. Remedy: give each dim a name or None.{stacks}"
+    stacks = " For stacked layers, see jaxpar.nnx.stacked() or, in Linen, nn.PARTITION_NAME." if stackable else ""
+    return f"the tensor has rank {rank}, but {named} dim names. Remedy: give each dim a name or None.{stacks}"
 
 
 def unknown_dim(name: str, known: Collection[str]) -> str:
@@ -135,7 +143,7 @@ def unknown_dim(name: str, known: Collection[str]) -> str:
         return f"the dim is named {name!r}, but the rules table is empty. Remedy: give Rules a rule for {name!r}."
     return (
         f"unknown logical dim {name!r}.{did_you_mean(name, known)} The rules know {listing(sorted(known))}. Remedy: "
-        f"correct the annotation, or add {name!r} to the rules (as None, if not to be sharded)."
+        f"correct the annotation, or add {name!r} to the rules (as None to leave it unsharded)."
     )
 
 
@@ -147,7 +155,7 @@ def claimed_axis(axis: str, rival: str, name: str) -> str:
 def no_multiple(name: str, size: int, axes: Mapping[str, int]) -> str:
     """Returns why a dim cannot take axes that do not divide its size."""
     ways = f" = {math.prod(axes.values())}" if len(axes) > 1 else ""
-    return f"the dim {name!r} has size {size}, which is no multiple of {product(axes)}{ways}"
+    return f"the dim {name!r} has size {size}, which is not a multiple of {product(axes)}{ways}"
 
 
 def remedy(name: str, rivals: Collection[str], *, chooses: bool) -> str:
@@ -159,30 +167,30 @@ def remedy(name: str, rivals: Collection[str], *, chooses: bool) -> str:
       chooses: whether the dim's rule is a ``first_of``.
     """
     if chooses:
-        return "add None as the last option, to leave the dim whole"
+        return "add None as the last option, to leave the dim unsharded"
     if name in rivals:
-        return "give one of the two another name, with a rule of its own"
+        return "give one of the two another name, with its own rule"
     if rivals:
-        return "give one of the two another axis or None, if need be in one role only (activations, params, ...)"
-    return f"change the size, the rule or the mesh, or leave such dims whole: indivisible={{{name!r}: 'replicate'}}"
+        return "give one of the two another axis or None, possibly in one role only (activations, params, ...)"
+    return f"change the size, the rule or the mesh, or leave such dims unsharded: indivisible={{{name!r}: 'replicate'}}"
 
 
 def undivided_layers(stacks: Sequence[str], size: int, why: str, rule: str, stages: int) -> str:
     """Reports stacks of ``size`` layers that the pipeline stages do not divide, and offers uneven stages."""
     fits = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
     text = (
-        f"{stacks[0]}{f' and {len(stacks) - 1} more' if len(stacks) > 1 else ''}: {why} (rule {rule}). "
-        f"Remedy: a number of stages that divides {size} ({fits})"
+        f"{stacks[0]}{f' and {len(stacks) - 1} more' if len(stacks) > 1 else ''}: {why} (rule {rule}). Remedy: use a "
+        f"number of stages that divides {size} ({fits})"
     )
     if size < stages:
         return f"{text}."
     low, more = divmod(size, stages)
     each = (*(low + 1,) * more, *(low,) * (stages - more))
     return (
-        f"{text}; or stages of different size, with every stack stored whole on each stage: "
+        f"{text}; or use stages of different sizes, where every stage stores all layers of every stack: "
         f"Rules(indivisible={{'layers': 'replicate'}}) and jp.Pipeline(schedule, layers={each}), one number for each "
-        f"piece of the model; in YAML rules: {{indivisible: {{layers: replicate}}}} and "
-        f"parallel: {{pipeline: {{offset: {[n - low for n in each]}}}}}."
+        f"piece of the model; in YAML rules: {{indivisible: {{layers: replicate}}}} and parallel: {{pipeline: "
+        f"{{offset: {[n - low for n in each]}}}}}."
     )
 
 
@@ -202,17 +210,17 @@ def uncut_rows(arrays: Sequence[str], count: int, ways: int, where: str) -> str:
     ``where`` is the option that sets the number of microbatches.
     """
     number, several = ways * count, len(arrays) > 1
-    dims = "their first dims are no multiples" if several else "its first dim is no multiple"
+    dims = "their first dims are not multiples" if several else "its first dim is not a multiple"
     into = f"the {count} microbatches of the pipeline" if where == "pipeline" else f"{count} microbatches ({where})"
     other = "a schedule of fewer microbatches" if where == "pipeline" else f"another {where}"
     if count == 1 and where != "pipeline":
         return (
-            f"{', '.join(arrays)} cannot be cut into equal parts for {ways} devices: {dims} of {number}. Remedy: pad "
-            f"the rows to a multiple of {number} and mask the padding out of the loss, or drop the remainder."
+            f"{', '.join(arrays)} cannot be split evenly over {ways} devices: {dims} of {number}. Remedy: pad the rows "
+            f"to a multiple of {number} and mask the padding out of the loss, or drop the remainder."
         )
     return (
-        f"{', '.join(arrays)} cannot be cut into {into} over {ways} devices: {dims} of {number}. Remedy: a batch of a "
-        f"multiple of {number} rows, or {other}."
+        f"{', '.join(arrays)} cannot be split into {into} over {ways} devices: {dims} of {number}. Remedy: use a batch "
+        f"of a multiple of {number} rows, or {other}."
     )
 
 
@@ -222,7 +230,7 @@ def uncut_rows(arrays: Sequence[str], count: int, ways: int, where: str) -> str:
 def not_a_layout(mesh: object, rules: object) -> str:
     """Reports arguments of ``Layout`` of the wrong type."""
     got = f"{type(mesh).__name__} and {type(rules).__name__}"
-    return f"Layout() takes a Mesh and Rules, not {got}. Remedy: Layout(MeshSpec(...).build(), rules)."
+    return f"Layout() requires a Mesh and Rules, got {got}. Remedy: use Layout(MeshSpec(...).build(), rules)."
 
 
 def unknown_axis(where: str, axis: str, known: Iterable[str], mesh: Iterable[str]) -> str:
@@ -251,8 +259,8 @@ def other_layout(own: Mapping[str, int], ambient: Mapping[str, int], *, other_ru
 def manual_axis(name: str | None, axis: str, rule: str) -> str:
     """Returns the problem of a dim whose rule names an axis that is manual here."""
     return (
-        f"the dim {name!r} goes to {axis!r}, which is manual inside this shard_map (rule {rule}). Remedy: use hint(), "
-        f"which leaves it out."
+        f"the dim {name!r} is sharded over {axis!r}, which is manual inside this shard_map (rule {rule}). Remedy: use "
+        f"hint(), which leaves this axis out."
     )
 
 
@@ -262,7 +270,7 @@ def manual_axis(name: str | None, axis: str, rule: str) -> str:
 def not_dims(out_sharding: object) -> str:
     """Reports Flax metadata that is not a tuple of logical dims."""
     return (
-        f"out_sharding is {out_sharding!r}, but a tuple of logical dims is wanted, as ('embed', 'mlp'). Remedy: "
+        f"out_sharding must be a tuple of logical dims such as ('embed', 'mlp'), got {out_sharding!r}. Remedy: "
         f"annotate with jaxpar.nnx.axes or nnx.with_partitioning."
     )
 

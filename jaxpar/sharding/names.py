@@ -19,6 +19,6 @@ def check_names(dims: Any, where: str) -> Names:
     """
     if not isinstance(dims, tuple | list) or not all(d is None or isinstance(d, str) for d in dims):
         raise AnnotationError(
-            f"{where}: the logical dims are {dims!r}, but a string or None for each dim is wanted, as ('embed', 'mlp')."
+            f"{where}: the logical dims must be a string or None for each dim, such as ('embed', 'mlp'), got {dims!r}."
         )
     return tuple(dims)

@@ -131,7 +131,7 @@ def _place(
     if not misfits:
         return (), "the axes of the rule have size 1", ""
     if may_stay_whole and not rivals:
-        return (), f"{why}: indivisible says replicate", ""
+        return (), f"{why}; indivisible allows replication", ""
     return (), why, messages.remedy(name, rivals, chooses=isinstance(rule, FirstOf))
 
 
@@ -147,7 +147,7 @@ def _spread(dims: list[ResolvedDim], spread: Over, live: Sizes, claimed: Mapping
     shard = [(dim.size or 0) // _ways(dim.axes, live) for dim in dims]
     fits = [i for i, size in enumerate(shard) if size and size % _ways(axes, live) == 0]
     if not axes:
-        note = f"the tensor already uses {listing(asked)}" if asked else "its axes have size 1"
+        note = f"the tensor is already sharded over {listing(asked)}" if asked else "its axes have size 1"
     elif nbytes < spread.min_bytes:
         note = f"the tensor has {nbytes} bytes"
     elif not fits:

@@ -66,7 +66,7 @@ def first_of(*options: str | Sequence[str] | None) -> FirstOf:
     'first_of(model, None)'
     """
     if not options or not all(options[:-1]):
-        raise RulesError(f"first_of{options}: one option or more is wanted, and None only as the last one.")
+        raise RulesError(f"first_of{options}: at least one option is required, and None may only be the last one.")
     return FirstOf(tuple(_axes(option, "an option of first_of") for option in options))
 
 
@@ -88,7 +88,7 @@ def over(axis: str | Sequence[str], min_bytes: int | str = 64 * 1024) -> Over:
     """
     found = re.fullmatch(r"(\d+) *(|B|KiB|MiB|GiB)", str(min_bytes))
     if found is None or not axis:
-        raise RulesError(f"over({axis!r}, {min_bytes!r}): an axis and a size are wanted, as over('data', '64KiB').")
+        raise RulesError(f"over({axis!r}, {min_bytes!r}) requires an axis and a size, such as over('data', '64KiB').")
     unit = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}.get(found[2], 1)
     return Over(_axes(axis, "the axis of over"), int(found[1]) * unit)
 
@@ -130,9 +130,9 @@ class Rules:
         unannotated = rules.pop("unannotated", "error")
         base = {dim: _rule(value, dim) for dim, value in rules.items()}
         if unannotated not in ("error", "replicate"):
-            raise RulesError(f"unannotated={unannotated!r}: it is 'error' (the default) or 'replicate'.")
+            raise RulesError(f"unannotated must be 'error' (the default) or 'replicate', got {unannotated!r}.")
         if not isinstance(indivisible, Mapping) or any(how != "replicate" for how in indivisible.values()):
-            raise RulesError(f"indivisible={indivisible!r}: it is written as {{'vocab': 'replicate'}}.")
+            raise RulesError(f"indivisible must be a mapping such as {{'vocab': 'replicate'}}, got {indivisible!r}.")
         _known(indivisible, base, "indivisible")
         overlays = {role: _overlay(role, value, base) for role, value in roles.items()}
         object.__setattr__(self, "base", tuple(sorted(base.items())))
@@ -246,7 +246,7 @@ def _overlay(role: str, value: Any, base: Mapping[str, Any]) -> tuple[tuple[str,
     if isinstance(value, Over):
         return value
     if not isinstance(value, Mapping):
-        raise RulesError(f"{role} = {value!r}: a role takes a mapping of dims to rules, or over(axis).")
+        raise RulesError(f"{role} must be a mapping of dims to rules, or over(axis), got {value!r}.")
     _known(value, base, role)
     return tuple(sorted((dim, _rule(rule, f"{role}: {dim}")) for dim, rule in value.items()))
 
@@ -258,7 +258,7 @@ def _read_table(table: Any) -> dict[str, Any]:
       RulesError: not a mapping with text keys, or a ``first_of`` or ``over`` in another form.
     """
     if not isinstance(table, Mapping) or not all(isinstance(name, str) for name in table):
-        raise RulesError(f"rules are written as a mapping of names to axes, as {{batch: data}}, not as {table!r}.")
+        raise RulesError(f"rules must be a mapping of names to axes such as {{batch: data}}, got {table!r}.")
     return {name: _read(value, name) for name, value in table.items()}
 
 
@@ -267,11 +267,11 @@ def _read(value: Any, name: str) -> Any:
         return value
     if "first_of" in value:
         if len(value) > 1 or not isinstance(value["first_of"], list):
-            raise RulesError(f"{name} = {value!r}: it is written as {{first_of: [axis, ..., null]}}.")
+            raise RulesError(f"{name} must be written as {{first_of: [axis, ..., null]}}, got {value!r}.")
         return first_of(*value["first_of"])
     if name in ROLES and "over" in value:
         if set(value) - {"over", "min_bytes"}:
-            raise RulesError(f"{name} = {value!r}: it is written as {{over: axis, min_bytes: 64KiB}}.")
+            raise RulesError(f"{name} must be written as {{over: axis, min_bytes: 64KiB}}, got {value!r}.")
         return over(value["over"], value.get("min_bytes", 64 * 1024))
     return {key: _read(item, f"{name}: {key}") for key, item in value.items()}
 

@@ -180,14 +180,14 @@ def test_stored_programs_keep_the_books(name: str) -> None:
             "v5e:4x8",
             MeshError,
             "the audited program runs on 16 devices (data=16), but v5e:4x8 has 32. Remedy: audit a program "
-            "compiled for " + "32 devices, or name a topology of 16.",
+            "compiled for " + "32 devices, or use a topology of 16.",
         ),
         (
             "v5e:1x512",
             PlanError,
             (
-                "v5e:1x512 has 512 chips in one slice, but at most 256 of TPU v5e can be. Remedy: more slices of "
-                "fewer chips."
+                "v5e:1x512 has 512 chips in one slice, but TPU v5e has at most 256. Remedy: use more slices of fewer "
+                "chips."
             ),
         ),
     ],

@@ -202,7 +202,7 @@ def test_what_layers_keep_is_split_over_model_unless_a_rule_says_otherwise(job_o
         (
             {"parallel": {"optimizer": {"stage": 4}}},
             RulesError,
-            "parallel.optimizer: stage is 4, but 0 (none), 1 (optimizer state), 2 (and gradients) or 3",
+            "parallel.optimizer: stage must be 0 (none), 1 (optimizer state), 2 (and gradients) or 3",
         ),
         ({"parallel": {"optimizer": {}}}, ConfigError, "the key 'stage' is missing"),
         ({"parallel": {"optimiser": {"stage": 1}}}, ConfigError, "Did you mean 'optimizer'?"),
@@ -210,8 +210,8 @@ def test_what_layers_keep_is_split_over_model_unless_a_rule_says_otherwise(job_o
             {"parallel": {"context": {"impl": "rings"}}},
             ConfigError,
             (
-                "parallel.context: impl is 'rings', but one of auto, dense, flash, gather, ring, ring_self_attention, "
-                "ulysses, hybrid is wanted. Did you mean 'ring'?"
+                "parallel.context: impl must be one of auto, dense, flash, gather, ring, ring_self_attention, ulysses, "
+                "hybrid, got 'rings'. Did you mean 'ring'?"
             ),
         ),
         (
@@ -291,20 +291,24 @@ def test_what_layers_keep_is_split_over_model_unless_a_rule_says_otherwise(job_o
             {"parallel": {"context": {"impl": "ring", "keep_gathered_kv": True}}},
             ConfigError,
             (
-                "parallel.context: keep_gathered_kv is true, but keys and values are gathered by impl gather alone, "
-                "and impl is 'ring'. Remedy: impl: gather, or leave keep_gathered_kv out."
+                "parallel.context: keep_gathered_kv is true, but only impl gather gathers keys and values, and impl is "
+                "'ring'. Remedy: set impl: gather, or leave keep_gathered_kv out."
             ),
         ),
         (
             {"parallel": {"context": {"block": 0}}},
             ConfigError,
-            "parallel.context: block is 0, but a number of tokens, 1 or more, is wanted.",
+            "parallel.context: block must be a number of tokens >= 1, got 0.",
         ),
-        ({"precision": "bf61"}, ConfigError, "precision: compute is 'bf61', but a floating dtype is wanted."),
+        (
+            {"precision": "bf61"},
+            ConfigError,
+            "precision: compute must be a floating dtype, got 'bf61'. Did you mean 'bf16'?",
+        ),
         (
             {"parallel": {"fusion": {"reduce": "many"}}},
             ConfigError,
-            "parallel.fusion: reduce is 'many', but 'auto', a size as '64MiB', or a list of layers is wanted.",
+            "parallel.fusion: reduce must be 'auto', a size such as '64MiB', or a list of layers, got 'many'.",
         ),
         (
             {"parallel": {"offload": {"parameters": "host"}}},
@@ -370,7 +374,7 @@ def test_what_layers_keep_is_split_over_model_unless_a_rule_says_otherwise(job_o
         (
             {"parallel": {"offload": {"optimizer": "host", "min_bytes": "big"}}},
             ConfigError,
-            "offload: min_bytes is 'big', but a size, as '64KiB', is wanted.",
+            "offload: min_bytes must be a size such as '64KiB', got 'big'.",
         ),
         (
             {"optimizer": {"name": "one_bit_adam", "clip_norm": None}, "train": {"steps": 50}},

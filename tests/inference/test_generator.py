@@ -336,8 +336,8 @@ def test_requests_that_cannot_be(prompts: Any, how: Any, text: str, reference: R
             "2 problems:\n"
             + "\n".join(
                 f"{i}. cache/{name} [2, 4, 2, 36, 8] (None, batch, kv_heads, cache_seq, head_dim): the dim "
-                "'cache_seq' has size 36, which is no multiple of context=8 (rule cache_seq = (context, ulysses)). "
-                "Remedy: change the size, the rule or the mesh, or leave such dims whole: "
+                "'cache_seq' has size 36, which is not a multiple of context=8 (rule cache_seq = (context, ulysses)). "
+                "Remedy: change the size, the rule or the mesh, or leave such dims unsharded: "
                 "indivisible={'cache_seq': 'replicate'}."
                 for i, name in enumerate(("keys", "values"), 1)
             ),
@@ -348,8 +348,8 @@ def test_requests_that_cannot_be(prompts: Any, how: Any, text: str, reference: R
             "2 problems:\n"
             + "\n".join(
                 f"{i}. cache/{name} [2, 3, 2, 32, 8] (None, batch, kv_heads, cache_seq, head_dim): the dim 'batch' "
-                "has size 3, which is no multiple of data=8 (rule batch = data). Remedy: change the size, the rule "
-                "or the mesh, or leave such dims whole: indivisible={'batch': 'replicate'}."
+                "has size 3, which is not a multiple of data=8 (rule batch = data). Remedy: change the size, the rule "
+                "or the mesh, or leave such dims unsharded: indivisible={'batch': 'replicate'}."
                 for i, name in enumerate(("keys", "values"), 1)
             ),
         ),

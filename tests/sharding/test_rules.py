@@ -150,8 +150,8 @@ def test_first_of_takes_the_first_option_that_divides() -> None:
     resolved = {n: resolve(rules, MESH, ("kv_heads",), (n,)).dims[0] for n in (8, 6, 3)}
     assert {n: dim.axes for n, dim in resolved.items()} == {8: ("model", "data"), 6: ("model",), 3: ()}
     assert resolved[8].why == ""
-    assert resolved[6].why == "the dim 'kv_heads' has size 6, which is no multiple of model=2 × data=4 = 8"
-    assert resolved[3].why.endswith("no multiple of model=2; the rule says None")
+    assert resolved[6].why == "the dim 'kv_heads' has size 6, which is not a multiple of model=2 × data=4 = 8"
+    assert resolved[3].why.endswith("not a multiple of model=2; the rule says None")
 
 
 def test_first_of_leaves_an_axis_to_a_plain_rule_wherever_it_stands() -> None:
@@ -169,7 +169,9 @@ def test_indivisible_leaves_a_dim_whole_but_allows_no_axis_twice() -> None:
     resolved = resolve(rules, MESH, ("vocab", "heads"), (50257, 3))
     assert resolved.axes == ((), ())
     assert not resolved.problems
-    assert resolved.dims[0].why.endswith("has size 50257, which is no multiple of data=4: indivisible says replicate")
+    assert resolved.dims[0].why.endswith(
+        "has size 50257, which is not a multiple of data=4; indivisible allows replication"
+    )
     assert len(resolve(rules, MESH, ("embed", "vocab"), (8, 8)).problems) == 1
 
 
@@ -209,7 +211,7 @@ def test_over_splits_a_sharded_dim_further_when_no_other_divides() -> None:
 def test_over_does_not_use_an_axis_twice() -> None:
     resolved = spread((64, 64 * KIB), ("vocab", "embed"))
     assert resolved.axes == (("data",), ())
-    assert resolved.note == "over(data, min_bytes=65536) does not apply: the tensor already uses 'data'"
+    assert resolved.note == "over(data, min_bytes=65536) does not apply: the tensor is already sharded over 'data'"
     rules = Rules(vocab="data", optimizer=over(("replica", "data"), 0))
     assert resolve(rules, MESH, ("vocab", None), (8, 8), role="optimizer").axes == (("data",), ("replica",))
 

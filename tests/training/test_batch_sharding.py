@@ -78,7 +78,7 @@ def test_rows_that_the_axes_do_not_divide_are_an_error(
     with pytest.raises(LayoutError) as error:
         run_of(train, {"x": rows_of(rows)}, RULES.replace(batch=rule), **sizes)
     assert str(error.value) == (
-        f"batch/x [{rows}, 64]: the dim 'batch' has size {rows}, which is no multiple of {axes} (rule batch = "
+        f"batch/x [{rows}, 64]: the dim 'batch' has size {rows}, which is not a multiple of {axes} (rule batch = "
         f"{written}), {REMEDY}"
     )
 
@@ -93,7 +93,7 @@ def test_arrays_are_grouped_by_why_their_rows_do_not_divide() -> None:
     }
     with pytest.raises(LayoutError) as error:
         run_of(True, batch)
-    no_multiple = "which is no multiple of data=8 (rule batch = data)"
+    no_multiple = "which is not a multiple of data=8 (rule batch = data)"
     assert error.value.problems == (
         f"batch/table [10, 3]: the dim 'batch' has size 10, {no_multiple}, {REMEDY}",
         f"batch/x [62, 64], batch/y [62]: the dim 'batch' has size 62, {no_multiple}, {REMEDY}",
@@ -143,10 +143,8 @@ def test_rows_are_replicated_where_the_rules_say_so(train: bool, rule: Any) -> N
     tagged = {"x": jp.tag(jax.ShapeDtypeStruct((62, 64), np.float32), "batch", None)}
     row = jp.explain(layout, make_model, optax.sgd(0.1), batch=tagged, loss_fn=loss)["batch/x"]
     assert row.replicated
-    said = "indivisible says replicate" if rule == "data" else "the rule says None"
-    assert row.why[0].endswith(
-        f"the dim 'batch' has size 62, which is no multiple of data=8{': ' if rule == 'data' else '; '}{said}"
-    )
+    said = "indivisible allows replication" if rule == "data" else "the rule says None"
+    assert row.why[0].endswith(f"the dim 'batch' has size 62, which is not a multiple of data=8; {said}")
 
 
 @pytest.mark.parametrize("train", [True, False])
@@ -190,10 +188,14 @@ def test_rows_that_cannot_be_cut_are_named_together(options: Any) -> None:
     with pytest.raises(LayoutError) as error:
         jp.train_step(layout, loss, **options).lower(state, {"x": rows_of(62), "y": np.ones(30), "z": np.ones(64)})
     assert str(error.value) == (
-        "batch/x [62, 64], batch/y [30] cannot be cut into 2 microbatches (grad_accum_steps) over 8 devices: their "
-        "first dims are no multiples of 16. Remedy: a batch of a multiple of 16 rows, or another grad_accum_steps."
+        (
+            "batch/x [62, 64], batch/y [30] cannot be split into 2 microbatches (grad_accum_steps) over 8 devices: "
+            "their first dims are not multiples of 16. Remedy: use a batch of a multiple of 16 rows, or another "
+            "grad_accum_steps."
+        )
         if "grad_accum_steps" in options
-        else "batch/x [62, 64], batch/y [30] cannot be cut into equal parts for 8 devices: their first dims are no "
-        "multiples of 8. Remedy: pad the rows to a multiple of 8 and mask the padding out of the loss, or drop "
-        "the remainder."
+        else (
+            "batch/x [62, 64], batch/y [30] cannot be split evenly over 8 devices: their first dims are not multiples "
+            "of 8. Remedy: pad the rows to a multiple of 8 and mask the padding out of the loss, or drop the remainder."
+        )
     )

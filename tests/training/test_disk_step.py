@@ -206,7 +206,7 @@ def test_a_killed_run_goes_on_byte_for_byte(tmp_path: Path) -> None:
             assert same(result(step, step(states[3], batch(3))[0]), expected)
             step(step(states[4], batch(4))[0], batch(5))
         with pytest.raises(
-            DiskError, match="holds the optimizer's state of step 6 and step 5, but the training state is at step 0"
+            DiskError, match="holds the optimizer state of step 6 and step 5, but the training state is at step 0"
         ):
             jp.offload.disk_offloaded_train_step(layout, loss, states[0])
         with reopen(first, layout, states[3], restore=tmp_path / "three") as step:
@@ -316,8 +316,8 @@ def test_what_is_no_moment_and_what_does_not_go_together_is_named(tmp_path: Path
                 shape_state(layout, make, jp.offload.to_disk(adam, **away)), batch(0)
             ),
             (
-                "offload: the optimizer's state is on disk, where no jitted step can reach it. Remedy: "
-                "jp.offload.disk_offloaded_train_step in the place of jp.train_step, or jp.offload.to_host."
+                "offload: the optimizer state is on disk, where a jitted step cannot reach it. Remedy: use "
+                "jp.offload.disk_offloaded_train_step instead of jp.train_step, or jp.offload.to_host."
             ),
         ),
     ]

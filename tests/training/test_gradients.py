@@ -239,8 +239,8 @@ def step_of(rules: jp.Rules = RULES, **options: Any) -> Any:
         (
             {"precision": "bf61"},
             (
-                "precision: compute is 'bf61', but a floating dtype is wanted. Did you mean 'bf16'? Known are fp32, "
-                "bf16, fp16, fp64, fp8."
+                "precision: compute must be a floating dtype, got 'bf61'. Did you mean 'bf16'? Known are fp32, bf16, "
+                "fp16, fp64, fp8."
             ),
         ),
         (
@@ -250,7 +250,7 @@ def step_of(rules: jp.Rules = RULES, **options: Any) -> Any:
                 "scale, matmul."
             ),
         ),
-        ({"precision": "fp64"}, "precision: compute is float64, which jax computes only with jax_enable_x64."),
+        ({"precision": "fp64"}, "precision: compute is float64, which JAX supports only with jax_enable_x64."),
     ],
 )
 def test_what_is_no_option(options: dict[str, Any], text: str) -> None:
@@ -265,8 +265,8 @@ def test_a_batch_that_cannot_be_cut(grad_reduction: str) -> None:
     with pytest.raises(LayoutError) as error:
         step(state, np.ones((16, 16), np.float32))
     assert str(error.value) == (
-        "batch [16, 16] cannot be cut into 3 microbatches (grad_accum_steps) over 8 devices: its first dim is no "
-        "multiple of 24. Remedy: a batch of a multiple of 24 rows, or another grad_accum_steps."
+        "batch [16, 16] cannot be split into 3 microbatches (grad_accum_steps) over 8 devices: its first dim is not a "
+        "multiple of 24. Remedy: use a batch of a multiple of 24 rows, or another grad_accum_steps."
     )
 
 
@@ -275,8 +275,8 @@ def test_rules_that_do_not_know_the_batch() -> None:
     with pytest.raises(LayoutError) as error:
         step(state, np.ones((16, 16), np.float32))
     assert str(error.value) == (
-        "microbatches and grad_reduction='per_step' go by the rule of the logical dim 'batch', which the rules do not "
-        "have. Remedy: add it, as batch='data'."
+        "microbatches and grad_reduction='per_step' require a rule for the logical dim 'batch', but the rules have "
+        "none. Remedy: add it, such as batch='data'."
     )
 
 

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 from jaxpar.parallel.attention.attention_local import KEYS, check_heads, compute, ordered, roles, with_sinks
 from jaxpar.parallel.attention.cost_model import AttentionRequest, Spread
-from jaxpar.parallel.attention.dropout import counted, manual_of
+from jaxpar.parallel.attention.dropout import global_indices, manual_axes_of
 from jaxpar.parallel.attention.kernels.dense import dense
 from jaxpar.parallel.attention.kernels.gpu_flash import mha
 from jaxpar.parallel.attention.kernels.select import Kernel, KernelChoice, find
@@ -36,7 +36,7 @@ from jaxpar.sharding.rules import Axes
 
 Q_DIMS = ("batch", "seq", "heads", "head_dim")
 KV_DIMS = ("batch", "seq", "kv_heads", "head_dim")
-WHOLE = ("splash", "mha")
+FULL_SEQUENCE = ("splash", "mha")
 """Kernels that require the full sequence on every device."""
 
 type Dims = Sequence[str | None]
@@ -97,31 +97,33 @@ def attention(
     """
     check_impl(impl)
     keep = read_keep(impl, options)
-    rules, beside, offset = read(q_BSHD, k_BTKD, v_BTKD, options)
+    rules, array_options, offset = read(q_BSHD, k_BTKD, v_BTKD, options)
     swapped = (heads_axis,) if isinstance(heads_axis, str) else tuple(heads_axis)
     rows, arrays = q_BSHD.shape[1], (q_BSHD, k_BTKD, v_BTKD)
-    given = beside.segments is not None
+    given = array_options.segments is not None
     if pad:
-        arrays, beside = _padded(arrays, beside, (q_dims, kv_dims))
-        if beside.order is not None:
-            options["order"] = beside.order
+        arrays, array_options = _padded(arrays, array_options, (q_dims, kv_dims))
+        if array_options.order is not None:
+            options["order"] = array_options.order
     q, k, v = (hint(x, *dims) for x, dims in zip(arrays, (q_dims, kv_dims, kv_dims), strict=True))
     spread = Spread(_axes(q, q_dims), _axes(k, kv_dims))
-    beside, first_head = _numbered(q, beside, q_dims)
+    array_options, first_head = _add_sequence_indices(q, array_options, q_dims)
     # Tokens added by ``pad`` are 0 already, so only the caller's own segments need zeroing.
-    segments = _as_tokens_lie(beside.segments, spread) if given else None
+    segments = _shard_segments(array_options.segments, spread) if given else None
     q, k, v = without_padding((q, k, v), segments)
-    kernel = functools.partial(_kernel, (q, k, v), (rules, beside, offset), spread.q[1], swapped)
-    asks = AttentionRequest(rules.mask, "given" if beside.order is not None else options.get("order"))
-    asks = replace(
-        asks,
+    kernel = functools.partial(_kernel, (q, k, v), (rules, array_options, offset), spread.q[1], swapped)
+    request = AttentionRequest(rules.mask, "given" if array_options.order is not None else options.get("order"))
+    request = replace(
+        request,
         kv_grad_dtype=options.get("kv_grad_dtype"),
-        offset=offset if beside.offset is None else k.shape[1] - q.shape[1],
+        offset=offset if array_options.offset is None else k.shape[1] - q.shape[1],
     )
-    asks = replace(asks, hops=beside.prefix is None and beside.offset is None and beside.order is None)
+    request = replace(
+        request, hops=array_options.prefix is None and array_options.offset is None and array_options.order is None
+    )
     layout = current_layout()
     links = links_of(layout.mesh) if impl == "auto" else None
-    picked = choice(impl, q, k, spread, layout.sizes, heads_axis=swapped, kernel=kernel, asks=asks, links=links)
+    picked = choice(impl, q, k, spread, layout.sizes, heads_axis=swapped, kernel=kernel, request=request, links=links)
     if impl == "auto":
         observed(call_site, q, k, picked)
     if picked.impl == "dense":
@@ -134,7 +136,7 @@ def attention(
             heads_axis=swapped,
             first_head=first_head,
         )
-        o = checkpoint_name(hint(_laid_out(plain, spread)(q, k, v, beside), *q_dims), SAVED)
+        o = checkpoint_name(hint(_auto_sharded(plain, spread)(q, k, v, array_options), *q_dims), SAVED)
         return result_without_padding(o, segments)[:, :rows]
     if spread.q[2] != spread.kv[2]:
         # A shard of the query heads would meet the wrong key heads, so every query head gets its own key head.
@@ -143,12 +145,12 @@ def attention(
         spread = Spread(spread.q, (*spread.kv[:2], spread.q[2], spread.kv[3]))
     ring, heads = roles(picked.impl, spread.kv[1], swapped) if spread.kv[1] else ((), ())
     check_order(picked.impl, options, ring, heads)
-    how = KEYS[picked.impl] if ring else "here"
-    way = AttentionPlan(
-        rules, how, ring, heads, offset=offset, keep=keep and bool(ring), whole=picked.impl == "split_kv"
+    key_source = KEYS[picked.impl] if ring else "here"
+    plan = AttentionPlan(
+        rules, key_source, ring, heads, offset=offset, keep=keep and bool(ring), full_queries=picked.impl == "split_kv"
     )
-    check_heads(q.shape[2] // _share(spread.q[2]), _share(heads), heads)
-    o = hint(_sharded(picked, way, options, spread, (q, k, v), beside, first_head), *q_dims)
+    check_heads(q.shape[2] // _num_shards(spread.q[2]), _num_shards(heads), heads)
+    o = hint(_sharded(picked, plan, options, spread, (q, k, v), array_options, first_head), *q_dims)
     return result_without_padding(o, segments)[:, :rows]
 
 
@@ -159,7 +161,7 @@ def shares(
     *,
     dims: tuple[Dims, Dims] = (Q_DIMS, KV_DIMS),
     heads_axis: tuple[str, ...] = ("ulysses",),
-    asks: AttentionRequest | None = None,
+    request: AttentionRequest | None = None,
 ) -> tuple[int, int]:
     """Returns the ring size and the number of devices that exchange heads under the ambient layout.
 
@@ -168,101 +170,109 @@ def shares(
       q, k: queries and keys ``[batch, seq, heads, head_dim]``, as arrays or shapes.
       dims: logical dims of the queries, and of the keys and values.
       heads_axis: the mesh axes that exchange sequence for heads.
-      asks: the options on which the choice of ``auto`` depends.
+      request: the options on which the choice of ``auto`` depends.
     """
     spread, layout = Spread(_axes(q, dims[0]), _axes(k, dims[1])), current_layout()
     links = links_of(layout.mesh) if impl == "auto" else None
-    picked = choice(impl, q, k, spread, layout.sizes, heads_axis=heads_axis, asks=asks, links=links)
+    picked = choice(impl, q, k, spread, layout.sizes, heads_axis=heads_axis, request=request, links=links)
     ring, heads = roles(picked.impl, spread.kv[1], heads_axis)
-    return _share(ring), _share(heads)
+    return _num_shards(ring), _num_shards(heads)
 
 
-def _numbered(q: jax.Array, beside: AttentionArrays, dims: Dims) -> tuple[AttentionArrays, Any]:
+def _add_sequence_indices(q: jax.Array, array_options: AttentionArrays, dims: Dims) -> tuple[AttentionArrays, Any]:
     """With dropout, adds the global index of each sequence to the arrays; also returns the index of the first head."""
-    if beside.key is None:
-        return beside, 0
+    if array_options.key is None:
+        return array_options, 0
     remedy = (
-        "rules that name them for 'batch' and 'heads'; or jp.context.attention_local(batch_axis=..., "
-        "q_heads_axis=...), which is for a shard_map of one's own."
+        "give 'batch' and 'heads' rules with these axes; or, in your own shard_map, call "
+        "jp.context.attention_local(batch_axis=..., q_heads_axis=...)."
     )
-    rows, heads = manual_of(dims[0]), manual_of(dims[2])
-    sequences, head = counted(q, rows, heads, (), per_sequence=beside.key.ndim == 2, remedy=remedy)
-    return beside._replace(sequences=sequences), head
+    rows, heads = manual_axes_of(dims[0]), manual_axes_of(dims[2])
+    sequences, head = global_indices(q, rows, heads, (), per_sequence=array_options.key.ndim == 2, remedy=remedy)
+    return array_options._replace(sequences=sequences), head
 
 
 def _sharded(
     picked: Choice,
-    way: AttentionPlan,
+    plan: AttentionPlan,
     options: Options,
     spread: Spread,
     arrays: Arrays,
-    beside: AttentionArrays,
+    array_options: AttentionArrays,
     first_head: Any,
 ) -> jax.Array:
     """Runs attention on each device's shards: the partitioner cannot look into kernels and rings."""
     layout, (q, k, v), batch = current_layout(), arrays, arrays[0].shape[0]
     q_spec, kv_spec = (PartitionSpec(*(axes or None for axes in split)) for split in (spread.q, spread.kv))
-    rows, apart = spread.q[0], (*spread.q[2], *way.heads)
-    per = lambda x, size, axes: axes or None if x is not None and size > 1 else None
-    some = lambda x, *spec: None if x is None else PartitionSpec(*spec)
-    along = lambda axes: PartitionSpec(rows or None, axes or None)
-    bias = beside.bias
+    rows, head_axes = spread.q[0], (*spread.q[2], *plan.heads)
+    axes_if_sharded = lambda x, size, axes: axes or None if x is not None and size > 1 else None
+    optional_spec = lambda x, *spec: None if x is None else PartitionSpec(*spec)
+    token_spec = lambda axes: PartitionSpec(rows or None, axes or None)
+    bias = array_options.bias
     specs = AttentionArrays(
-        segments=None if beside.segments is None else (along(spread.q[1]), along(spread.kv[1])),
-        prefix=some(beside.prefix, rows or None if beside.prefix is not None and len(beside.prefix) == batch else None),
-        slopes=some(beside.slopes, apart or None),
+        segments=None if array_options.segments is None else (token_spec(spread.q[1]), token_spec(spread.kv[1])),
+        prefix=optional_spec(
+            array_options.prefix,
+            rows or None if array_options.prefix is not None and len(array_options.prefix) == batch else None,
+        ),
+        slopes=optional_spec(array_options.slopes, head_axes or None),
         bias=bias
         if bias is None
         else PartitionSpec(
-            per(bias, bias.shape[0], rows),
-            per(bias, bias.shape[1], apart),
-            None if way.whole else way.ring or None,
+            axes_if_sharded(bias, bias.shape[0], rows),
+            axes_if_sharded(bias, bias.shape[1], head_axes),
+            None if plan.full_queries else plan.ring or None,
             None,
         ),
-        sinks=some(beside.sinks, spread.q[2] or None),
-        key=some(beside.key, *([rows or None] if beside.key is not None and beside.key.ndim == 2 else [])),
-        sequences=some(beside.sequences, rows or None),
-        offset=some(beside.offset),
-        order=some(beside.order),
+        sinks=optional_spec(array_options.sinks, spread.q[2] or None),
+        key=optional_spec(
+            array_options.key,
+            *([rows or None] if array_options.key is not None and array_options.key.ndim == 2 else []),
+        ),
+        sequences=optional_spec(array_options.sequences, rows or None),
+        offset=optional_spec(array_options.offset),
+        order=optional_spec(array_options.order),
     )
 
-    def local(q: jax.Array, k: jax.Array, v: jax.Array, beside: AttentionArrays) -> jax.Array:
-        if picked.kernel in WHOLE:
-            return _by_kernel(way, (q, k, v), beside.segments, picked.kernel)
+    def local(q: jax.Array, k: jax.Array, v: jax.Array, array_options: AttentionArrays) -> jax.Array:
+        if picked.kernel in FULL_SEQUENCE:
+            return _by_kernel(plan, (q, k, v), array_options.segments, picked.kernel)
         engine: Backend = "tpu" if picked.kernel == "tiles" else "jax"
-        here = ordered(replace(way, engine=engine), options, (q.shape[1], k.shape[1]))
-        return compute(here, q, k, v, beside, first_head + _index(spread.q[2]) * q.shape[2])[0]
+        here = ordered(replace(plan, engine=engine), options, (q.shape[1], k.shape[1]))
+        return compute(here, q, k, v, array_options, first_head + _index(spread.q[2]) * q.shape[2])[0]
 
     free = set(layout.mesh.axis_names) - set(jax.sharding.get_abstract_mesh().manual_axes)
     if not free:  # an enclosing shard_map has made every axis manual: the arrays are shards already
-        return local(q, k, v, beside)
+        return local(q, k, v, array_options)
     # Kernels do not declare over which axes their results vary, hence check_vma=False.
     in_specs = (q_spec, kv_spec, kv_spec, specs)
     if jax.sharding.AxisType.Explicit in layout.mesh.axis_types:  # shard_map does not reshard under Explicit axes
-        beside = jax.tree.map(lambda x, spec: with_sharding(layout.mesh, x, spec), beside, specs)
-    return jax.shard_map(local, in_specs=in_specs, out_specs=q_spec, axis_names=free, check_vma=False)(q, k, v, beside)
+        array_options = jax.tree.map(lambda x, spec: with_sharding(layout.mesh, x, spec), array_options, specs)
+    return jax.shard_map(local, in_specs=in_specs, out_specs=q_spec, axis_names=free, check_vma=False)(
+        q, k, v, array_options
+    )
 
 
-def _by_kernel(way: AttentionPlan, arrays: Arrays, segments: Segments, kernel: Kernel) -> jax.Array:
+def _by_kernel(plan: AttentionPlan, arrays: Arrays, segments: Segments, kernel: Kernel) -> jax.Array:
     """Runs a kernel that requires the full sequence, between the two head exchanges if heads are exchanged."""
-    plain = way.rules == TileSpec(Mask(causal=True), 1 / math.sqrt(arrays[0].shape[3])) and segments is None
-    if kernel == "splash" and way.heads and plain:
+    plain = plan.rules == TileSpec(Mask(causal=True), 1 / math.sqrt(arrays[0].shape[3])) and segments is None
+    if kernel == "splash" and plan.heads and plain:
         from jaxpar.parallel.attention.split.ulysses_splash import splash_exchanged
 
-        return splash_exchanged(*arrays, way.heads)
-    repeat = exchange.repeats(arrays[1].shape[2], exchange.ways_of(way.heads))
-    q, k, v = (exchange.apart(x, way.heads, n) for x, n in zip(arrays, (1, repeat, repeat), strict=True))
-    whole = None if segments is None else tuple(exchange.all_tokens(x, way.heads) for x in segments)
+        return splash_exchanged(*arrays, plan.heads)
+    repeat = exchange.repeats(arrays[1].shape[2], exchange.num_devices(plan.heads))
+    q, k, v = (exchange.seq_to_heads(x, plan.heads, n) for x, n in zip(arrays, (1, repeat, repeat), strict=True))
+    segments_of_all = None if segments is None else tuple(exchange.all_tokens(x, plan.heads) for x in segments)
     if kernel == "mha":
-        o = mha(q, k, v, way.rules, None if whole is None else whole[0])
+        o = mha(q, k, v, plan.rules, None if segments_of_all is None else segments_of_all[0])
     else:
         from jaxpar.parallel.attention.kernels.tpu_splash import splash
 
-        o = splash(q, k, v, way.rules, whole)
-    return exchange.together(o, way.heads)
+        o = splash(q, k, v, plan.rules, segments_of_all)
+    return exchange.heads_to_seq(o, plan.heads)
 
 
-def _as_tokens_lie(segments: Segments, spread: Spread) -> Segments:
+def _shard_segments(segments: Segments, spread: Spread) -> Segments:
     """Shards segments like queries and keys: under Explicit axes ``jnp.where`` requires equal shardings."""
     mesh, context = current_layout().mesh, jax.sharding.get_abstract_mesh()
     if segments is None or jax.sharding.AxisType.Explicit not in mesh.axis_types:
@@ -273,22 +283,22 @@ def _as_tokens_lie(segments: Segments, spread: Spread) -> Segments:
     return a, b
 
 
-def _laid_out(plain: Callable[..., jax.Array], spread: Spread) -> Callable[..., jax.Array]:
+def _auto_sharded(plain: Callable[..., jax.Array], spread: Spread) -> Callable[..., jax.Array]:
     """Lets the compiler shard ``plain``, because under Explicit axes JAX cannot derive a sharding for the scores."""
     mesh = current_layout().mesh
     free = set(mesh.axis_names) - set(jax.sharding.get_abstract_mesh().manual_axes)
     if jax.sharding.AxisType.Explicit not in mesh.axis_types or not free:
         return plain
     out = PartitionSpec(*(axes or None for axes in spread.q))
-    laid_out: Callable[..., jax.Array] = jax.sharding.auto_axes(plain, out_sharding=out)
-    return laid_out
+    auto_sharded: Callable[..., jax.Array] = jax.sharding.auto_axes(plain, out_sharding=out)
+    return auto_sharded
 
 
 def _dense(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    beside: AttentionArrays,
+    array_options: AttentionArrays,
     *,
     rules: TileSpec,
     offset: int,
@@ -297,80 +307,89 @@ def _dense(
     heads_axis: tuple[str, ...],
     first_head: Any,
 ) -> jax.Array:
-    plain = rules == TileSpec(Mask(causal=True), 1 / math.sqrt(q.shape[3])) and not _asks(beside, offset, options)
+    plain = rules == TileSpec(Mask(causal=True), 1 / math.sqrt(q.shape[3])) and not _has_options(
+        array_options, offset, options
+    )
     alike = q.shape[1:4:2] == k.shape[1:4:2] == v.shape[1:4:2]
     # JAX's own attention accumulates fp64 in fp32, and for fp16 it requests a dot that CPUs and TPUs lack.
     if plain and alike and q.dtype.itemsize <= 4 and q.dtype != jnp.float16:
         return jax.nn.dot_product_attention(q, k, v, is_causal=True)
-    ways = _share(tuple(axis for axis in spread.q[1] if axis not in heads_axis))
+    num_shards = _num_shards(tuple(axis for axis in spread.q[1] if axis not in heads_axis))
     order: Any = "contiguous" if options.get("order") is None else options["order"]
-    at = [_at(order, x.shape[1], ways, what) for x, what in ((q, "the queries' sequence"), (k, "the keys' sequence"))]
-    numbers = (beside.sequences, first_head) if rules.dropout else None
+    at = [
+        _positions(order, x.shape[1], num_shards, what)
+        for x, what in ((q, "the queries' sequence"), (k, "the keys' sequence"))
+    ]
+    numbers = (array_options.sequences, first_head) if rules.dropout else None
     group = (k.shape[2], q.shape[2] // k.shape[2])
-    bias, slopes = beside.bias, beside.slopes
+    bias, slopes = array_options.bias, array_options.slopes
     if bias is not None:
         bias = bias.reshape(bias.shape[0], *((1, 1) if bias.shape[1] == 1 else group), *bias.shape[2:])
     slopes = None if slopes is None else slopes.reshape(group)
-    extras = TileArrays(bias, slopes, beside.prefix, beside.key, numbers)
-    start = offset if beside.offset is None else beside.offset
-    o, lse = dense(rules, q, k, v, (at[0] + start, at[1]), beside.segments, extras)
-    if beside.sinks is not None:
-        o = with_sinks(o, lse, beside.sinks)
+    extras = TileArrays(bias, slopes, array_options.prefix, array_options.key, numbers)
+    start = offset if array_options.offset is None else array_options.offset
+    o, lse = dense(rules, q, k, v, (at[0] + start, at[1]), array_options.segments, extras)
+    if array_options.sinks is not None:
+        o = with_sinks(o, lse, array_options.sinks)
     return o
 
 
-def _at(order: Any, length: int, ways: int, what: str) -> jax.Array:
+def _positions(order: Any, length: int, num_shards: int, what: str) -> jax.Array:
     """Returns the position of every token, in the order in which the tokens are stored."""
     if isinstance(order, str):
-        return jnp.asarray(permutation(order, length, ways))  # type: ignore[arg-type]
+        return jnp.asarray(permutation(order, length, num_shards))  # type: ignore[arg-type]
     check_given(order, length, what)
     return jnp.asarray(order, jnp.int32)
 
 
-def _asks(beside: AttentionArrays, offset: int, options: Options) -> bool:
+def _has_options(array_options: AttentionArrays, offset: int, options: Options) -> bool:
     """Whether any array option, query offset or token order is given."""
-    return any(x is not None for x in beside) or bool(offset) or options.get("order") not in (None, "contiguous")
+    return any(x is not None for x in array_options) or bool(offset) or options.get("order") not in (None, "contiguous")
 
 
 def _kernel(
-    arrays: Arrays, asked: tuple[TileSpec, AttentionArrays, int], seq: Axes, heads_axis: tuple[str, ...], impl: str
+    arrays: Arrays,
+    find_arguments: tuple[TileSpec, AttentionArrays, int],
+    seq: Axes,
+    heads_axis: tuple[str, ...],
+    impl: str,
 ) -> KernelChoice:
     """Returns the kernel for ``impl`` on the shards of one device."""
     ring, _ = roles(impl, seq, heads_axis) if seq else ((), ())
-    ways, platform = _share(ring), platform_of(current_layout().mesh)
+    num_shards, platform = _num_shards(ring), platform_of(current_layout().mesh)
     if ring and KEYS[impl] == "rows":
-        return KernelChoice("", "whole rows of scores are no tiles")
-    own, of_keys = ways, 1 if KEYS[impl] == "gather" else ways
+        return KernelChoice("", "ring_self_attention computes full rows of scores, not tiles")
+    own, of_keys = num_shards, 1 if KEYS[impl] == "gather" else num_shards
     shapes = [
         jax.ShapeDtypeStruct((x.shape[0], x.shape[1] // n, *x.shape[2:]), x.dtype)
         for x, n in zip(arrays, (own, of_keys, of_keys), strict=True)
     ]
-    return find(platform, shapes, *asked, split=ways > 1)
+    return find(platform, shapes, *find_arguments, split=num_shards > 1)
 
 
-def _padded(arrays: Arrays, beside: AttentionArrays, dims: tuple[Dims, Dims]) -> tuple[Arrays, AttentionArrays]:
+def _padded(arrays: Arrays, array_options: AttentionArrays, dims: tuple[Dims, Dims]) -> tuple[Arrays, AttentionArrays]:
     """Pads the sequences with masked tokens to the multiple that their sharding requires."""
     missing = []
     for x, names in zip(arrays[:2], dims, strict=True):
         # Every sharding divides this length, so resolving it returns all axes that the rules name.
         long = jax.ShapeDtypeStruct((x.shape[0], 2 * x.shape[1] * current_layout().mesh.size, *x.shape[2:]), x.dtype)
-        missing.append(-x.shape[1] % (2 * _share(_axes(long, names)[1])))
+        missing.append(-x.shape[1] % (2 * _num_shards(_axes(long, names)[1])))
     if not any(missing):
-        return arrays, beside
-    order = beside.order
+        return arrays, array_options
+    order = array_options.order
     if order is not None:  # padded tokens get the positions after all others
         check_given(order, arrays[1].shape[1], "the keys' sequence")
         order = jnp.concatenate([order, len(order) + jnp.arange(missing[1], dtype=order.dtype)])
-    given = beside.segments or tuple(jnp.zeros((x.shape[0], x.shape[1]), jnp.int32) for x in arrays[:2])
+    given = array_options.segments or tuple(jnp.zeros((x.shape[0], x.shape[1]), jnp.int32) for x in arrays[:2])
     rows, columns = (
         jnp.pad(x, ((0, 0), (0, more)), constant_values=-1) for x, more in zip(given, missing, strict=True)
     )
     fill = lambda x, more: jnp.pad(x, ((0, 0), (0, more), (0, 0), (0, 0)))
     q, k, v = (fill(x, more) for x, more in zip(arrays, (missing[0], missing[1], missing[1]), strict=True))
-    bias = beside.bias
+    bias = array_options.bias
     if bias is not None:
         bias = jnp.pad(bias, ((0, 0), (0, 0), (0, missing[0]), (0, missing[1])))
-    return (q, k, v), beside._replace(segments=(rows, columns), bias=bias, order=order)
+    return (q, k, v), array_options._replace(segments=(rows, columns), bias=bias, order=order)
 
 
 def _axes(x: Any, dims: Dims) -> tuple[Axes, ...]:
@@ -380,7 +399,7 @@ def _axes(x: Any, dims: Dims) -> tuple[Axes, ...]:
     return resolve(layout.rules, sizes, tuple(dims), x.shape, itemsize=x.dtype.itemsize).axes
 
 
-def _share(axes: Sequence[str]) -> int:
+def _num_shards(axes: Sequence[str]) -> int:
     return math.prod(current_layout().sizes[axis] for axis in axes)
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.errors import ConfigError, LayoutError, listing
-from jaxpar.parallel.attention.dropout import HEADS, ROWS, counted, manual_axes, manual_of, splitting
+from jaxpar.parallel.attention.dropout import HEADS, ROWS, axes_sharding, global_indices, manual_axes, manual_axes_of
 from jaxpar.parallel.attention.kernels.select import find
 from jaxpar.parallel.attention.options import Options, check_impl, check_order, read, read_keep, read_kv_grad_dtype
 from jaxpar.parallel.attention.padded_tokens import result_without_padding, without_padding
@@ -87,8 +87,8 @@ def attention_local(
     check_impl(impl)
     if impl not in KEYS:
         raise ConfigError(
-            f"attention_local: impl is {impl!r}, which is for global arrays. Remedy: one of {', '.join(KEYS)}, or "
-            f"jp.attention."
+            f"attention_local: impl {impl!r} is only valid for global arrays. Remedy: use one of {', '.join(KEYS)}, or "
+            f"call jp.attention."
         )
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
     _check_axes(axes)
@@ -96,67 +96,73 @@ def attention_local(
     ring, heads = roles(impl, axes, swapped)
     check_order(impl, options, ring, heads)
     keep = read_keep(impl, options)
-    apart, around = exchange.ways_of(heads), exchange.ways_of(ring)
-    tokens = q_BSHD.shape[1] * apart, k_BTKD.shape[1] * apart * around
-    whole = impl == "split_kv"
-    rules, beside, offset = read(q_BSHD, k_BTKD, v_BTKD, options, tokens, tokens[0] * (1 if whole else around))
-    q_BSHD, k_BTKD, v_BTKD = without_padding((q_BSHD, k_BTKD, v_BTKD), beside.segments)
-    way = AttentionPlan(rules, KEYS[impl], ring, heads, offset=offset, keep=keep, whole=whole)
-    if way.keys != "rows" and not way.whole:
+    exchange_size, ring_size = exchange.num_devices(heads), exchange.num_devices(ring)
+    tokens = q_BSHD.shape[1] * exchange_size, k_BTKD.shape[1] * exchange_size * ring_size
+    full_queries = impl == "split_kv"
+    rules, array_options, offset = read(
+        q_BSHD, k_BTKD, v_BTKD, options, tokens, tokens[0] * (1 if full_queries else ring_size)
+    )
+    q_BSHD, k_BTKD, v_BTKD = without_padding((q_BSHD, k_BTKD, v_BTKD), array_options.segments)
+    plan = AttentionPlan(rules, KEYS[impl], ring, heads, offset=offset, keep=keep, full_queries=full_queries)
+    if plan.keys != "rows" and not plan.full_queries:
         lengths = (
-            q_BSHD.shape[1] * apart,
-            *(x.shape[1] * apart * (around if way.keys == "gather" else 1) for x in (k_BTKD, v_BTKD)),
+            q_BSHD.shape[1] * exchange_size,
+            *(x.shape[1] * exchange_size * (ring_size if plan.keys == "gather" else 1) for x in (k_BTKD, v_BTKD)),
         )
-        way = replace(way, engine=_engine(way, (q_BSHD, k_BTKD, v_BTKD), lengths, beside, around > 1))
-    way = ordered(way, options, (q_BSHD.shape[1], k_BTKD.shape[1]))
-    check_heads(q_BSHD.shape[2], apart, heads)
-    share = lambda x, dim: x if x is None or not heads or x.shape[dim] == 1 else _own_heads(x, heads, dim)
-    beside = beside._replace(slopes=share(beside.slopes, 0), bias=share(beside.bias, 1))
+        plan = replace(plan, engine=_engine(plan, (q_BSHD, k_BTKD, v_BTKD), lengths, array_options, ring_size > 1))
+    plan = ordered(plan, options, (q_BSHD.shape[1], k_BTKD.shape[1]))
+    check_heads(q_BSHD.shape[2], exchange_size, heads)
+    slice_heads = lambda x, dim: x if x is None or not heads or x.shape[dim] == 1 else _own_heads(x, heads, dim)
+    array_options = array_options._replace(
+        slopes=slice_heads(array_options.slopes, 0), bias=slice_heads(array_options.bias, 1)
+    )
     first_head: Any = 0
     if rules.dropout:
-        beside, first_head = _numbered(q_BSHD, beside, axes, batch_axis, q_heads_axis)
-    o, _ = compute(way, q_BSHD, k_BTKD, v_BTKD, beside, first_head)
-    return result_without_padding(o, beside.segments)
+        array_options, first_head = _add_sequence_indices(q_BSHD, array_options, axes, batch_axis, q_heads_axis)
+    o, _ = compute(plan, q_BSHD, k_BTKD, v_BTKD, array_options, first_head)
+    return result_without_padding(o, array_options.segments)
 
 
-def _numbered(
+def _add_sequence_indices(
     q: jax.Array,
-    beside: AttentionArrays,
+    array_options: AttentionArrays,
     seq: tuple[str, ...],
     batch_axis: str | Sequence[str] | None,
     q_heads_axis: Any,
 ) -> tuple[AttentionArrays, Any]:
     """Adds the global index of each sequence to the arrays; returns them and the index of the first head."""
     given = [None if x is None else (x,) if isinstance(x, str) else tuple(x) for x in (batch_axis, q_heads_axis)]
-    usual = (manual_of("batch", ROWS), manual_of("heads", HEADS))
+    default_axes = (manual_axes_of("batch", ROWS), manual_axes_of("heads", HEADS))
     rows, heads = (
-        tuple(axis for axis in splitting(found, q) if axis not in seq) if named is None else named
-        for named, found in zip(given, usual, strict=True)
+        tuple(axis for axis in axes_sharding(found, q) if axis not in seq) if named is None else named
+        for named, found in zip(given, default_axes, strict=True)
     )
     _check_axes((*rows, *heads))
-    remedy = "batch_axis=... and q_heads_axis=..., the axes that split the batch and the query heads (() for none)."
+    remedy = (
+        "pass batch_axis=... and q_heads_axis=..., the axes that shard the batch and the query heads (() for none)."
+    )
     # Devices along an axis over which the queries are replicated must drop the same weights.
-    same = [axis for axis in manual_axes() if not splitting((axis,), q)]
-    sequences, head = counted(
+    same = [axis for axis in manual_axes() if not axes_sharding((axis,), q)]
+    sequences, head = global_indices(
         q,
         rows,
         heads,
         (*seq, *same),
-        per_sequence=beside.key.ndim == 2,
+        per_sequence=array_options.key.ndim == 2,
         remedy=None if None not in given else remedy,
     )
-    return beside._replace(sequences=sequences), head
+    return array_options._replace(sequences=sequences), head
 
 
 def _engine(
-    way: AttentionPlan, arrays: tuple[Any, ...], lengths: tuple[int, ...], beside: AttentionArrays, split: bool
+    plan: AttentionPlan, arrays: tuple[Any, ...], lengths: tuple[int, ...], array_options: AttentionArrays, split: bool
 ) -> Backend:
     """Returns the backend that computes tiles of queries and keys of these lengths."""
     shapes = [
         jax.ShapeDtypeStruct((x.shape[0], n, *x.shape[2:]), x.dtype) for x, n in zip(arrays, lengths, strict=True)
     ]
     platform = platform_of(jax.sharding.get_abstract_mesh())
-    found = find(platform, shapes, way.rules, beside, way.offset, split=split)
+    found = find(platform, shapes, plan.rules, array_options, plan.offset, split=split)
     # The tile kernel covers what splash does, and it also runs in a shard_map that the caller wrote.
     return "tpu" if found.kernel in ("splash", "tiles") else "jax"
 
@@ -182,20 +188,20 @@ def roles(impl: str, axes: tuple[str, ...], heads_axis: tuple[str, ...]) -> tupl
     ring = axes[: len(axes) - len(heads)]
     if not heads or not ring or axes != (*ring, *heads):
         raise LayoutError(
-            f"attention(impl='hybrid'): the sequence is split over {listing(axes)}, but a ring's axes and then "
-            f"{listing(heads_axis)} to exchange heads are wanted. Remedy: a rule seq=('context', 'ulysses') on a mesh "
-            f"with both, or impl='ring' or 'ulysses'."
+            f"attention(impl='hybrid'): the sequence is sharded over {listing(axes)}, but it must be sharded over the "
+            f"axes of a ring, followed by {listing(heads_axis)} to exchange heads. Remedy: use a rule seq=('context', "
+            f"'ulysses') on a mesh with both axes, or impl='ring' or 'ulysses'."
         )
     return ring, heads
 
 
-def ordered(way: AttentionPlan, options: Options, lengths: tuple[int, int]) -> AttentionPlan:
-    """Returns ``way`` with the token order, the block size and the dtype of the gradients taken from ``options``.
+def ordered(plan: AttentionPlan, options: Options, lengths: tuple[int, int]) -> AttentionPlan:
+    """Returns ``plan`` with the token order, the block size and the dtype of the gradients taken from ``options``.
 
     If the caller gives no order, a ring under a causal mask reorders the tokens into zigzag and back (``relay``).
 
     Args:
-      way: the plan.
+      plan: the plan.
       options: the caller's options.
       lengths: number of queries and of keys on one device, before heads are exchanged.
 
@@ -204,71 +210,84 @@ def ordered(way: AttentionPlan, options: Options, lengths: tuple[int, int]) -> A
       LayoutError: the order does not fit the number of tokens.
     """
     # CPU caches hold smaller tiles.
-    usual = way.block // 2 if platform_of(jax.sharding.get_abstract_mesh()) == "cpu" else way.block
-    way = replace(
-        way, kv_grad_dtype=read_kv_grad_dtype(options.get("kv_grad_dtype")), block=options.get("block") or usual
+    default_block = plan.block // 2 if platform_of(jax.sharding.get_abstract_mesh()) == "cpu" else plan.block
+    plan = replace(
+        plan,
+        kv_grad_dtype=read_kv_grad_dtype(options.get("kv_grad_dtype")),
+        block=options.get("block") or default_block,
     )
-    asked, swapped = options.get("order"), exchange.ways_of(way.heads)
+    requested, swapped = options.get("order"), exchange.num_devices(plan.heads)
     lengths = lengths[0] * swapped, lengths[1] * swapped
-    causal = way.rules.mask.sides == (None, 0) and way.rules.mask.chunk is None
-    tokens = ("the keys' sequence", lengths[1] * way.ways), ("the queries' sequence", lengths[0] * way.ways)
-    checked = tokens[: 1 if way.whole else 2][::-1]
-    if asked is not None and not isinstance(asked, str):
+    causal = plan.rules.mask.sides == (None, 0) and plan.rules.mask.chunk is None
+    tokens = ("the keys' sequence", lengths[1] * plan.ring_size), ("the queries' sequence", lengths[0] * plan.ring_size)
+    checked = tokens[: 1 if plan.full_queries else 2][::-1]
+    if requested is not None and not isinstance(requested, str):
         for what, length in checked:
-            check_given(asked, length, what)
+            check_given(requested, length, what)
         # Prefixes and offsets given as arrays have no known values here, so every hop may be visible.
-        known = isinstance(asked, np.ndarray) and all(options.get(x) is None for x in ("prefix", "q_offset"))
-        if not known or way.ways == 1 or way.whole:
-            return way
-        return replace(way, turns=turns_of(way.rules.mask, asked, way.ways, side(lengths[1], way.block), way.offset))
-    relay = asked is None and not way.whole and way.ways > 1 and causal and all(length % 2 == 0 for length in lengths)
-    order: Any = "zigzag" if relay else asked or "contiguous"
+        known = isinstance(requested, np.ndarray) and all(options.get(x) is None for x in ("prefix", "q_offset"))
+        if not known or plan.ring_size == 1 or plan.full_queries:
+            return plan
+        return replace(
+            plan, turns=turns_of(plan.rules.mask, requested, plan.ring_size, side(lengths[1], plan.block), plan.offset)
+        )
+    relay = (
+        requested is None
+        and not plan.full_queries
+        and plan.ring_size > 1
+        and causal
+        and all(length % 2 == 0 for length in lengths)
+    )
+    order: Any = "zigzag" if relay else requested or "contiguous"
     for what, length in checked:
-        check(order, length, way.ways, what)
-    return replace(way, order=order, relay=relay)
+        check(order, length, plan.ring_size, what)
+    return replace(plan, order=order, relay=relay)
 
 
-def check_heads(heads: int, ways: int, axes: Sequence[str]) -> None:
-    """Raises LayoutError if ``ways`` devices along ``axes`` cannot exchange ``heads`` query heads."""
-    if heads % ways:
+def check_heads(heads: int, num_shards: int, axes: Sequence[str]) -> None:
+    """Raises LayoutError if ``num_shards`` devices along ``axes`` cannot exchange ``heads`` query heads."""
+    if heads % num_shards:
         fitting = [n for n in range(1, heads + 1) if heads % n == 0]
         raise LayoutError(
-            f"attention: {heads} query heads cannot be exchanged among {ways} devices over {listing(axes)}. Remedy: as "
-            f"many devices as divide them ({', '.join(map(str, fitting))}), or impl='ring', which takes any."
+            f"attention: {heads} query heads cannot be exchanged among {num_shards} devices over {listing(axes)}. "
+            f"Remedy: use a number of devices that divides them ({', '.join(map(str, fitting))}), or impl='ring', "
+            f"which supports any number."
         )
 
 
 def compute(
-    way: AttentionPlan, q: jax.Array, k: jax.Array, v: jax.Array, beside: AttentionArrays, first_head: Any = 0
+    plan: AttentionPlan, q: jax.Array, k: jax.Array, v: jax.Array, array_options: AttentionArrays, first_head: Any = 0
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the attention result of one device's shards and its log-sum-exp.
 
     Args:
-      way: the plan.
+      plan: the plan.
       q, k, v: this device's shards ``[batch, tokens, heads or kv_heads, head_dim]``.
-      beside: array options, with slopes and bias of the heads that this device computes after the head exchange.
+      array_options: array options, with slopes and bias of the heads that this device computes after the head exchange.
       first_head: global index of this device's first query head before the head exchange.
 
     Returns:
       The result ``[batch, tokens, heads, head_dim]`` and the log-sum-exp of the scores ``[batch, tokens, heads]``.
     """
-    ways = exchange.ways_of(way.heads)
-    kv_heads = k.shape[2] * exchange.repeats(k.shape[2], ways) // ways
-    shape = (kv_heads, q.shape[2] // ways // kv_heads)
-    bias, slopes = beside.bias, beside.slopes
+    num_shards = exchange.num_devices(plan.heads)
+    kv_heads = k.shape[2] * exchange.repeats(k.shape[2], num_shards) // num_shards
+    shape = (kv_heads, q.shape[2] // num_shards // kv_heads)
+    bias, slopes = array_options.bias, array_options.slopes
     if bias is not None:
         bias = bias.reshape(bias.shape[0], *((1, 1) if bias.shape[1] == 1 else shape), *bias.shape[2:])
     slopes = None if slopes is None else slopes.reshape(shape)
-    numbers = (beside.sequences, first_head) if way.rules.dropout else None
-    extras = TileArrays(bias, slopes, beside.prefix, beside.key, numbers, beside.offset, beside.order)
-    q, k, v, segments, extras = _alike(way, (q, k, v, beside.segments, extras))
+    numbers = (array_options.sequences, first_head) if plan.rules.dropout else None
+    extras = TileArrays(
+        bias, slopes, array_options.prefix, array_options.key, numbers, array_options.offset, array_options.order
+    )
+    q, k, v, segments, extras = _vary_alike(plan, (q, k, v, array_options.segments, extras))
     dtype = q.dtype
-    o, lse = attend(way, q, k, v, segments, extras)
-    if way.whole:
-        o, lse = merged(o, lse, way.ring)
+    o, lse = attend(plan, q, k, v, segments, extras)
+    if plan.full_queries:
+        o, lse = merged(o, lse, plan.ring)
         o = o.astype(dtype)
-    if beside.sinks is not None:
-        o, lse = with_sinks(o, lse, beside.sinks), jnp.logaddexp(lse, beside.sinks.astype(lse.dtype))
+    if array_options.sinks is not None:
+        o, lse = with_sinks(o, lse, array_options.sinks), jnp.logaddexp(lse, array_options.sinks.astype(lse.dtype))
     return o, lse
 
 
@@ -291,13 +310,13 @@ def merged(o: jax.Array, lse: jax.Array, axes: Sequence[str]) -> tuple[jax.Array
     return o, jnp.where(seen, greatest + jnp.log(some), -jnp.inf)
 
 
-def _alike(way: AttentionPlan, tree: Any) -> Any:
+def _vary_alike(plan: AttentionPlan, tree: Any) -> Any:
     """Casts all arrays to vary over the same manual axes, as a ``shard_map`` with ``check_vma`` requires."""
     leaves = [jnp.asarray(x) for x in jax.tree.leaves(tree)]
     axes = {axis for x in leaves for axis in varies_over(x)}
     if not axes:
         return tree
-    axes |= {*way.ring, *way.heads}
+    axes |= {*plan.ring, *plan.heads}
 
     def vary(x: Any) -> jax.Array:
         x = jnp.asarray(x)
@@ -309,8 +328,8 @@ def _alike(way: AttentionPlan, tree: Any) -> Any:
 
 def _own_heads(x: jax.Array, axes: Sequence[str], dim: int) -> jax.Array:
     """Slices out the heads that this device computes after the head exchange."""
-    each = x.shape[dim] // exchange.ways_of(axes)
-    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(tuple(axes)) * each, each, dim)
+    heads_per_device = x.shape[dim] // exchange.num_devices(axes)
+    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(tuple(axes)) * heads_per_device, heads_per_device, dim)
 
 
 def _check_axes(axes: Sequence[str]) -> None:
@@ -319,6 +338,6 @@ def _check_axes(axes: Sequence[str]) -> None:
     if missing:
         there = listing(manual) if manual else "none"
         raise LayoutError(
-            f"attention_local: {listing(missing)} is no manual axis here; manual are: {there}. Remedy: call it inside "
-            f"of jax.shard_map over {listing(axes)}, or jp.attention outside of one."
+            f"attention_local: {listing(missing)} is not a manual axis here; the manual axes are: {there}. Remedy: "
+            f"call it inside jax.shard_map over {listing(axes)}, or call jp.attention outside."
         )

@@ -64,15 +64,15 @@ class Context:
             if value not in known:
                 names = [option for option in known if option is not None]
                 raise ConfigError(
-                    f"context: {name} is {value!r}, but one of {', '.join(names)} is "
-                    f"wanted.{did_you_mean(str(value), names)}"
+                    f"context: {name} must be one of {', '.join(names)}, got "
+                    f"{value!r}.{did_you_mean(str(value), names)}"
                 )
         if self.block is not None and not is_count(self.block):
-            raise ConfigError(f"context: block is {self.block!r}, but a number of tokens, 1 or more, is wanted.")
+            raise ConfigError(f"context: block must be a number of tokens >= 1, got {self.block!r}.")
         if self.keep_gathered_kv and self.impl != "gather":
             raise ConfigError(
-                f"context: keep_gathered_kv is true, but keys and values are gathered by impl gather alone, and impl "
-                f"is {self.impl!r}. Remedy: impl: gather, or leave keep_gathered_kv out."
+                f"context: keep_gathered_kv is true, but only impl gather gathers keys and values, and impl is "
+                f"{self.impl!r}. Remedy: set impl: gather, or leave keep_gathered_kv out."
             )
 
     def laid(self, q: Any, k: Any, *arrays_BS: Any, order_BS: Any = None) -> tuple[Laid, Any, tuple[Any, ...]]:
@@ -95,10 +95,9 @@ class Context:
             return None, None, arrays_BS
         if order == BALANCED and order_BS is None:
             raise LayoutError(
-                f"context: load_balance is 'balanced' over a ring of {ring} devices, but the batch brings no 'order'. "
-                f"Remedy: "
-                f"batch['order'] = np.tile(jp.context.balanced_packing(segment_ids, {ring}), (batch, 1)), in 'jaxpar "
-                f"train' data.packing: true, or load_balance: zigzag."
+                f"context: load_balance is 'balanced' over a ring of {ring} devices, but the batch has no 'order'. "
+                f"Remedy: set batch['order'] = np.tile(jp.context.balanced_packing(segment_ids, {ring}), (batch, 1)); "
+                f"in 'jaxpar train' set data.packing: true; or set load_balance: zigzag."
             )
         at: Any = permutation(order, seq, ring) if order_BS is None else order_BS[0]
         name = order if order_BS is None else at
@@ -112,7 +111,9 @@ class Context:
           given: whether the batch contains an order.
         """
         order = "given" if given or self.load_balance == BALANCED else self.load_balance
-        return shares(self.impl, q, k, asks=AttentionRequest(order=order, free=True, kv_grad_dtype=self.grad_dtype))[0]
+        return shares(self.impl, q, k, request=AttentionRequest(order=order, free=True, kv_grad_dtype=self.grad_dtype))[
+            0
+        ]
 
     def __call__(
         self, q: jax.Array, k: jax.Array, v: jax.Array, order: Laid, segment_ids: jax.Array | None = None
@@ -138,44 +139,43 @@ class Context:
         }
         axes = _split_here()
         if axes:
-            impl, around = self._settled(q, k, split_ways())
+            impl, ring_size = self._settled(q, k, split_ways())
             # The tokens were ordered before the shard_map, or stay as they are: no layer may reorder them again.
-            order = order or ("contiguous" if around > 1 else None)
+            order = order or ("contiguous" if ring_size > 1 else None)
             return attention_local(q, k, v, impl=impl, axis=axes, heads_axis=HEADS_AXIS, order=order, **how)
         return attention(q, k, v, impl=self.impl, order=order, **how)
 
-    def settled_order(self, q: Any, k: Any, ways: int = 1) -> str | None:
+    def settled_order(self, q: Any, k: Any, num_shards: int = 1) -> str | None:
         """Returns the name of the token order if a ``shard_map`` shards the sequence; ``None`` for contiguous.
 
         The result is the same inside the ``shard_map`` and before it.
 
         Args:
           q, k: queries and keys of a layer, as arrays or shapes, with any batch size.
-          ways: number of devices over which the ``shard_map`` has sharded the sequence of ``q`` and ``k``.
+          num_shards: number of devices over which the ``shard_map`` has sharded the sequence of ``q`` and ``k``.
 
         Raises:
           ConfigError: the order is ``balanced``, which applies to a batch and not to its microbatches.
         """
         if self.load_balance == BALANCED:
             raise ConfigError(
-                "context: load_balance is 'balanced', which a pipeline's stages cannot take. Remedy: "
-                "load_balance: zigzag."
+                "context: a pipeline does not support load_balance 'balanced'. Remedy: set load_balance: zigzag."
             )
-        _, ring = self._settled(q, k, ways)
-        order = self.load_balance or ("zigzag" if q.shape[1] * ways % (2 * ring) == 0 else "contiguous")
+        _, ring = self._settled(q, k, num_shards)
+        order = self.load_balance or ("zigzag" if q.shape[1] * num_shards % (2 * ring) == 0 else "contiguous")
         return None if ring == 1 or order == "contiguous" else order
 
     def settled_ring(self, q: Any, k: Any) -> int:
         """Returns the number of devices in the ring inside a ``shard_map`` that shards the sequence."""
         return self._settled(q, k, 1)[1]
 
-    def _settled(self, q: Any, k: Any, ways: int) -> tuple[Any, int]:
+    def _settled(self, q: Any, k: Any, num_shards: int) -> tuple[Any, int]:
         """Returns the implementation inside a ``shard_map`` that shards the sequence, and the size of its ring."""
         layout = current_layout()
-        q, k = (jax.ShapeDtypeStruct((1, x.shape[1] * ways, *x.shape[2:]), x.dtype) for x in (q, k))
+        q, k = (jax.ShapeDtypeStruct((1, x.shape[1] * num_shards, *x.shape[2:]), x.dtype) for x in (q, k))
         split: tuple[Axes, ...] = ((), _rule_axes(), (), ())
         how: dict[str, Any] = {"heads_axis": HEADS_AXIS}
-        how["asks"] = AttentionRequest(order=self.load_balance, free=True, kv_grad_dtype=self.grad_dtype)
+        how["request"] = AttentionRequest(order=self.load_balance, free=True, kv_grad_dtype=self.grad_dtype)
         how["links"] = links_of(layout.mesh) if self.impl == "auto" else None
         impl = choice(self.impl, q, k, Spread(split, split), layout.sizes, **how).impl if split[1] else "flash"
         ring, _ = roles(impl, split[1], HEADS_AXIS)

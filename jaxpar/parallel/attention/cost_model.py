@@ -20,7 +20,7 @@ from jaxpar.errors import LayoutError
 from jaxpar.parallel.attention.attention_local import roles
 from jaxpar.parallel.attention.mask import Mask
 from jaxpar.parallel.attention.split.partition import side
-from jaxpar.parallel.attention.split.token_order import ORDERS, positions, zigzag_pairs
+from jaxpar.parallel.attention.split.token_order import ORDERS, by_hop, positions, zigzag_pairs
 from jaxpar.parallel.attention.split.ulysses import repeats
 from jaxpar.sharding.hardware.links import Links
 from jaxpar.sharding.rules import Axes
@@ -67,8 +67,8 @@ class CostParts(NamedTuple):
     Attributes:
       ring: the mesh axes of the ring or of the gather.
       heads: the mesh axes of the head exchange.
-      around: number of devices along ``ring``.
-      apart: number of devices along ``heads``.
+      ring_size: number of devices along ``ring``.
+      exchange_size: number of devices along ``heads``.
       queries: bytes of the queries.
       keys: bytes of the keys and values, including the key heads repeated for the head exchange.
       gradients: bytes of the keys' and values' gradients, in the dtype in which they are sent.
@@ -79,8 +79,8 @@ class CostParts(NamedTuple):
 
     ring: Axes
     heads: Axes
-    around: int
-    apart: int
+    ring_size: int
+    exchange_size: int
     queries: float
     keys: float
     gradients: float
@@ -115,7 +115,7 @@ def cost(
     spread: Spread,
     sizes: Mapping[str, int],
     heads_axis: tuple[str, ...] = ("ulysses",),
-    asked: AttentionRequest | None = None,
+    request: AttentionRequest | None = None,
     links: Links | None = None,
 ) -> Cost | None:
     """Returns the cost of ``impl``, or ``None`` if it does not support this sharding.
@@ -126,59 +126,62 @@ def cost(
       spread: the mesh axes that shard each dim of queries and keys.
       sizes: the sizes of the mesh axes.
       heads_axis: the mesh axes that may exchange heads.
-      asked: the options that determine the cost. ``None`` for a causal mask, with tokens reordered once for all layers.
+      request: the options that determine the cost. ``None`` for a causal mask, with tokens reordered once for all
+        layers.
       links: the links of the devices. Without them only bytes are counted, and the seconds are 0.
     """
-    asked = asked or AttentionRequest(free=True)
-    parts = _parts(impl, q, k, spread, sizes, heads_axis, asked)
+    request = request or AttentionRequest(free=True)
+    parts = _parts(impl, q, k, spread, sizes, heads_axis, request)
     if parts is None:
         return None
-    order, relay = _order(asked, parts)
-    if impl == "ulysses" or parts.around == 1:
+    order, relay = _order(request, parts)
+    if impl == "ulysses" or parts.ring_size == 1:
         hops: tuple[int, ...] = (0,)
-        path: Any = np.array([work(asked.mask, parts.lengths, asked.offset, 1, "contiguous").sum()])
+        path: Any = np.array([work(request.mask, parts.lengths, request.offset, 1, "contiguous").sum()])
     else:
-        done = work(asked.mask, parts.lengths, asked.offset, parts.around, order)
-        hops = tuple(h for h in range(parts.around) if h == 0 or not asked.hops or done[:, h].any())
+        done = work(request.mask, parts.lengths, request.offset, parts.ring_size, order)
+        hops = tuple(h for h in range(parts.ring_size) if h == 0 or not request.hops or done[:, h].any())
         path = np.array([done.sum(1).max()]) if impl == "gather" else done.max(0)[list(hops)]
-    ways = parts.around
-    sent = parts.exchanged * (parts.apart - 1) / parts.apart
+    ring_size = parts.ring_size
+    sent = parts.exchanged * (parts.exchange_size - 1) / parts.exchange_size
     # Reordering moves q, o, k, v and all their gradients; the gradients of k and v have the dtype of the sums.
     moved = 4 * parts.queries + parts.keys * (1 + 4 / min(4, q.dtype.itemsize)) if relay else 0.0
-    pairs = zigzag_pairs(ways) if relay else ()
-    leaving = [sum(a != b for a, b in some) / ways for some in pairs]
+    pairs = zigzag_pairs(ring_size) if relay else ()
+    leaving = [sum(a != b for a, b in some) / ring_size for some in pairs]
     sent += sum(moved / 2 * share for share in leaving)
     if impl == "gather":
-        sent += (ways - 1) * (2 * parts.keys + parts.gradients)
+        sent += (ring_size - 1) * (2 * parts.keys + parts.gradients)
     else:
         sent += (len(hops) - 1) * (2 * parts.keys + parts.gradients)
     if links is None:
         return Cost(sent)
     flops = 2 * parts.per_score / _rate(links, q.dtype.itemsize)
-    exposed = links.seconds("all-to-all", parts.heads, parts.exchanged * (parts.apart - 1) / parts.apart)
+    exposed = links.seconds(
+        "all-to-all", parts.heads, parts.exchanged * (parts.exchange_size - 1) / parts.exchange_size
+    )
     exposed += sum(links.permute(parts.ring, moved / 2, some) for some in pairs)
     if impl == "gather":
-        gathers = links.seconds("all-gather", parts.ring, 2 * (ways - 1) * parts.keys)
-        exposed += gathers + links.seconds("reduce-scatter", parts.ring, (ways - 1) * parts.gradients)
+        gathers = links.seconds("all-gather", parts.ring, 2 * (ring_size - 1) * parts.keys)
+        exposed += gathers + links.seconds("reduce-scatter", parts.ring, (ring_size - 1) * parts.gradients)
     elif len(hops) > 1:
-        exposed += _waits(links, parts, hops, path * flops)
+        exposed += _exposed_sends(links, parts, hops, path * flops)
     return Cost(sent, float(path.sum() * flops * (FORWARD + BACKWARD)), exposed)
 
 
-def _waits(links: Links, parts: CostParts, hops: tuple[int, ...], seconds: Any) -> float:
+def _exposed_sends(links: Links, parts: CostParts, hops: tuple[int, ...], seconds: Any) -> float:
     """Returns the seconds by which sending outlasts computing; ``seconds`` is the time of one matmul in each hop."""
-    shift = lambda steps: [(i, (i + steps) % parts.around) for i in range(parts.around)]
+    shift = lambda steps: [(i, (i + steps) % parts.ring_size) for i in range(parts.ring_size)]
     send = lambda size, steps: links.permute(parts.ring, size, shift(steps))
-    waits, gaps = 0.0, [b - a for a, b in itertools.pairwise(hops)]
+    exposed, gaps = 0.0, [b - a for a, b in itertools.pairwise(hops)]
     for n, gap in enumerate(gaps):
         coming = send(parts.keys, gap)
-        waits += max(0.0, coming - FORWARD * seconds[n])
+        exposed += max(0.0, coming - FORWARD * seconds[n])
         # In the backward pass the gradients follow their keys one hop behind.
         following = send(parts.gradients, gaps[n - 1]) if n > 1 else 0.0
-        waits += max(0.0, coming + following - BACKWARD * seconds[n])
+        exposed += max(0.0, coming + following - BACKWARD * seconds[n])
     if len(gaps) > 1:
-        waits += max(0.0, send(parts.gradients, gaps[-1]) - BACKWARD * seconds[-1])
-    return waits + send(parts.gradients, -hops[-1] % parts.around)
+        exposed += max(0.0, send(parts.gradients, gaps[-1]) - BACKWARD * seconds[-1])
+    return exposed + send(parts.gradients, -hops[-1] % parts.ring_size)
 
 
 def _rate(links: Links, itemsize: int) -> float:
@@ -187,15 +190,15 @@ def _rate(links: Links, itemsize: int) -> float:
     return device.rate("bf16") if itemsize <= 2 or device.tf32 is None else device.rate("tf32")
 
 
-def _order(asked: AttentionRequest, parts: CostParts) -> tuple[str, bool]:
+def _order(request: AttentionRequest, parts: CostParts) -> tuple[str, bool]:
     """Returns the token order of a ring, and whether the ring itself reorders the tokens."""
-    if asked.order in ORDERS and asked.order != "zigzag":
-        return str(asked.order), False
-    even = all(length % (2 * parts.around) == 0 for length in parts.lengths)
-    if asked.order is not None or asked.free:  # a given order is assumed to balance as well as zigzag
+    if request.order in ORDERS and request.order != "zigzag":
+        return str(request.order), False
+    even = all(length % (2 * parts.ring_size) == 0 for length in parts.lengths)
+    if request.order is not None or request.free:  # a given order is assumed to balance as well as zigzag
         return "zigzag" if even else "contiguous", False
-    relay = even and asked.mask.sides == (None, 0) and asked.mask.chunk is None
-    return ("zigzag" if relay else "contiguous"), relay and parts.around > 1
+    relay = even and request.mask.sides == (None, 0) and request.mask.chunk is None
+    return ("zigzag" if relay else "contiguous"), relay and parts.ring_size > 1
 
 
 def _parts(
@@ -205,26 +208,28 @@ def _parts(
     spread: Spread,
     sizes: Mapping[str, int],
     heads_axis: tuple[str, ...],
-    asked: AttentionRequest,
+    request: AttentionRequest,
 ) -> CostParts | None:
-    share = lambda axes: math.prod(sizes[axis] for axis in axes)
+    num_shards = lambda axes: math.prod(sizes[axis] for axis in axes)
     try:
         ring, heads = roles(impl, spread.q[1], heads_axis)
     except LayoutError:
         return None
-    around, apart = share(ring), share(heads)
-    local_heads, kv_heads = q.shape[2] // share(spread.q[2]), k.shape[2] // share(spread.kv[2])
-    if local_heads % apart:
+    ring_size, exchange_size = num_shards(ring), num_shards(heads)
+    local_heads, kv_heads = q.shape[2] // num_shards(spread.q[2]), k.shape[2] // num_shards(spread.kv[2])
+    if local_heads % exchange_size:
         return None
-    batch, repeat = q.shape[0] / share(spread.q[0]), repeats(kv_heads, apart)
-    each = q.dtype.itemsize * batch * q.shape[3] / share(spread.q[1])
+    batch, repeat = q.shape[0] / num_shards(spread.q[0]), repeats(kv_heads, exchange_size)
+    each = q.dtype.itemsize * batch * q.shape[3] / num_shards(spread.q[1])
     queries, keys = each * q.shape[1] * local_heads, 2 * each * k.shape[1] * kv_heads
-    wide = 2 if asked.kv_grad_dtype == "bfloat16" else 4
-    exchanged = (4 * queries + 2 * keys * repeat) if apart > 1 else 0.0
+    wide = 2 if request.kv_grad_dtype == "bfloat16" else 4
+    exchanged = (4 * queries + 2 * keys * repeat) if exchange_size > 1 else 0.0
     gradients = keys * repeat * wide / min(4, q.dtype.itemsize)
-    per_score = batch * local_heads / apart * q.shape[3]
+    per_score = batch * local_heads / exchange_size * q.shape[3]
     lengths = q.shape[1], k.shape[1]
-    return CostParts(ring, heads, around, apart, queries, keys * repeat, gradients, exchanged, per_score, lengths)
+    return CostParts(
+        ring, heads, ring_size, exchange_size, queries, keys * repeat, gradients, exchanged, per_score, lengths
+    )
 
 
 @functools.lru_cache(maxsize=256)
@@ -253,5 +258,4 @@ def work(mask: Mask, lengths: tuple[int, int], offset: int, ways: int, order: st
     some, _ = mask.bounds((flat(q_low)[:, None], flat(q_high)[:, None]), (flat(k_low)[None], flat(k_high)[None]))
     tiles = np.broadcast_to(some, (q_low.size, k_low.size)).reshape(ways, q_low.shape[1], ways, k_low.shape[1])
     pairs = tiles.sum((1, 3)) * sides[0] * sides[1]
-    index = np.arange(ways)
-    return pairs[index[:, None], (index[:, None] - index[None]) % ways]
+    return by_hop(pairs)

@@ -20,7 +20,7 @@ LAYERS = "pipeline"
 """The mesh axis of pipeline stages; it shards layers."""
 
 
-def counted(
+def global_indices(
     q: Any, rows: Axes, heads: Axes, others: Iterable[str], *, per_sequence: bool, remedy: str | None
 ) -> tuple[jax.Array, Any]:
     """Returns the global index of each local sequence, int32 ``[batch]``, and the index of the first local head.
@@ -39,23 +39,24 @@ def counted(
     """
     ambient = current_batch_rows()
     known = frozenset() if ambient is None else ambient.manual
-    left = [axis for axis in manual_axes() if axis not in {*known, *rows, *heads, *others, LAYERS}]
-    if left and remedy is not None:
+    unknown = [axis for axis in manual_axes() if axis not in {*known, *rows, *heads, *others, LAYERS}]
+    if unknown and remedy is not None:
         raise ConfigError(
-            f"attention: dropout counts the sequences and heads of all devices, but nothing says what the manual axes "
-            f"{listing(left)} split, so devices along them would drop the same weights. Remedy: {remedy}"
+            f"attention: dropout numbers the sequences and heads of all devices, but it is unknown which dims the "
+            f"manual axes {listing(unknown)} shard, so devices along them would drop the same weights. Remedy: {remedy}"
         )
     first_head = jax.lax.axis_index(heads) * q.shape[2] if heads else 0
     if per_sequence:
         return jnp.zeros(q.shape[0], jnp.int32), first_head
     numbers = row_numbers(q.shape[0], rows)
     if numbers is None:
-        found = here()
+        local_rows = here()
         raise ConfigError(
-            f"attention: dropout draws for each row of the batch, and {0 if found is None else len(found)} rows of it "
-            f"are here (a microbatch's, or a device's), but queries {list(q.shape)} are {q.shape[0]} sequences, so "
-            f"nothing says which is whose. Remedy: as many sequences as rows, or a multiple, those of a row one behind "
-            f"the other; or a key for each sequence, as key=jax.random.split(key, {q.shape[0]})."
+            f"attention: dropout draws one mask per row of the batch, and this device or microbatch has "
+            f"{0 if local_rows is None else len(local_rows)} rows, but queries {list(q.shape)} are {q.shape[0]} "
+            f"sequences, so it is unknown which row each belongs to. Remedy: pass as many sequences as rows, or a "
+            f"multiple with the sequences of a row next to each other; or pass one key per sequence: "
+            f"key=jax.random.split(key, {q.shape[0]})."
         )
     return numbers, first_head
 
@@ -66,18 +67,18 @@ def manual_axes() -> tuple[str, ...]:
     return tuple(axis for axis in mesh.axis_names if axis in mesh.manual_axes and mesh.shape[axis] > 1)
 
 
-def manual_of(dim: str | None, usual: Axes = ()) -> Axes:
-    """Returns the manual axes over which the ambient rules shard ``dim``; without a rule, those of ``usual``."""
+def manual_axes_of(dim: str | None, default: Axes = ()) -> Axes:
+    """Returns the manual axes over which the ambient rules shard ``dim``; without a rule, those of ``default``."""
     manual = manual_axes()
     try:
-        found = None if dim is None else current_layout().resolve((dim,))
+        resolved = None if dim is None else current_layout().resolve((dim,))
     except NoLayoutError:
-        found = None
-    axes = usual if found is None or found.problems else found.axes[0]
+        resolved = None
+    axes = default if resolved is None or resolved.problems else resolved.axes[0]
     return tuple(axis for axis in axes if axis in manual)
 
 
-def splitting(axes: Axes, q: jax.Array) -> Axes:
+def axes_sharding(axes: Axes, q: jax.Array) -> Axes:
     """Returns those of the axes over which ``q`` varies; all of them in a ``shard_map`` with ``check_vma=False``."""
     keeps_count = [axis for axis in axes if axis in varies_over(jax.lax.axis_index(axis))]
     return tuple(axis for axis in axes if axis not in keeps_count or axis in varies_over(q))

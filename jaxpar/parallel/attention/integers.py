@@ -33,14 +33,14 @@ def exact_ids(name: str, ids: Any) -> jax.Array:
         if len(outside):
             row, token = outside[0]
             raise LayoutError(
-                f"attention: {name}: token {token} of sequence {row} has the id {values[row, token]}, which is beyond "
-                f"int32. Remedy: number the documents of each sequence from 0, with -1 for padding."
+                f"attention: {name}: token {token} of sequence {row} has the id {values[row, token]}, which does not "
+                f"fit int32. Remedy: number the documents of each sequence from 0, with -1 for padding."
             )
         return jnp.asarray(values.astype(np.int32))
     if jax.dtypes.canonicalize_dtype(np.int64) != np.int64 or ids.dtype == np.uint64:
         raise LayoutError(
-            f"attention: {name}: they are traced {ids.dtype.name}, which may be beyond int32. Remedy: number the "
-            f"documents of each sequence from 0, with -1 for padding, and cast them: segment_ids.astype(jnp.int32)."
+            f"attention: {name}: traced {ids.dtype.name} ids may not fit int32. Remedy: number the documents of each "
+            f"sequence from 0, with -1 for padding, and cast them: segment_ids.astype(jnp.int32)."
         )
     return jnp.asarray(ids, jnp.int64)
 
@@ -58,17 +58,19 @@ def exact_offset(offset: Any, queries: int) -> Any:
     if offset is None:
         return None
     offset = int(offset) if isinstance(offset, np.integer) else offset
-    whole = isinstance(offset, int) or (jnp.ndim(offset) == 0 and jnp.issubdtype(jnp.result_type(offset), jnp.integer))
-    if not whole:
+    is_integer = isinstance(offset, int) or (
+        jnp.ndim(offset) == 0 and jnp.issubdtype(jnp.result_type(offset), jnp.integer)
+    )
+    if not is_integer:
         given = kind_of(offset) if hasattr(offset, "dtype") else repr(offset)
-        raise LayoutError(f"attention: q_offset is {given}, but one integer is required.")
+        raise LayoutError(f"attention: q_offset must be one integer, got {given}.")
     if isinstance(offset, int) or _known(offset):
         number = int(offset)
         if not LEAST < number <= GREATEST - queries + 1:
             raise LayoutError(
-                f"attention: q_offset is {number}, so that {queries} queries stand at {number} to "
-                f"{number + queries - 1}, but positions are int32 above its least number. Remedy: a q_offset from "
-                f"{LEAST + 1} to {GREATEST - queries + 1}."
+                f"attention: q_offset {number} gives {queries} queries the positions {number} to "
+                f"{number + queries - 1}, but positions must fit int32 and exceed its minimum. Remedy: use a q_offset "
+                f"from {LEAST + 1} to {GREATEST - queries + 1}."
             )
     if isinstance(offset, int):
         return offset
@@ -92,16 +94,15 @@ def exact_positions(name: str, positions: Any) -> jax.Array:
     given = positions if hasattr(positions, "dtype") else np.asarray(positions)
     if given.ndim != 1 or not jnp.issubdtype(given.dtype, jnp.integer):
         raise LayoutError(
-            f"attention: {name} is {kind_of(given)}, but a name, or the position of each token, integers [seq], is "
-            f"wanted."
+            f"attention: {name} must be a name, or the position of each token as integers [seq], got {kind_of(given)}."
         )
     if _may_exceed(given.dtype) and _known(given):
         values = np.asarray(given)
         outside = np.flatnonzero((values <= LEAST) | (values > GREATEST))
         if len(outside):
             raise LayoutError(
-                f"attention: {name}: token {outside[0]} has the position {values[outside[0]]}, but positions are int32 "
-                f"above its least number. Remedy: positions from 0."
+                f"attention: {name}: token {outside[0]} has the position {values[outside[0]]}, but positions must fit "
+                f"int32 and exceed its minimum. Remedy: use positions from 0."
             )
     return clipped(given, LEAST + 1, GREATEST)
 

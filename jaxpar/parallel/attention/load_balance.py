@@ -14,7 +14,7 @@ import numpy as np
 from jaxpar.errors import ConfigError, LayoutError, did_you_mean
 from jaxpar.parallel.attention.mask import Mask
 from jaxpar.parallel.attention.split.partition import side
-from jaxpar.parallel.attention.split.token_order import Order, check, permutation
+from jaxpar.parallel.attention.split.token_order import Order, by_hop, check, permutation
 from jaxpar.parallel.attention.tiled.blockwise import in_blocks
 from jaxpar.parallel.attention.tiled.tile import PAD, PAD_SEGMENT
 
@@ -103,7 +103,7 @@ class Balance:
         hops = f", {self.visible.shape[1]} hops" if self.visible.shape[1] > 1 else ""
         return "\n".join(
             [
-                f"{told(self.mask)}: {self.seq:,} tokens over {self.ways} devices, {how}, tiles of {self.block}",
+                f"{describe(self.mask)}: {self.seq:,} tokens over {self.ways} devices, {how}, tiles of {self.block}",
                 *table,
                 (
                     f"critical path{hops}: {self.ratio:.3f} × the mean in visible scores, {self.tile_ratio:.3f} × in "
@@ -162,12 +162,12 @@ def balance(
         )
     if (impl == "hybrid") != (ulysses > 1) or ways % ulysses:
         raise LayoutError(
-            f"balance: impl {impl!r} on {ways} devices, of which {ulysses} exchange heads. Remedy: with impl='hybrid' "
-            f"a number of them, 2 or more, that divides {ways}; without it ulysses=1."
+            f"balance: impl {impl!r} on {ways} devices does not support ulysses={ulysses}. Remedy: with impl='hybrid' "
+            f"use a divisor of {ways}, 2 or more; with another impl use ulysses=1."
         )
-    apart = ways if impl == "ulysses" else ulysses
-    parts = ways // apart
-    if apart > 1:
+    exchange_size = ways if impl == "ulysses" else ulysses
+    parts = ways // exchange_size
+    if exchange_size > 1:
         check("contiguous", seq, ways)
     found = grid_of(mask, seq, parts, order, block=block, segment_ids=segment_ids)
     visible = _by_hop(found.visible, found.device, parts)
@@ -178,7 +178,7 @@ def balance(
     if impl in ("gather", "ulysses"):
         visible, visited = visible.sum(1, keepdims=True), visited.sum(1, keepdims=True)
     # Every device of a group has all tokens of the group and a share of the heads.
-    visible, visited = (np.repeat(x / apart, apart, 0) for x in (visible, visited))
+    visible, visited = (np.repeat(x / exchange_size, exchange_size, 0) for x in (visible, visited))
     name = order if isinstance(order, str) else "given"
     return Balance(mask, seq, ways, impl, name, found.block, visible, visited)
 
@@ -195,11 +195,14 @@ def places(order: Order | np.ndarray[Any, Any], seq: int, ways: int) -> Ints:
     given = np.asarray(order)
     if given.shape != (seq,) or not np.array_equal(np.sort(given), np.arange(seq)):
         raise LayoutError(
-            f"balance: order is {given.dtype}{list(given.shape)}, but a permutation of {seq} positions is wanted. "
-            f"Remedy: jp.context.balanced_packing(...), or a name: 'zigzag', 'striped', 'contiguous'."
+            f"balance: order must be a permutation of {seq} positions, got {given.dtype}{list(given.shape)}. Remedy: "
+            f"use jp.context.balanced_packing(...), or a name: 'zigzag', 'striped', 'contiguous'."
         )
     if seq % ways:
-        raise LayoutError(f"balance: {seq} tokens cannot be split over {ways} devices. Remedy: a multiple of {ways}.")
+        raise LayoutError(
+            f"balance: {seq} tokens cannot be split evenly over {ways} devices. Remedy: use a multiple of {ways} "
+            f"tokens."
+        )
     return given.astype(np.int64).reshape(ways, -1)
 
 
@@ -223,29 +226,29 @@ def grid(mask: Mask, at: Ints, block: int, segment_ids: Ints | None = None) -> G
     positions = cut(at, PAD)
     own = np.zeros(at.size, np.int64) if segment_ids is None else numbered(segment_ids)
     segments = cut(own[at], PAD_SEGMENT)
-    there = positions != PAD
-    low, high = np.where(there, positions, at.size).min(1), positions.max(1)
+    is_token = positions != PAD
+    low, high = np.where(is_token, positions, at.size).min(1), positions.max(1)
     bounds = mask.bounds((low[:, None], high[:, None]), (low[None], high[None]))
     some, every = (np.broadcast_to(x, (len(low), len(low))) for x in bounds)
     a, b = segments.min(1), segments.max(1)
     overlap = (np.maximum(a, 0)[:, None] <= b[None]) & (np.maximum(a, 0)[None] <= b[:, None])
-    alone = (a == b) & (a >= 0)
+    one_segment = (a == b) & (a >= 0)
     visited = some & overlap
-    full = every & visited & alone[:, None] & alone[None] & (a[:, None] == a[None])
+    full = every & visited & one_segment[:, None] & one_segment[None] & (a[:, None] == a[None])
     visible = full * np.int64(block * block)
     if mask.where is not None:
-        _look(mask, positions, segments, visited, visible)
+        _count_by_value(mask, positions, segments, visited, visible)
         visited = visible > 0
     else:
-        _count(mask, positions, segments, visited & ~full, visible)
+        _count_by_range(mask, positions, segments, visited & ~full, visible)
     device = np.repeat(np.arange(len(at)), len(low) // len(at))
     return Grid(low, device, visible, visited, block)
 
 
-def told(mask: Mask) -> str:
+def describe(mask: Mask) -> str:
     """Returns a description of a mask.
 
-    >>> told(Mask(window=128)), told(Mask(causal=False))
+    >>> describe(Mask(window=128)), describe(Mask(causal=False))
     ('causal, window 128', 'everything')
     """
     words = ["causal"] if mask.causal else []
@@ -254,7 +257,7 @@ def told(mask: Mask) -> str:
     return ", ".join(words) or "everything"
 
 
-def _look(mask: Mask, positions: Ints, segments: Ints, some: Any, visible: Ints) -> None:
+def _count_by_value(mask: Mask, positions: Ints, segments: Ints, some: Any, visible: Ints) -> None:
     """Fills in ``visible`` for the tiles in ``some`` by evaluating the mask at every position."""
     for i, j in np.argwhere(some):
         # ``where`` must only get positions of real tokens: filler tokens get the block's last position, and no segment.
@@ -264,7 +267,7 @@ def _look(mask: Mask, positions: Ints, segments: Ints, some: Any, visible: Ints)
         visible[i, j] = np.count_nonzero(seen & same)
 
 
-def _count(mask: Mask, positions: Ints, segments: Ints, some: Any, visible: Ints) -> None:
+def _count_by_range(mask: Mask, positions: Ints, segments: Ints, some: Any, visible: Ints) -> None:
     """Fills in ``visible`` for the tiles in ``some``: the keys that a query sees are contiguous ranges of positions."""
     length = int(positions.max()) + 1
     # Clamp sizes of any magnitude to the number of positions, so that the sums below do not overflow.
@@ -296,9 +299,7 @@ def _count(mask: Mask, positions: Ints, segments: Ints, some: Any, visible: Ints
 def _by_hop(tiles: Any, device: Ints, ways: int) -> Any:
     """Sums tiles [n, n] to [ways, hops]: in hop h a device has the keys of the device h places before it."""
     each = len(device) // ways
-    pairs = tiles.reshape(ways, each, ways, each).sum((1, 3))
-    index = np.arange(ways)
-    return pairs[index[:, None], (index[:, None] - index[None]) % ways]
+    return by_hop(tiles.reshape(ways, each, ways, each).sum((1, 3)))
 
 
 def _ratio(work: Any) -> float:
@@ -312,8 +313,8 @@ def _segments(segment_ids: Any, seq: int) -> Ints | None:
     ids = np.asarray(segment_ids)
     if ids.shape != (seq,) or not np.issubdtype(ids.dtype, np.integer):
         raise LayoutError(
-            f"balance: segment_ids are {ids.dtype}{list(ids.shape)}, but integers [{seq}], one for each token of one "
-            f"sequence, are wanted."
+            f"balance: segment_ids must be integers [{seq}], one per token of one sequence, got "
+            f"{ids.dtype}{list(ids.shape)}."
         )
     return ids
 
@@ -327,7 +328,7 @@ def numbered(segment_ids: Any) -> Ints:
     [0, -1, 1, 0]
     """
     ids = np.asarray(segment_ids)
-    there = ids >= 0
+    is_token = ids >= 0
     found = np.full(ids.shape, PAD_SEGMENT, np.int64)
-    found[there] = np.unique(ids[there], return_inverse=True)[1]
+    found[is_token] = np.unique(ids[is_token], return_inverse=True)[1]
     return found

@@ -52,20 +52,20 @@ class Mask:
             sides: tuple[Any, ...] = self.window
             if len(sides) != 2 or any(side is not None and not is_count(side, 0) for side in sides):
                 raise ConfigError(
-                    f"mask: window is {sides!r}, but (tokens before, tokens behind), 0 or more or None, is wanted."
+                    f"mask: window must be (tokens before, tokens after), each an integer >= 0 or None, got {sides!r}."
                 )
             # With an explicit causal=True, None adds no limit; without ``causal``, None may mean all later tokens.
-            behind, allowed = sides[1], {None: (0,), True: (0, None)}.get(self.causal)
-            if allowed is not None and behind not in allowed:
+            after, allowed = sides[1], {None: (0,), True: (0, None)}.get(self.causal)
+            if allowed is not None and after not in allowed:
                 raise ConfigError(
-                    f"mask: window is {sides!r}, which shows tokens behind the query, but the mask is causal. Remedy: "
-                    f"causal=False for a mask of two sides, or window=({sides[0]}, 0) for a causal one."
+                    f"mask: window {sides!r} shows tokens after the query, but the mask is causal. Remedy: use "
+                    f"causal=False for a two-sided mask, or window=({sides[0]}, 0) for a causal one."
                 )
         elif self.window is not None and not is_count(self.window, 1):
-            raise ConfigError(f"mask: window is {self.window!r}, but a number of tokens, 1 or more, is wanted.")
+            raise ConfigError(f"mask: window must be a number of tokens >= 1, got {self.window!r}.")
         for name, value, least in (("prefix", self.prefix, 0), ("chunk", self.chunk, 1)):
             if value is not None and not is_count(value, least):
-                raise ConfigError(f"mask: {name} is {value!r}, but a number of tokens, {least} or more, is wanted.")
+                raise ConfigError(f"mask: {name} must be a number of tokens >= {least}, got {value!r}.")
         if self.where is not None:
             _check_arity(self.where)
         if self.causal is None:
@@ -74,10 +74,10 @@ class Mask:
     @property
     def sides(self) -> tuple[int | None, int | None]:
         """The maximum number of tokens that a query sees before and after itself; ``None`` for no limit."""
-        before, behind = self.window if isinstance(self.window, tuple) else (None, None)
+        before, after = self.window if isinstance(self.window, tuple) else (None, None)
         if isinstance(self.window, int):
-            before, behind = self.window - 1, None if self.causal else self.window - 1
-        return before, 0 if self.causal else behind
+            before, after = self.window - 1, None if self.causal else self.window - 1
+        return before, 0 if self.causal else after
 
     @property
     def everything(self) -> bool:
@@ -92,11 +92,11 @@ class Mask:
           prefix: replaces the mask's own ``prefix``.
         """
         seen: Any = True
-        before, behind = self.sides
+        before, after = self.sides
         if before is not None:
             seen = k >= _less(q, before)
-        if behind is not None:
-            seen = seen & (k <= _more(q, behind))
+        if after is not None:
+            seen = seen & (k <= _more(q, after))
         prefix = self.prefix if prefix is None else prefix
         if prefix is not None:
             seen = seen | _below(k, prefix)
@@ -118,11 +118,11 @@ class Mask:
         """
         some: Any = True
         every: Any = True
-        before, behind = self.sides
+        before, after = self.sides
         if before is not None:
             some, every = k[1] >= _less(q[0], before), k[0] >= _less(q[1], before)
-        if behind is not None:
-            some, every = some & (k[0] <= _more(q[1], behind)), every & (k[1] <= _more(q[0], behind))
+        if after is not None:
+            some, every = some & (k[0] <= _more(q[1], after)), every & (k[1] <= _more(q[0], after))
         if prefix is None and self.prefix is not None:
             prefix = (self.prefix, self.prefix)
         if prefix is not None:
@@ -144,18 +144,18 @@ def mask_of(causal: bool | None, mask: Mask | Rule | None) -> Mask:
     if isinstance(mask, Mask):
         if causal is not None and causal is not mask.causal:
             raise ConfigError(
-                f"attention: causal is {causal}, but the mask says causal={mask.causal}. Remedy: leave causal out, or "
-                f"say it in the mask."
+                f"attention: causal is {causal}, but the mask has causal={mask.causal}. Remedy: leave causal out, or "
+                f"set it in the mask."
             )
         return mask
     if not callable(mask):
         raise ConfigError(
-            f"attention: mask is {type(mask).__name__}, but a jp.Mask or a function of two positions is wanted."
+            f"attention: mask must be a jp.Mask or a function of two positions, got {type(mask).__name__}."
         )
     return Mask(causal=causal is not False, where=mask)
 
 
-def _ends(x: Any) -> tuple[int, int]:
+def _dtype_range(x: Any) -> tuple[int, int]:
     """Returns the minimum and maximum of the dtype of ``x``; a Python integer counts as int32, as positions do."""
     if isinstance(x, int):
         return -(2**31), 2**31 - 1
@@ -165,7 +165,7 @@ def _ends(x: Any) -> tuple[int, int]:
 
 def _less(x: Any, tokens: int) -> Any:
     """Returns ``x - tokens``, saturated at the minimum of the dtype instead of wrapping around."""
-    least, greatest = _ends(x)
+    least, greatest = _dtype_range(x)
     tokens = min(tokens, greatest - least)
     while tokens:
         step = min(tokens, greatest)
@@ -176,7 +176,7 @@ def _less(x: Any, tokens: int) -> Any:
 
 def _more(x: Any, tokens: int) -> Any:
     """Returns ``x + tokens``, saturated at the maximum of the dtype."""
-    least, greatest = _ends(x)
+    least, greatest = _dtype_range(x)
     tokens = min(tokens, greatest - least)
     while tokens:
         step = min(tokens, greatest)
@@ -187,23 +187,24 @@ def _more(x: Any, tokens: int) -> Any:
 
 def _below(x: Any, length: Any) -> Any:
     """Returns ``x < length``, also if ``length`` is an integer that exceeds the dtype of ``x``."""
-    return x <= min(length - 1, _ends(x)[1]) if isinstance(length, int) else x < length
+    return x <= min(length - 1, _dtype_range(x)[1]) if isinstance(length, int) else x < length
 
 
 def _chunk(x: Any, size: int) -> Any:
     """Returns ``x // size``; if ``size`` exceeds the dtype of ``x``, that is 0, or -1 for negative ``x``."""
-    return x // size if size <= _ends(x)[1] else (x < 0) * -1
+    return x // size if size <= _dtype_range(x)[1] else (x < 0) * -1
 
 
 def _check_arity(where: Any) -> None:
     if not callable(where):
-        raise ConfigError(f"mask: where is {where!r}, but a function of two positions, where(q, k), is wanted.")
+        raise ConfigError(f"mask: where must be a function of two positions, where(q, k), got {where!r}.")
     try:
         inspect.signature(where).bind(0, 0)
     except TypeError:
-        wanted = ", ".join(inspect.signature(where).parameters)
+        parameters = ", ".join(inspect.signature(where).parameters)
         raise ConfigError(
-            f"mask: where takes ({wanted}), but it is called with two positions. Remedy: a function where(q, k)."
+            f"mask: where takes ({parameters}), but it is called with two positions. Remedy: pass a function "
+            f"where(q, k)."
         ) from None
     except ValueError:
         pass  # a builtin without a signature

@@ -86,7 +86,7 @@ def known(options: Mapping[str, Any]) -> None:
     for name in options:
         if name not in names:
             raise ConfigError(
-                f"attention: no option {name!r}.{did_you_mean(name, names)} The options are: {', '.join(names)}."
+                f"attention: unknown option {name!r}.{did_you_mean(name, names)} The options are: {', '.join(names)}."
             )
 
 
@@ -112,24 +112,24 @@ def read(
     if offset is None and q.shape[1] != k.shape[1] and mask.sides != (None, None):
         raise LayoutError(
             f"attention: {q.shape[1]} queries and {k.shape[1]} keys under a mask that compares their positions, but "
-            f"nothing says where the first query stands. Remedy: q_offset={k.shape[1] - q.shape[1]} if the last query "
-            f"is at the last key, q_offset=0 if the first is at the first, or causal=False."
+            f"the position of the first query is unknown. Remedy: pass q_offset={k.shape[1] - q.shape[1]} if the last "
+            f"query is at the last key, q_offset=0 if the first query is at the first key, or causal=False."
         )
     if isinstance(prefix, int):
         mask, prefix = replace(mask, prefix=prefix), None
     scale, softcap = options.get("scale"), options.get("softcap")
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else float(scale)
     if softcap is not None and not softcap > 0:
-        raise ConfigError(f"attention: softcap is {softcap!r}, but a number above 0 is wanted.")
+        raise ConfigError(f"attention: softcap must be a number > 0, got {softcap!r}.")
     dropout, key = options.get("dropout", 0.0), options.get("key")
     if not 0 <= dropout < 1:
-        raise ConfigError(f"attention: dropout is {dropout!r}, but a share from 0 to below 1 is wanted.")
+        raise ConfigError(f"attention: dropout must be a fraction >= 0 and < 1, got {dropout!r}.")
     if dropout and key is None:
         raise ConfigError(
-            f"attention: dropout is {dropout}, but there is no key to draw from. Remedy: key=jax.random.key(...), "
-            f"another in every step, or dropout=0."
+            f"attention: dropout is {dropout}, but no key is given. Remedy: pass key=jax.random.key(...), a new one in "
+            f"every step, or dropout=0."
         )
-    beside = AttentionArrays(
+    array_options = AttentionArrays(
         _segments(q, k, options.get("segment_ids")),
         None if prefix is None else _prefix(q, prefix),
         _slopes(heads, options.get("alibi")),
@@ -140,16 +140,16 @@ def read(
     )
     softcap, order = None if softcap is None else float(softcap), options.get("order")
     if order is not None and not isinstance(order, str):
-        beside = beside._replace(order=exact_positions("order", order))
-    return TileSpec(mask, scale, softcap, float(dropout)), beside, offset if isinstance(offset, int) else 0
+        array_options = array_options._replace(order=exact_positions("order", order))
+    return TileSpec(mask, scale, softcap, float(dropout)), array_options, offset if isinstance(offset, int) else 0
 
 
 def read_kv_grad_dtype(kv_grad_dtype: str | None) -> str | None:
     """Returns ``kv_grad_dtype``; raises ConfigError if it is unknown."""
     if kv_grad_dtype is not None and kv_grad_dtype not in KV_GRAD_DTYPES:
         raise ConfigError(
-            f"attention: kv_grad_dtype is {kv_grad_dtype!r}, but {' or '.join(map(repr, KV_GRAD_DTYPES))} is "
-            f"wanted.{did_you_mean(str(kv_grad_dtype), KV_GRAD_DTYPES)}"
+            f"attention: kv_grad_dtype must be {' or '.join(map(repr, KV_GRAD_DTYPES))}, got "
+            f"{kv_grad_dtype!r}.{did_you_mean(str(kv_grad_dtype), KV_GRAD_DTYPES)}"
         )
     return kv_grad_dtype
 
@@ -158,11 +158,11 @@ def read_keep(impl: str, options: Options) -> bool:
     """Whether gathered keys and values are kept for the backward pass; raises if ``impl`` does not gather."""
     keep = options.get("keep_gathered_kv", False)
     if not isinstance(keep, bool):
-        raise ConfigError(f"attention: keep_gathered_kv is {keep!r}, but True or False is wanted.")
+        raise ConfigError(f"attention: keep_gathered_kv must be True or False, got {keep!r}.")
     if keep and impl != "gather":
         raise ConfigError(
             f"attention(impl={impl!r}): keep_gathered_kv=True keeps gathered keys and values for the backward pass, "
-            f"but only impl 'gather' gathers them. Remedy: impl='gather', or leave keep_gathered_kv out."
+            f"but only impl 'gather' gathers them. Remedy: use impl='gather', or leave keep_gathered_kv out."
         )
     return keep
 
@@ -178,16 +178,18 @@ def check_impl(impl: str) -> None:
 def _check_shapes(q: Any, k: Any, v: Any) -> None:
     sizes = f"queries {list(q.shape)}, keys {list(k.shape)}, values {list(v.shape)}"
     if not q.ndim == k.ndim == v.ndim == 4:
-        raise LayoutError(f"attention: {sizes}, but [batch, seq, heads, head_dim] is wanted of each.")
+        raise LayoutError(
+            f"attention: each of queries, keys and values must be [batch, seq, heads, head_dim], got {sizes}."
+        )
     if not q.shape[0] == k.shape[0] == v.shape[0] or k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3]:
         raise LayoutError(
-            f"attention: {sizes}, but one batch, as many keys as values of as many heads, and one head_dim of queries "
-            f"and keys are wanted."
+            f"attention: queries, keys and values must have one batch size, keys and values one length and number of "
+            f"heads, and queries and keys one head_dim, got {sizes}."
         )
     if q.shape[2] % k.shape[2]:
         raise LayoutError(
-            f"attention: {q.shape[2]} query heads are no multiple of {k.shape[2]} key heads, so they cannot share them "
-            f"evenly."
+            f"attention: {q.shape[2]} query heads are not a multiple of {k.shape[2]} key heads, so they cannot share "
+            f"the key heads evenly."
         )
 
 
@@ -199,8 +201,8 @@ def _segments(q: Any, k: Any, ids: Any) -> Segments:
     for name, x, tokens in zip(("queries", "keys"), pair, (q, k), strict=True):
         if jnp.shape(x) != tokens.shape[:2] or not jnp.issubdtype(x.dtype, jnp.integer):
             raise LayoutError(
-                f"attention: segment_ids of the {name} are {kind_of(x)}, but integers {list(tokens.shape[:2])}, one "
-                f"for each token, are wanted."
+                f"attention: segment_ids of the {name} must be integers {list(tokens.shape[:2])}, one per token, got "
+                f"{kind_of(x)}."
             )
     if not isinstance(ids, tuple):  # the same object twice, so that a kernel that requires equal ids can check for it
         both = exact_ids("segment_ids", pair[0])
@@ -212,12 +214,12 @@ def _segments(q: Any, k: Any, ids: Any) -> Segments:
 def _prefix(q: Any, prefix: Any) -> jax.Array:
     given = prefix if hasattr(prefix, "dtype") else np.asarray(prefix)
     if given.dtype != object and not jnp.issubdtype(given.dtype, jnp.integer):
-        raise LayoutError(f"attention: prefix is {kind_of(given)}, but integers are required.")
+        raise LayoutError(f"attention: prefix must be integers, got {kind_of(given)}.")
     lengths = jnp.atleast_1d(clipped(given))
     if lengths.shape not in ((1,), (q.shape[0],)):
         raise LayoutError(
-            f"attention: prefix has shape {list(lengths.shape)}, but a number, or one for each of {q.shape[0]} "
-            f"sequences, is wanted."
+            f"attention: prefix must be one number, or one for each of {q.shape[0]} sequences, got shape "
+            f"{list(lengths.shape)}."
         )
     return lengths
 
@@ -249,8 +251,8 @@ def _bias(q: Any, bias: Any, tokens: tuple[int, int]) -> Any:
     shape = jnp.shape(bias)
     if len(shape) != 4 or shape[0] not in (1, batch) or shape[1] not in (1, heads) or shape[2:] != tokens:
         raise LayoutError(
-            f"attention: bias has shape {list(shape)}, but [{batch} or 1, {heads} or 1, {tokens[0]}, {tokens[1]}] "
-            f"(batch, heads, queries, keys) is wanted."
+            f"attention: bias must have the shape [{batch} or 1, {heads} or 1, {tokens[0]}, {tokens[1]}] (batch, "
+            f"heads, queries, keys), got {list(shape)}."
         )
     return bias
 
@@ -260,17 +262,16 @@ def check_order(impl: str, options: Options, ring: Sequence[str], heads: Sequenc
     order = options.get("order")
     if isinstance(order, str) and order != "contiguous" and heads and not ring:
         raise LayoutError(
-            f"attention(impl={impl!r}): order {order!r} says how tokens lie along the devices of a ring, but there is "
-            f"none: the sequence is exchanged for heads over {listing(heads)}. Remedy: impl='ring' or 'hybrid', or "
-            f"order='contiguous' for tokens as they come."
+            f"attention(impl={impl!r}): order {order!r} applies to the devices of a ring, but there is no ring: the "
+            f"sequence is exchanged for heads over {listing(heads)}. Remedy: use impl='ring' or 'hybrid', or "
+            f"order='contiguous' for tokens in their natural order."
         )
 
 
 def _per_head(name: str, heads: int, x: Any) -> Any:
     if x is not None and jnp.shape(x) != (heads,):
         raise LayoutError(
-            f"attention: {name} has shape {list(jnp.shape(x))}, but one number for each of {heads} query heads is "
-            f"wanted."
+            f"attention: {name} must be one number for each of {heads} query heads, got shape {list(jnp.shape(x))}."
         )
     return x
 
@@ -281,7 +282,7 @@ def _words(key: Any, batch: int) -> jax.Array:
     *lead, width = data.shape
     if lead not in ([], [batch]):
         raise LayoutError(
-            f"attention: key has shape {lead}, but one key, or one for each of {batch} sequences, is wanted. Remedy: "
+            f"attention: key must be one key, or one for each of {batch} sequences, got shape {lead}. Remedy: pass "
             f"key=jax.random.key(...), or jax.random.split(key, {batch})."
         )
     words = data.reshape(*lead, width // 2, 2)

@@ -14,6 +14,7 @@ import numpy as np
 from jaxpar.errors import ConfigError, LayoutError
 from jaxpar.parallel.attention.load_balance import Ints, grid
 from jaxpar.parallel.attention.mask import Mask
+from jaxpar.parallel.attention.split.token_order import by_hop
 from jaxpar.utils.checks import is_count
 
 CAUSAL = Mask(causal=True)
@@ -60,23 +61,23 @@ def balanced_packing(
     ids = np.atleast_2d(np.asarray(segment_ids))
     seq = ids.shape[-1]
     if impl not in ("ring", "gather"):
-        raise ConfigError(f"balanced_packing: impl is {impl!r}, but 'ring' or 'gather' is wanted.")
+        raise ConfigError(f"balanced_packing: impl must be 'ring' or 'gather', got {impl!r}.")
     if not is_count(chunks, 2) or chunks % 2:
-        raise ConfigError(f"balanced_packing: chunks is {chunks!r}, but an even number, 2 or more, is wanted.")
+        raise ConfigError(f"balanced_packing: chunks must be an even number >= 2, got {chunks!r}.")
     if seq % (chunks * ways):
         fits = [n for n in range(2, chunks, 2) if seq % (n * ways) == 0]
         other = f" or chunks={fits[-1]}" if fits else ""
         raise LayoutError(
-            f"balanced_packing: {seq} tokens cannot be cut into {chunks} pieces for each of {ways} devices. Remedy: a "
-            f"multiple of {chunks * ways}{other}."
+            f"balanced_packing: {seq} tokens cannot be split evenly into {chunks} pieces for each of {ways} devices. "
+            f"Remedy: use a multiple of {chunks * ways} tokens{other}."
         )
-    each = seq // (chunks * ways)
-    work = sum(grid(mask, np.arange(seq)[None], each, row).visible for row in ids)
+    length = seq // (chunks * ways)
+    work = sum(grid(mask, np.arange(seq)[None], length, row).visible for row in ids)
     cost = lambda owner: _cost(work, owner, ways, impl)
     owner = min(_candidates(np.asarray(work).sum(1), ways, chunks), key=cost)
     owner = _swapped(owner, cost)
     pieces = np.argsort(owner, kind="stable")
-    return (pieces[:, None] * each + np.arange(each)).reshape(-1).astype(np.int32)
+    return (pieces[:, None] * length + np.arange(length)).reshape(-1).astype(np.int32)
 
 
 def _candidates(load: Ints, ways: int, chunks: int) -> Iterator[Ints]:
@@ -93,10 +94,8 @@ def _candidates(load: Ints, ways: int, chunks: int) -> Iterator[Ints]:
 
 def _cost(work: Any, owner: Ints, ways: int, impl: str) -> tuple[float, float]:
     """Returns the quantity that ``impl`` minimizes, and a second one that breaks ties."""
-    mine = np.eye(ways)[owner]
-    pairs = mine.T @ work @ mine
-    index = np.arange(ways)
-    hops = pairs[index[:, None], (index[:, None] - index[None]) % ways]
+    one_hot = np.eye(ways)[owner]
+    hops = by_hop(one_hot.T @ work @ one_hot)
     busiest = float(hops.sum(1).max())
     return (float(hops.max(0).sum()), busiest) if impl == "ring" else (busiest, float((hops.sum(1) ** 2).sum()))
 

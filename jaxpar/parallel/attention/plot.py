@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxpar.parallel.attention.load_balance import Balance, Grid, balance, grid_of, told
+from jaxpar.parallel.attention.load_balance import Balance, Grid, balance, describe, grid_of
 from jaxpar.parallel.attention.mask import Mask
 from jaxpar.utils.plotting import new_figure
 
@@ -59,7 +59,7 @@ def draw_mask(
     ax.imshow(painted(found, colours), interpolation="nearest", extent=(0, len(found.first), len(found.first), 0))
     _label(ax, found, seq)
     split = f" over {ways} devices, {work.order}" if ways > 1 else ""
-    ax.set_title(f"{told(mask)}: {seq:,} tokens{split}, tiles of {work.block}", loc="left", fontsize=10)
+    ax.set_title(f"{describe(mask)}: {seq:,} tokens{split}, tiles of {work.block}", loc="left", fontsize=10)
     _legend(ax, work, colours)
     if path is not None:
         figure.savefig(path)
@@ -75,18 +75,18 @@ def hues(ways: int) -> Any:
 
 def painted(found: Grid, colours: Any) -> Any:
     """Returns the RGB colour of each tile [n, n, 3], with rows and columns sorted by position."""
-    by = np.argsort(found.first, kind="stable")
-    whole = (found.visible == found.size)[..., None]
+    order = np.argsort(found.first, kind="stable")
+    unmasked = (found.visible == found.size)[..., None]
     dark = colours[found.device][:, None]
-    colour = np.where(whole, dark, PALE + (1 - PALE) * dark)
-    return np.where(found.visited[..., None], colour, 1.0)[by][:, by]
+    colour = np.where(unmasked, dark, PALE + (1 - PALE) * dark)
+    return np.where(found.visited[..., None], colour, 1.0)[order][:, order]
 
 
 def _label(ax: Any, found: Grid, seq: int) -> None:
     """Labels both axes with the first position of at most nine blocks."""
     first = [*np.sort(found.first).tolist(), seq]
-    every = -(-len(first) // 9)
-    ticks = range(0, len(first), every)
+    step = -(-len(first) // 9)
+    ticks = range(0, len(first), step)
     for axis, what in ((ax.xaxis, "key"), (ax.yaxis, "query")):
         axis.set_ticks(list(ticks), [f"{first[i]:,}" for i in ticks], fontsize=8)
         axis.set_label_text(f"position of the first {what}")
@@ -101,6 +101,6 @@ def _legend(ax: Any, work: Balance, colours: Any) -> None:
     devices = range(work.ways) if work.ways <= LISTED else [int(np.argmax(scores)), int(np.argmin(scores))]
     share = lambda i: f" ({scores[i] / mean:.0%} of the mean)" if mean and work.ways > 1 else ""
     patches = [Patch(color=colours[i], label=f"device {i}: {scores[i]:,.0f} scores{share(i)}") for i in devices]
-    pale = [Patch(color=(PALE + (1 - PALE) * 0.3,) * 3, label="lighter: masked in part")]
+    pale = [Patch(color=(PALE + (1 - PALE) * 0.3,) * 3, label="lighter: partially masked")]
     handles = [*patches, *pale]
     ax.get_figure(root=True).legend(handles=handles, loc="outside right upper", fontsize=8, frameon=False)

@@ -29,108 +29,110 @@ class Choice:
 
 
 def choice(
-    asked: str,
+    requested: str,
     q: Any,
     k: Any,
     spread: Spread,
     sizes: Mapping[str, int],
     *,
     heads_axis: tuple[str, ...] = ("ulysses",),
-    kernel: Callable[[str], KernelChoice] = lambda impl: KernelChoice("", "no kernel was asked for"),
-    asks: AttentionRequest | None = None,
+    kernel: Callable[[str], KernelChoice] = lambda impl: KernelChoice("", "no kernel was requested"),
+    request: AttentionRequest | None = None,
     links: Links | None = None,
 ) -> Choice:
     """Returns the implementation and the kernel that a request resolves to.
 
     Args:
-      asked: the requested implementation, or ``auto``.
+      requested: the requested implementation, or ``auto``.
       q, k: queries and keys ``[batch, seq, heads, head_dim]``, as arrays or shapes.
       spread: the mesh axes that shard each dim of queries and keys.
       sizes: the sizes of the mesh axes.
       heads_axis: the mesh axes that may exchange heads.
       kernel: returns the kernel for an implementation.
-      asks: the options that determine the cost. ``None`` for a causal mask, with tokens reordered once for all layers.
+      request: the options that determine the cost. ``None`` for a causal mask, with tokens reordered once for all
+        layers.
       links: the links of the mesh's devices. With links ``auto`` picks the fastest implementation, otherwise the one
         that sends the fewest bytes.
 
     Raises:
       LayoutError: the implementation does not support dims sharded in this way.
     """
-    seq, said = spread.q[1], f"impl {asked!r} was asked for"
-    if asked == "dense":
-        return Choice("dense", "", said)
+    seq, why = spread.q[1], f"impl {requested!r} was requested"
+    if requested == "dense":
+        return Choice("dense", "", why)
     if spread.q[3] or spread.kv[3]:
-        if asked == "auto":
-            return Choice("dense", "", "the head dim is split")
+        if requested == "auto":
+            return Choice("dense", "", "the head dim is sharded")
         split = listing(spread.q[3] or spread.kv[3])
         raise LayoutError(
-            f"attention(impl={asked!r}): it wants the head dim whole, but the layout splits it over {split}. Remedy: "
-            f"impl='auto' or 'dense'."
+            f"attention(impl={requested!r}): the head dim must not be sharded, but the layout shards it over {split}. "
+            f"Remedy: use impl='auto' or 'dense'."
         )
-    over = lambda axes: listing(axes) if axes else "nothing"
-    apart = f"the queries' sequence is split over {over(seq)}, the keys' over {over(spread.kv[1])}"
-    if asked in ("auto", "split_kv") and _merges(spread):
+    describe = lambda axes: f"sharded over {listing(axes)}" if axes else "not sharded"
+    sharding = f"the queries' sequence is {describe(seq)}, the keys' sequence is {describe(spread.kv[1])}"
+    if requested in ("auto", "split_kv") and _supports_split_kv(spread):
         return Choice(
-            "split_kv", "", f"{apart}: what each device finds in its keys is merged" if asked == "auto" else said
+            "split_kv", "", f"{sharding}: the devices merge their partial results" if requested == "auto" else why
         )
-    if asked == "split_kv":
+    if requested == "split_kv":
         raise LayoutError(
-            f"attention(impl='split_kv'): it wants queries whole, and keys split over axes that split nothing of the "
-            f"queries, but {apart}. Remedy: impl='auto'."
+            f"attention(impl='split_kv'): the queries' sequence must not be sharded, and the keys' sequence must be "
+            f"sharded over axes that shard no dim of the queries, but {sharding}. Remedy: use impl='auto'."
         )
     if seq != spread.kv[1]:
-        if asked == "auto":
-            return Choice("dense", "", "queries and keys are split over different axes")
+        if requested == "auto":
+            return Choice("dense", "", "queries and keys are sharded over different axes")
         raise LayoutError(
-            f"attention(impl={asked!r}): {apart}. Remedy: the same rule for both, or impl='auto' or 'dense'."
+            f"attention(impl={requested!r}): both sequences must be sharded over the same axes, but {sharding}. "
+            f"Remedy: use the same rule for both, or impl='auto' or 'dense'."
         )
     if not seq:
         found = kernel("flash")
         if found.kernel:
-            return _by("flash", "the sequence is whole" if asked == "auto" else said, found)
-        if asked == "auto" and q.shape[1] * k.shape[1] <= DENSE:
-            return Choice("dense", "", f"{q.shape[1]} × {k.shape[1]} scores are no more than a tile")
-        return _by("flash", "the sequence is whole", found)
-    if asked == "flash":
+            return _with_kernel("flash", "the sequence is not sharded" if requested == "auto" else why, found)
+        if requested == "auto" and q.shape[1] * k.shape[1] <= DENSE:
+            return Choice("dense", "", f"{q.shape[1]} × {k.shape[1]} scores fit one tile")
+        return _with_kernel("flash", "the sequence is not sharded", found)
+    if requested == "flash":
         raise LayoutError(
-            f"attention(impl='flash'): it wants the sequence whole, but the layout splits it over {listing(seq)}. "
-            f"Remedy: impl='auto', or one for a split sequence: 'ring', 'ulysses', 'gather'."
+            f"attention(impl='flash'): the sequence must not be sharded, but the layout shards it over {listing(seq)}. "
+            f"Remedy: use impl='auto', or an implementation for a sharded sequence: 'ring', 'ulysses', 'gather'."
         )
-    if asked != "auto":
-        return _by(asked, said, kernel(asked))
+    if requested != "auto":
+        return _with_kernel(requested, why, kernel(requested))
     names = ["ulysses", "hybrid", "ring"]
-    if asks is not None and asks.order in ("zigzag", "striped") and not asks.free:
+    if request is not None and request.order in ("zigzag", "striped") and not request.free:
         names.remove("ulysses")  # it has no ring, so a ring order cannot apply
     links = links if q.dtype.itemsize <= 4 else None  # vendors publish no fp64 peak
     # Bytes alone cannot rank ``gather``: it sends as much as a ring, but none of it overlaps with compute.
     names += (
         ["gather"] if links is not None and _gathered(q, k, spread, sizes) <= links.accelerator.hbm_bytes / ROOM else []
     )
-    counted = {impl: cost(impl, q, k, spread, sizes, heads_axis, asks, links) for impl in names}
+    counted = {impl: cost(impl, q, k, spread, sizes, heads_axis, request, links) for impl in names}
     costs = {impl: c for impl, c in counted.items() if c is not None}
     by = (lambda c: c.sent) if links is None else (lambda c: c.seconds)
     best = min(costs, key=lambda impl: by(costs[impl]))
     ranked = sorted(costs.items(), key=lambda item: by(item[1]))
-    return _by(best, _told(ranked, links), kernel(best))
+    return _with_kernel(best, _describe_costs(ranked, links), kernel(best))
 
 
-def _merges(spread: Spread) -> bool:
+def _supports_split_kv(spread: Spread) -> bool:
     """Whether ``split_kv`` applies: the keys' sequence is sharded over axes over which the queries are replicated."""
-    taken = {axis for axes in spread.q for axis in axes}
-    return bool(spread.kv[1]) and not spread.q[1] and not taken & set(spread.kv[1]) and spread.q[0] == spread.kv[0]
+    q_axes = {axis for axes in spread.q for axis in axes}
+    return bool(spread.kv[1]) and not spread.q[1] and not q_axes & set(spread.kv[1]) and spread.q[0] == spread.kv[0]
 
 
-def _told(ranked: list[tuple[str, Cost]], links: Links | None) -> str:
+def _describe_costs(ranked: list[tuple[str, Cost]], links: Links | None) -> str:
     """Describes the cost of each implementation, cheapest first."""
     mib = lambda cost: f"{cost.sent / 2**20:.4g}"
     if links is None:
-        return f"MiB that a device sends, forward and backward: {', '.join(f'{impl} {mib(c)}' for impl, c in ranked)}"
+        return f"MiB sent per device, forward and backward: {', '.join((f'{impl} {mib(c)}' for impl, c in ranked))}"
     ms = lambda seconds: f"{1e3 * seconds:.3g}"
-    each = (
-        f"{impl} {ms(c.seconds)} ({ms(c.compute)} of compute, {ms(c.exposed)} of waiting for {mib(c)} MiB)"
+    parts = (
+        f"{impl} {ms(c.seconds)} ({ms(c.compute)} compute, {ms(c.exposed)} exposed while sending {mib(c)} MiB)"
         for impl, c in ranked
     )
-    return f"ms forward and backward by the roofline of {links.name}: {', '.join(each)}"
+    return f"estimated ms, forward and backward, by the roofline of {links.name}: {', '.join(parts)}"
 
 
 def _gathered(q: Any, k: Any, spread: Spread, sizes: Mapping[str, int]) -> float:
@@ -153,8 +155,8 @@ def observed(site: Callable[[], str], q: Any, k: Any, picked: Choice) -> None:
         attention_observer.value(site(), q, k, picked)
 
 
-def _by(impl: str, why: str, found: KernelChoice) -> Choice:
-    how = f"by the kernel {found.kernel!r}" if found.kernel else f"in plain jax, as {found.why}"
+def _with_kernel(impl: str, why: str, found: KernelChoice) -> Choice:
+    how = f"with the kernel {found.kernel!r}" if found.kernel else f"in plain JAX: {found.why}"
     return Choice(impl, found.kernel, f"{why}; {how}")
 
 

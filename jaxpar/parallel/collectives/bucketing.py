@@ -73,11 +73,11 @@ class CollectiveFusion:
             value = getattr(self, field.name)
             if isinstance(value, list | tuple):
                 points = tuple(value)
-                whole = all(isinstance(point, int) and not isinstance(point, bool) for point in points)
-                if not whole or not points or list(points) != sorted({*points}) or points[0] < 1:
+                are_integers = all(isinstance(point, int) and not isinstance(point, bool) for point in points)
+                if not are_integers or not points or list(points) != sorted({*points}) or points[0] < 1:
                     raise ConfigError(
-                        f"fusion: {field.name} is {list(points)}, but layers that rise, from 1 on, are wanted: each "
-                        f"begins a group."
+                        f"fusion: {field.name} must be a list of increasing layers from 1 on, each of which begins a "
+                        f"group, got {list(points)}."
                     )
                 object.__setattr__(self, field.name, points)
             elif value != "auto":
@@ -98,8 +98,8 @@ class CollectiveFusion:
             return None
         if value[-1] >= layers:
             raise ConfigError(
-                f"fusion: {kind} is {list(value)}, but of {layers} layers none begins a group at {value[-1]}. Remedy: "
-                f"numbers below {layers}."
+                f"fusion: {kind} is {list(value)}, but the model has {layers} layers, so no group begins at "
+                f"{value[-1]}. Remedy: use numbers below {layers}."
             )
         edges = [0, *value, layers]
         return list(itertools.pairwise(edges))
@@ -119,7 +119,7 @@ class CollectiveFusion:
             names = _OPTIONS.get((platform, kind))
             if names is None:
                 raise ConfigError(
-                    f"fusion: {kind} is {size} bytes, but the compiler for {platform} takes no size for this. Remedy: "
+                    f"fusion: {kind} is {size} bytes, but the compiler for {platform} has no such option. Remedy: use "
                     f"a list of layers that begin groups, or auto."
                 )
             # XLA:GPU counts the bytes of one device's shard of the result.
@@ -133,7 +133,7 @@ def _size(value: Any, name: str) -> int:
         return over("data", value).min_bytes
     except RulesError:
         raise ConfigError(
-            f"fusion: {name} is {value!r}, but 'auto', a size as '64MiB', or a list of layers is wanted."
+            f"fusion: {name} must be 'auto', a size such as '64MiB', or a list of layers, got {value!r}."
         ) from None
 
 
@@ -153,7 +153,7 @@ def in_groups(
       parts: the axes that shard each array: before a gather, or after a reduction.
       layered: for each array, whether its first dim is the layers.
       groups: the groups of layers, as of :meth:`CollectiveFusion.groups`.
-      cross: the collective over the given axes along the first dim. Its argument is ``[ways, rows, 1024]`` for a
+      cross: the collective over the given axes along the first dim. Its argument is ``[num_shards, rows, 1024]`` for a
         reduction, and ``[1, rows, 1024]`` for a gather or without axes.
       gathers: whether the collective gathers, rather than reduces.
     """
@@ -176,13 +176,13 @@ def _group(
     cross: Callable[[jax.Array, tuple[str, ...]], jax.Array],
     gathers: bool,
 ) -> list[jax.Array]:
-    alike: dict[Any, list[int]] = {}
+    groups_by_kind: dict[Any, list[int]] = {}
     for i, (x, part) in enumerate(zip(arrays, parts, strict=True)):
-        alike.setdefault((x.dtype, _axes(part)), []).append(i)
+        groups_by_kind.setdefault((x.dtype, _axes(part)), []).append(i)
     results: dict[int, jax.Array] = {}
-    for (_, axes), members in alike.items():
-        ways = math.prod(jax.lax.axis_size(axis) for axis in axes)
-        into, out = (1, ways) if gathers else (ways, 1)
+    for (_, axes), members in groups_by_kind.items():
+        num_shards = math.prod(jax.lax.axis_size(axis) for axis in axes)
+        into, out = (1, num_shards) if gathers else (num_shards, 1)
         packed = [_pack(arrays[i], _dim(parts[i]), into) for i in members]
         rows = jnp.concatenate(packed, 1)
         crossed = cross(jnp.pad(rows, ((0, 0), (0, -rows.shape[1] % _TILE), (0, 0))), axes)
@@ -202,10 +202,10 @@ def _dim(part: Parts) -> int:
     return next((dim for dim, axes in enumerate(part.dims) if axes), 0)
 
 
-def _pack(x: jax.Array, dim: int, ways: int) -> jax.Array:
-    """Returns ``x`` as ``[ways, rows, 1024]``; the TPU compiler would not keep a reduce-scatter of a flat array."""
-    flat = jnp.moveaxis(x, dim, 0).reshape(ways, -1)
-    return jnp.pad(flat, ((0, 0), (0, -flat.shape[1] % _LANES))).reshape(ways, -1, _LANES)
+def _pack(x: jax.Array, dim: int, num_shards: int) -> jax.Array:
+    """Returns ``x`` as ``[num_shards, rows, 1024]``; the TPU compiler changes a reduce-scatter of a flat array."""
+    flat = jnp.moveaxis(x, dim, 0).reshape(num_shards, -1)
+    return jnp.pad(flat, ((0, 0), (0, -flat.shape[1] % _LANES))).reshape(num_shards, -1, _LANES)
 
 
 def _unpack(rows: jax.Array, shape: tuple[int, ...], dim: int, into: int, out: int) -> jax.Array:
@@ -218,12 +218,12 @@ def check_groups(paths: Sequence[str], parts: Sequence[Parts], layered: Sequence
     """Raises a ConfigError where the groups cannot be made."""
     if not any(layered):
         raise ConfigError(
-            f"fusion: groups are made of layers, but no parameter has {LAYERS!r} as its first dim. Remedy: a size, or "
-            f"auto."
+            f"fusion: groups consist of layers, but no parameter has {LAYERS!r} as its first dim. Remedy: use a size, "
+            f"or auto."
         )
     for path, part, has_layers in zip(paths, parts, layered, strict=True):
         if sum(map(bool, part.dims)) > 1 or (has_layers and part.dims[0]):
             raise ConfigError(
-                f"fusion: {path} is split over {', '.join(a for axes in part.dims for a in axes)} along its layers or "
-                f"along several dims, so its groups would not be parts of it. Remedy: a size, or auto."
+                f"fusion: {path} is sharded over {', '.join(a for axes in part.dims for a in axes)} along its layers "
+                f"or along several dims, so it cannot be split into groups of layers. Remedy: use a size, or auto."
             )

@@ -55,8 +55,8 @@ def batch_axes(layout: Layout) -> Axes:
     resolved = layout.resolve(("batch",))
     if resolved.problems:
         raise LayoutError(
-            "microbatches and grad_reduction='per_step' go by the rule of the logical dim 'batch', which the rules do "
-            "not have. Remedy: add it, as batch='data'."
+            "microbatches and grad_reduction='per_step' require a rule for the logical dim 'batch', but the rules have "
+            "none. Remedy: add it, such as batch='data'."
         )
     return resolved.axes[0]
 

@@ -56,8 +56,8 @@ def all_to_all_local(x: jax.Array, axes: str | Sequence[str], *, split_dim: int,
     devices = math.prod(jax.lax.axis_size(name) for name in names)
     if x.shape[split_dim] % devices:
         raise LayoutError(
-            f"all_to_all_local(): dim {split_dim} of an array of shape {x.shape} cannot be cut into {devices} pieces, "
-            f"one for each device over {', '.join(names)}. Remedy: pad it to a multiple of {devices}."
+            f"all_to_all_local(): dim {split_dim} of an array of shape {x.shape} cannot be split into {devices} equal "
+            f"pieces, one for each device over {', '.join(names)}. Remedy: pad it to a multiple of {devices}."
         )
     parts = rounds(devices, MOST)
     if len(parts) == 1:

@@ -47,13 +47,13 @@ class SignPart(NamedTuple):
     server: jax.Array
 
 
-def chunk_of(n: int, ways: int) -> int:
-    """Returns how many of ``n`` numbers each of ``ways`` devices averages: equal parts, in full bytes of signs.
+def chunk_of(n: int, num_devices: int) -> int:
+    """Returns how many of ``n`` numbers each of ``num_devices`` devices averages: equal parts, in full bytes of signs.
 
     >>> chunk_of(1024, 8), chunk_of(1025, 8), chunk_of(3, 8)
     (128, 136, 8)
     """
-    return -(-n // (_BITS * ways)) * _BITS
+    return -(-n // (_BITS * num_devices)) * _BITS
 
 
 def pack(x: jax.Array, live: jax.Array, block: int = BLOCK) -> Signs:
@@ -100,31 +100,31 @@ def average(parts: Sequence[SignPart], axes: Axes, index: jax.Array, block: int 
     Returns:
       For each array a :class:`SignPart` with the averages as ``values`` and the new errors.
     """
-    ways = math.prod(jax.lax.axis_size(axis) for axis in axes)
-    mine, sent, errors = [], [], []
+    num_devices = math.prod(jax.lax.axis_size(axis) for axis in axes)
+    own_live, outgoing, errors = [], [], []
     for part in parts:
-        live = _chunks(part.live, ways)
-        x = jnp.where(live, _chunks(part.values + part.worker, ways), 0)
+        live = _chunks(part.live, num_devices)
+        x = jnp.where(live, _chunks(part.values + part.worker, num_devices), 0)
         signs = pack(x, live, block)
         errors.append(_flat(x - unpack(signs, block), part.values.size))
-        mine.append(jax.lax.dynamic_index_in_dim(live, index, 0, keepdims=False))
-        sent.append(signs)
-    back, kept = [], []
-    for part, live, signs in zip(parts, mine, _sent(sent, axes), strict=True):
+        own_live.append(jax.lax.dynamic_index_in_dim(live, index, 0, keepdims=False))
+        outgoing.append(signs)
+    back, server_errors = [], []
+    for part, live, signs in zip(parts, own_live, _exchange(outgoing, axes), strict=True):
         x = jnp.where(live, jnp.mean(unpack(signs, block), 0) + part.server, 0)
         own = pack(x, live, block)
-        kept.append(jnp.where(live, x - unpack(own, block), 0))
+        server_errors.append(jnp.where(live, x - unpack(own, block), 0))
         back.append(Signs(own.bits[None], own.scales[None]))
     found = []
-    for part, signs, worker, server in zip(parts, _gathered(back, axes), errors, kept, strict=True):
+    for part, signs, worker, server in zip(parts, _all_gather(back, axes), errors, server_errors, strict=True):
         found.append(SignPart(_flat(unpack(signs, block), part.values.size), part.live, worker, server))
     return found
 
 
-def _chunks(x: jax.Array, ways: int) -> jax.Array:
-    """Returns ``[n]`` as ``[ways, c]``, padded with zeros."""
-    size = ways * chunk_of(x.size, ways)
-    return jnp.pad(x, (0, size - x.size)).reshape(ways, -1)
+def _chunks(x: jax.Array, num_devices: int) -> jax.Array:
+    """Returns ``[n]`` as ``[num_devices, c]``, padded with zeros."""
+    size = num_devices * chunk_of(x.size, num_devices)
+    return jnp.pad(x, (0, size - x.size)).reshape(num_devices, -1)
 
 
 def _flat(x: jax.Array, n: int) -> jax.Array:
@@ -137,29 +137,29 @@ def _blocks(x: jax.Array, block: int) -> jax.Array:
     return jnp.pad(x, padding).reshape(*x.shape[:-1], -1, block)
 
 
-def _sent(signs: Sequence[Signs], axes: Axes) -> list[Signs]:
-    """Exchanges signs ``[ways, ...]``: row i goes to device i, and row j comes from device j."""
+def _exchange(signs: Sequence[Signs], axes: Axes) -> list[Signs]:
+    """Exchanges signs ``[num_devices, ...]``: row i goes to device i, and row j comes from device j."""
     send = lambda x: hierarchical.all_to_all_local(x, axes, split_dim=0, concat_dim=0) if axes else x
-    whole = _together(signs)
-    return _apart(Signs(send(whole.bits), send(whole.scales)), signs)
+    joined = _join(signs)
+    return _split(Signs(send(joined.bits), send(joined.scales)), signs)
 
 
-def _gathered(signs: Sequence[Signs], axes: Axes) -> list[Signs]:
+def _all_gather(signs: Sequence[Signs], axes: Axes) -> list[Signs]:
     gather = lambda x: hierarchical.gather_local(x, axes, dim=0) if axes else x
-    whole = _together(signs)
-    return _apart(Signs(gather(whole.bits), gather(whole.scales)), signs)
+    joined = _join(signs)
+    return _split(Signs(gather(joined.bits), gather(joined.scales)), signs)
 
 
-def _together(signs: Sequence[Signs]) -> Signs:
+def _join(signs: Sequence[Signs]) -> Signs:
     bits, scales = (jnp.concatenate(xs, axis=1) for xs in zip(*signs, strict=True))
     # Without the barrier the compiler might send the numbers and take their signs afterwards.
     return Signs(*jax.lax.optimization_barrier((bits, scales)))
 
 
-def _apart(whole: Signs, like: Sequence[Signs]) -> list[Signs]:
+def _split(joined: Signs, like: Sequence[Signs]) -> list[Signs]:
     found, at, scale_at = [], 0, 0
     for bits, scales in like:
         end, scale_end = at + bits.shape[1], scale_at + scales.shape[1]
-        found.append(Signs(whole.bits[:, at:end], whole.scales[:, scale_at:scale_end]))
+        found.append(Signs(joined.bits[:, at:end], joined.scales[:, scale_at:scale_end]))
         at, scale_at = end, scale_end
     return found

@@ -96,5 +96,5 @@ def sum_packed(x: jax.Array, axes: str | Sequence[str]) -> jax.Array:
         dim = max(dims, key=lambda d: (d < x.ndim - 1, x.shape[d]))  # splitting the last dim would shorten the blocks
         return gather_packed(scatter_packed(x, names, dim=dim), names, dim=dim, dtype=jnp.float32)
     flat = jnp.pad(x.ravel(), (0, -x.size % devices)).reshape(devices, -1)
-    whole = gather_packed(scatter_packed(flat, names, dim=0), names, dim=0, dtype=jnp.float32)
-    return whole.ravel()[: x.size].reshape(x.shape)
+    total = gather_packed(scatter_packed(flat, names, dim=0), names, dim=0, dtype=jnp.float32)
+    return total.ravel()[: x.size].reshape(x.shape)

@@ -35,13 +35,13 @@ class Staging:
     ):
         self._sizes, self._read, self._write, self._note = sizes, read, write, note
         self._slots, self._stopped = threading.Semaphore(slots), threading.Event()
-        self._counting, self._staged, self.peak = threading.Lock(), 0, 0
+        self._count_lock, self._staged, self.peak = threading.Lock(), 0, 0
         self._threads = [ThreadPoolExecutor(1, f"jaxpar-{name}") for name in ("reads", "writes")]
         self._reads: list[Future[Any]] = []
         self._writes: list[Future[None]] = []
 
     def __enter__(self) -> Self:
-        self._reads = [self._threads[0].submit(self._bring, piece) for piece in range(len(self._sizes))]
+        self._reads = [self._threads[0].submit(self._read_piece, piece) for piece in range(len(self._sizes))]
         return self
 
     def get(self, piece: int) -> Any:
@@ -60,14 +60,14 @@ class Staging:
         """Queues the result of a piece for writing; raises the exception of an earlier write."""
         if self._stopped.is_set():
             self.finish()
-        self._writes.append(self._threads[1].submit(self._send, piece, made))
+        self._writes.append(self._threads[1].submit(self._write_piece, piece, made))
 
     def finish(self) -> None:
         """Waits until all results are written; raises the exception of a failed write."""
         for write in self._writes:
             write.result()
 
-    def _bring(self, piece: int) -> Any:
+    def _read_piece(self, piece: int) -> Any:
         self._slots.acquire()
         if self._stopped.is_set():
             return None
@@ -77,7 +77,7 @@ class Staging:
         self._note("read", piece)
         return found
 
-    def _send(self, piece: int, made: Any) -> None:
+    def _write_piece(self, piece: int, made: Any) -> None:
         try:
             if not self._stopped.is_set():
                 self._write(piece, made)
@@ -90,7 +90,7 @@ class Staging:
             self._slots.release()
 
     def _count(self, size: int) -> None:
-        with self._counting:
+        with self._count_lock:
             self._staged += size
             self.peak = max(self.peak, self._staged)
 

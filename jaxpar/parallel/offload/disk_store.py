@@ -82,7 +82,7 @@ class Store:
         self._generations: dict[str, Generation] = {}
         self._current, self._sums = "", [[0] * entry.rows for entry in self.entries]
         self.bytes_read = self.bytes_written = 0
-        with self._naming("the folder"):
+        with self._wrap_os_errors("creating the folder"):
             for folder in (*reversed([p for p in self.path.parents if not p.exists()]), self.path):
                 folder.mkdir(mode=0o700, exist_ok=True)
             self.path.chmod(0o700)
@@ -126,11 +126,11 @@ class Store:
         fitting = [name for name, g in self._generations.items() if g.first <= step <= g.last]
         if not fitting:
             steps = sorted((g.last for g in self._generations.values()), reverse=True)
-            said = " and ".join(f"step {n}" for n in steps)
+            steps_text = " and ".join(f"step {n}" for n in steps)
             raise DiskError(
-                f"{self.path} holds the optimizer's state of {said}, but the training state is at step {step}. Remedy: "
-                f"a training state of {said.replace(' and ', ' or ')}, a snapshot of step {step} (restore=), or "
-                f"another path."
+                f"{self.path} holds the optimizer state of {steps_text}, but the training state is at step {step}. "
+                f"Remedy: use a training state of {steps_text.replace(' and ', ' or ')}, restore a snapshot of step "
+                f"{step} (restore=), or use another path."
             )
         self._current = fitting[0]
         here = self._generations[self._current]
@@ -138,11 +138,11 @@ class Store:
         for number, entry in enumerate(self.entries):
             file = self._file(self._current, number)
             if not file.exists():
-                raise DiskError(f"{file}, which holds {entry.name}, is missing. {_SNAPSHOT}")
+                raise DiskError(f"{file}, which stores {entry.name}, is missing. {_SNAPSHOT}")
             size = file.stat().st_size
             if size != entry.bytes:
                 raise DiskError(
-                    f"{file}, which holds {entry.name}, has {size:,} bytes, but {entry.bytes:,} are wanted. {_SNAPSHOT}"
+                    f"{file}, which stores {entry.name}, must have {entry.bytes:,} bytes, but has {size:,}. {_SNAPSHOT}"
                 )
 
     def read(self, number: int, row: int) -> np.ndarray:
@@ -153,18 +153,18 @@ class Store:
         """
         entry, file = self.entries[number], self._file(self._current, number)
         buffer = np.empty(entry.row_bytes, np.uint8)
-        with self._naming(f"reading {entry.name}"):
+        with self._wrap_os_errors(f"reading {entry.name}"):
             view, at, f = memoryview(buffer), row * entry.row_bytes, self._descriptor(self._current, number)
             while len(view):
                 got = os.preadv(f, [view], at)
                 if not got:
-                    raise DiskError(f"{file}, which holds {entry.name}, ends within row {row}. {_SNAPSHOT}")
+                    raise DiskError(f"{file}, which stores {entry.name}, ends within row {row}. {_SNAPSHOT}")
                 view, at = view[got:], at + got
-        wanted = self._generations[self._current].sums[number][row]
-        if (found := zlib.crc32(buffer)) != wanted:
+        expected = self._generations[self._current].sums[number][row]
+        if (found := zlib.crc32(buffer)) != expected:
             raise DiskError(
-                f"{file}: row {row} of {entry.name} is not what was written: its checksum is {found:08x}, but "
-                f"{wanted:08x} is wanted. {_SNAPSHOT}"
+                f"{file}: row {row} of {entry.name} is corrupt: its checksum is {found:08x}, expected {expected:08x}. "
+                f"{_SNAPSHOT}"
             )
         self.bytes_read += entry.row_bytes
         return buffer
@@ -197,7 +197,7 @@ class Store:
           DiskError: the disk is full or failed; the current generation is not changed.
         """
         entry = self.entries[number]
-        with self._naming(f"writing {entry.name}"):
+        with self._wrap_os_errors(f"writing {entry.name}"):
             view, at, f = memoryview(buffer), row * entry.row_bytes, self._descriptor(self._other, number)
             while len(view):
                 done = os.pwrite(f, view, at)
@@ -215,7 +215,7 @@ class Store:
         for number, entry in enumerate(self.entries):
             if -1 in self._sums[number]:
                 raise DiskError(f"row {self._sums[number].index(-1)} of {entry.name} was not written in step {step}.")
-            with self._naming(f"writing {entry.name}"):
+            with self._wrap_os_errors(f"writing {entry.name}"):
                 os.fsync(self._descriptor(other, number))
         made = Generation(step, step, tuple(map(tuple, self._sums)))
         self._write_record({**self._generations, other: made})
@@ -236,10 +236,10 @@ class Store:
           DiskError: the folder has a snapshot already, or the disk has too little room.
         """
         target = Path(folder)
-        with self._naming(f"a snapshot in {target}"):
+        with self._wrap_os_errors(f"writing a snapshot to {target}"):
             target.mkdir(mode=0o700, parents=True, exist_ok=True)
             if (target / RECORD).exists():
-                raise DiskError(f"{target} holds a snapshot already. Remedy: another folder.")
+                raise DiskError(f"{target} already contains a snapshot. Remedy: use another folder.")
             for number in range(len(self.entries)):
                 source = self._file(self._current, number)
                 (target / source.name).unlink(missing_ok=True)  # left by a snapshot that was interrupted
@@ -256,7 +256,7 @@ class Store:
         source = Path(folder)
         record = self._read_record(source / RECORD)
         self._compare(record)
-        with self._naming(f"the snapshot in {source}"):
+        with self._wrap_os_errors(f"restoring the snapshot in {source}"):
             # Until the new record is written, a kill leaves a store without a state rather than a mixture.
             (self.path / RECORD).unlink(missing_ok=True)
             sync_folder(self.path)
@@ -266,7 +266,7 @@ class Store:
                 for number, entry in enumerate(self.entries):
                     file = self._file(name, number)
                     if not (source / file.name).exists():
-                        raise DiskError(f"{source / file.name}, which holds {entry.name}, is missing.")
+                        raise DiskError(f"{source / file.name}, which stores {entry.name}, is missing.")
                     file.unlink(missing_ok=True)
                     _link(source / file.name, file)
             self._write_record(generations)
@@ -294,7 +294,7 @@ class Store:
         file, entry = self._file(generation, number), self.entries[number]
         if (old := self._files.pop((generation, number), None)) is not None:
             os.close(old)
-        with self._naming(f"room for {entry.name} ({entry.bytes:,} bytes)"):
+        with self._wrap_os_errors(f"allocating {entry.bytes:,} bytes for {entry.name}"):
             file.unlink(missing_ok=True)
             f = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             self._files[generation, number] = f
@@ -315,7 +315,7 @@ class Store:
         folder = folder or self.path
         record = self._record(self._generations if generations is None else generations)
         text = json.dumps({"checksum": _checksum(record), "record": record})
-        with self._naming("the record"):
+        with self._wrap_os_errors("writing the record"):
             write_atomically(folder / RECORD, text)
 
     def _read_record(self, file: Path) -> dict[str, Any]:
@@ -327,9 +327,9 @@ class Store:
         except (ValueError, KeyError, TypeError, RecursionError):
             raise DiskError(f"{file} cannot be read. {_SNAPSHOT}") from None
         if checksum != _checksum(record):
-            raise DiskError(f"{file} is not what was written: its checksum is wrong. {_SNAPSHOT}")
+            raise DiskError(f"{file} is corrupt: its checksum is wrong. {_SNAPSHOT}")
         if record["version"] != VERSION:
-            raise DiskError(f"{file} is of version {record['version']}, but this jaxpar reads version {VERSION}.")
+            raise DiskError(f"{file} has version {record['version']}, but this jaxpar reads version {VERSION}.")
         return record
 
     def _compare(self, record: Mapping[str, Any]) -> None:
@@ -338,20 +338,20 @@ class Store:
         for key, value in self._about.items():
             if theirs["about"].get(key) != value:
                 raise DiskError(
-                    f"{self.path} was written by a run with {key} {_said(theirs['about'].get(key))}, but this one has "
-                    f"{_said(value)}. Remedy: that {key}, or another path."
+                    f"{self.path} was written by a run with {key} {_describe(theirs['about'].get(key))}, but this run "
+                    f"has {_describe(value)}. Remedy: use that {key}, or another path."
                 )
         here, there = ({e["name"]: e for e in r["entries"]} for r in (mine, theirs))
         for name in [*here, *(there.keys() - here.keys())]:
             if here.get(name) != there.get(name):
-                was, now = (_shown(entries.get(name)) for entries in (there, here))
+                was, now = (_describe_entry(entries.get(name)) for entries in (there, here))
                 raise DiskError(
-                    f"{self.path} holds {name} as {was}, but this run has it as {now}. Remedy: the model, optimizer "
-                    f"and rules it was written with, or another path."
+                    f"{self.path} holds {name} as {was}, but this run has it as {now}. Remedy: use the model, "
+                    f"optimizer and rules that it was written with, or another path."
                 )
 
     @contextmanager
-    def _naming(self, what: str) -> Iterator[None]:
+    def _wrap_os_errors(self, what: str) -> Iterator[None]:
         try:
             yield
         except DiskError:
@@ -361,10 +361,12 @@ class Store:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise DiskError(f"{self.path}: {what}: {reason}.") from error
             free = shutil.disk_usage(self.path).free
-            held = f" Nothing is lost: step {self._generations[self._current].last} stays whole." if self._ready else ""
+            intact = (
+                f" The state of step {self._generations[self._current].last} remains intact." if self._ready else ""
+            )
             raise DiskError(
-                f"{self.path}: {what}: {reason}; {free:,} bytes are free, and two generations take "
-                f"{2 * self.bytes:,}.{held} Remedy: make room, or take a path on a larger disk."
+                f"{self.path}: {what}: {reason}; {free:,} bytes are free, and two generations require "
+                f"{2 * self.bytes:,}.{intact} Remedy: free some space, or use a path on a larger disk."
             ) from error
 
     @property
@@ -372,7 +374,7 @@ class Store:
         return self._current in self._generations
 
 
-_SNAPSHOT = "Remedy: restore a snapshot (restore=), or begin anew in another path."
+_SNAPSHOT = "Remedy: restore a snapshot (restore=), or start with another path."
 
 
 def _generations(record: Mapping[str, Any]) -> dict[str, Generation]:
@@ -386,11 +388,11 @@ def _checksum(record: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(record, sort_keys=True).encode())
 
 
-def _said(value: Any) -> str:
+def _describe(value: Any) -> str:
     return ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
 
 
-def _shown(entry: Mapping[str, Any] | None) -> str:
+def _describe_entry(entry: Mapping[str, Any] | None) -> str:
     if entry is None:
         return "nothing"
     return (

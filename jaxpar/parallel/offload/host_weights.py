@@ -1,8 +1,8 @@
 """``to_device``: brings a layer's weights from host memory when the layer runs; their gradients stay on the device.
 
 After ZeRO-Infinity (Rajbhandari et al. 2021, arXiv:2104.07857). A host-resident weight is passed through the model as
-two arrays: the weight itself, in host memory, and a zero placeholder of the same shape on the device (the *ghost*).
-Only the placeholder is differentiated, so the gradient is created on the device; XLA eliminates the zeros.
+two arrays: the weight itself, in host memory, and a zero placeholder of the same shape on the device. Only the
+placeholder is differentiated, so the gradient is created on the device; XLA eliminates the zeros.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxpar.sharding.layout import Layout, current_layout, to_spec, with_shardin
 from jaxpar.sharding.names import Names
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["host", "ghost"], meta_fields=["names"])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["host", "placeholder"], meta_fields=["names"])
 @dataclass(frozen=True, eq=False)
 class HostWeight:
     """A weight in host memory, as the model sees it.
@@ -31,17 +31,18 @@ class HostWeight:
 
     Attributes:
       host: the weight, in host memory.
-      ghost: zeros of its shape on the device, in the dtype of the compute; they are differentiated instead of ``host``.
+      placeholder: zeros of its shape on the device, in the dtype of the compute; they are differentiated instead of
+        ``host``.
       names: its logical dims, preceded by the dims that scans or indices have removed.
     """
 
     host: Any
-    ghost: Any
+    placeholder: Any
     names: Names
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(self.ghost.shape)
+        return tuple(self.placeholder.shape)
 
     @property
     def ndim(self) -> int:
@@ -49,14 +50,14 @@ class HostWeight:
 
     @property
     def dtype(self) -> Any:
-        return self.ghost.dtype
+        return self.placeholder.dtype
 
     def __getitem__(self, key: Any) -> Any:
         if key is Ellipsis:
             return self
         if isinstance(key, int) or (isinstance(key, jax.Array) and not key.ndim):
             one = lambda x: jax.lax.dynamic_index_in_dim(x, key, 0, keepdims=False)
-            return HostWeight(one(self.host), one(self.ghost), self.names)
+            return HostWeight(one(self.host), one(self.placeholder), self.names)
         return to_device(self)[key]
 
     def __jax_array__(self) -> jax.Array:
@@ -90,27 +91,27 @@ def to_device(w: Any) -> Any:
     >>> to_device(jnp.ones(3)).shape
     (3,)
     """
-    return _fetch(w.names[len(w.names) - w.ndim :], w.host, w.ghost) if isinstance(w, HostWeight) else w
+    return _fetch(w.names[len(w.names) - w.ndim :], w.host, w.placeholder) if isinstance(w, HostWeight) else w
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _fetch(names: Names, host: Any, ghost: Any) -> jax.Array:
+def _fetch(names: Names, host: Any, placeholder: Any) -> jax.Array:
     # The sharding is fixed, or the compiler would move the collective of another layout to the host.
-    return _lie(names, jax.device_put(host, DEVICE), "params").astype(ghost.dtype)
+    return _constrain(names, jax.device_put(host, DEVICE), "params").astype(placeholder.dtype)
 
 
-def _forward(names: Names, host: Any, ghost: Any) -> tuple[jax.Array, None]:
-    return _fetch(names, host, ghost), None
+def _forward(names: Names, host: Any, placeholder: Any) -> tuple[jax.Array, None]:
+    return _fetch(names, host, placeholder), None
 
 
 def _backward(names: Names, _: None, grad: jax.Array) -> tuple[None, jax.Array]:
-    return None, _lie(names, grad, "gradients")
+    return None, _constrain(names, grad, "gradients")
 
 
 _fetch.defvjp(_forward, _backward)
 
 
-def _lie(names: Names, x: jax.Array, role: str) -> jax.Array:
+def _constrain(names: Names, x: jax.Array, role: str) -> jax.Array:
     if jax.sharding.get_abstract_mesh().manual_axes:
         return x  # inside a shard_map, x is a shard that already has its sharding
     layout = current_layout()
@@ -123,26 +124,26 @@ def waiting(dims: Mapping[tuple[str, ...], Names], params: Any, layout: Layout |
     Args:
       dims: ("params", *path) → logical dims.
       params: the model's parameters; a leaf that is a ``HostWeight`` already is not changed.
-      layout: shards the ghosts. It may be ``None`` where nothing is differentiated.
+      layout: shards the placeholders. It may be ``None`` where nothing is differentiated.
     """
 
     def one(keys: Any, w: Any) -> Any:
         if is_waiting(w) or not on_host(w):
             return w
         names = dims[("params", *(jax.tree_util.keystr((key,), simple=True) for key in keys))]
-        ghost = jnp.zeros(w.shape, w.dtype)
+        placeholder = jnp.zeros(w.shape, w.dtype)
         if layout is not None:
-            ghost = with_sharding(
-                layout.mesh, ghost, to_spec(layout.resolve(names, w.shape, role="params", dtype=w.dtype))
+            placeholder = with_sharding(
+                layout.mesh, placeholder, to_spec(layout.resolve(names, w.shape, role="params", dtype=w.dtype))
             )
-        return HostWeight(w, ghost, names)
+        return HostWeight(w, placeholder, names)
 
     return jax.tree_util.tree_map_with_path(one, params, is_leaf=is_waiting)
 
 
 def split(params: Any) -> tuple[Any, Callable[[Any], Any]]:
-    """Returns the parameters to differentiate, with ghosts for host weights, and a function that puts them back."""
-    trained = jax.tree.map(lambda w: w.ghost if is_waiting(w) else w, params, is_leaf=is_waiting)
+    """Returns the parameters to differentiate, placeholders for host weights, and a function that puts them back."""
+    trained = jax.tree.map(lambda w: w.placeholder if is_waiting(w) else w, params, is_leaf=is_waiting)
     back = lambda w, x: HostWeight(w.host, x, w.names) if is_waiting(w) else x
     return trained, lambda xs: jax.tree.map(back, params, xs, is_leaf=is_waiting)
 
@@ -155,7 +156,7 @@ def cut(x: Any, first: int, last: int) -> Any:
     """
     if on_host(x):
         raise ConfigError(
-            f"offload: layers {first} to {last - 1} are taken out of a stack in the host's memory, which the host "
-            f"would copy. Remedy: leave remat.layers out, or keep parameters on the device."
+            f"offload: layers {first} to {last - 1} are sliced from a stack in host memory, which would make a copy on "
+            f"the host. Remedy: leave remat.layers out, or keep parameters on the device."
         )
     return x[first:last]

@@ -95,14 +95,14 @@ def to_disk(
     '/fast/disk'
     """
     least = _least(min_bytes)
-    return OnDisk(functools.partial(_init, tx, least), _refuse, least, os.fspath(path), tx)
+    return OnDisk(functools.partial(_init, tx, least), _not_in_jit, least, os.fspath(path), tx)
 
 
 def _least(min_bytes: int | str) -> int:
     try:
         return over("data", min_bytes).min_bytes
     except RulesError:
-        raise ConfigError(f"offload: min_bytes is {min_bytes!r}, but a size, as '64KiB', is wanted.") from None
+        raise ConfigError(f"offload: min_bytes must be a size such as '64KiB', got {min_bytes!r}.") from None
 
 
 def _init(tx: optax.GradientTransformation, least: int, params: Any) -> Any:
@@ -114,10 +114,10 @@ def _init(tx: optax.GradientTransformation, least: int, params: Any) -> Any:
     return jax.tree.map(one, tx.init(params))
 
 
-def _refuse(*_: Any, **__: Any) -> Any:
+def _not_in_jit(*_: Any, **__: Any) -> Any:
     raise ConfigError(
-        "offload: the optimizer's state is on disk, where no jitted step can reach it. Remedy: "
-        "jp.offload.disk_offloaded_train_step in the place of jp.train_step, or jp.offload.to_host."
+        "offload: the optimizer state is on disk, where a jitted step cannot reach it. Remedy: use "
+        "jp.offload.disk_offloaded_train_step instead of jp.train_step, or jp.offload.to_host."
     )
 
 
@@ -134,9 +134,9 @@ def hosted_layers(tx: Any, names: Names | None, shape: Sequence[int], dtype: Any
     if not (isinstance(tx, Offloaded) and tx.parameters):
         return False, ""
     if (names or ())[:1] != (LAYERS,):
-        return False, "stays on the device: no stack of layers"
+        return False, "stays on the device: not a stack of layers"
     if len(shape) < 3:  # the TPU compiler cannot slice rows out of host memory
-        return False, "stays on the device: rows of a stack, no matrices"
+        return False, "stays on the device: a stack of vectors, not of matrices"
     small = _bytes(shape, dtype) < tx.min_bytes
     return not small, "stays on the device: below min_bytes" if small else ""
 
@@ -146,9 +146,9 @@ def no_layers(tx: Any, some: bool) -> str | None:
     if some or not (isinstance(tx, Offloaded) and tx.parameters):
         return None
     return (
-        f"offload: parameters were asked into the host's memory, but none is a stack of layers (first logical dim "
-        f"{LAYERS!r}, three dims or more, {tx.min_bytes} bytes or more), so nothing would lie there. Remedy: stack the "
-        f"layers, as nnx.vmap with jaxpar.nnx.stacked({LAYERS!r}) does, a smaller min_bytes, or leave parameters out."
+        f"offload: parameters are to be stored in host memory, but none is a stack of layers (first logical dim "
+        f"{LAYERS!r}, three dims or more, {tx.min_bytes} bytes or more). Remedy: stack the layers, as nnx.vmap with "
+        f"jaxpar.nnx.stacked({LAYERS!r}) does, use a smaller min_bytes, or leave parameters out."
     )
 
 

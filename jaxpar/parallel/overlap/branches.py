@@ -37,30 +37,30 @@ class Branch:
     carried: Callable[[Any, jax.Array, Any, Any], tuple[Any, Any]] | None = None
 
 
-class Crossing(Protocol):
+class BranchCollectives(Protocol):
     """The collectives between branches.
 
     Attributes:
-      hand: the axes over which tokens are gathered and summed by permutes.
+      permute_axes: the axes over which tokens are gathered and summed by permutes.
       dim: the dim that is split into parts, ``batch`` or ``seq``.
     """
 
     @property
-    def hand(self) -> tuple[str, ...]: ...
+    def permute_axes(self) -> tuple[str, ...]: ...
 
     @property
     def dim(self) -> str: ...
 
-    def together(self, h: jax.Array) -> jax.Array:
+    def gather_seq(self, h: jax.Array) -> jax.Array:
         """Gathers the sequence for a branch."""
 
-    def apart(self, y: jax.Array) -> jax.Array:
+    def scatter_seq(self, y: jax.Array) -> jax.Array:
         """Sums and scatters the output of a branch."""
 
 
 def interleave_branches(
     branches: Sequence[Branch],
-    how: Crossing,
+    plan: BranchCollectives,
     block: Any,
     xs: Sequence[jax.Array],
     sides: Sequence[Any],
@@ -74,7 +74,7 @@ def interleave_branches(
 
     Args:
       branches: the layer's branches.
-      how: the collectives between branches.
+      plan: the collectives between branches.
       block: the weights, as the branches take them.
       xs: the parts of the residual stream, ``[rows, seq, embed]`` each.
       sides: for each part, the argument ``side`` of the branches.
@@ -85,17 +85,17 @@ def interleave_branches(
     """
     chains: list[_Chain] = []
     for x, side in zip(xs, sides, strict=True):
-        chains.append(_Chain(branches, how, block, x, side, chains[-1] if chains else None))
-    lag = 2 if how.hand else 4
+        chains.append(_Chain(branches, plan, block, x, side, chains[-1] if chains else None))
+    lag = 2 if plan.permute_axes else 4
     last = chains[0].steps + lag * (len(chains) - 1)
     for step in range(last):
         # The last chain begins with communication, while the first one already computes.
         here = []
         for n, chain in enumerate(chains):
             with within(n):
-                waits = chain.take(step - lag * n)
-            here += [chain] if waits else []
-        _wait_for_each_other(here)
+                pending = chain.take(step - lag * n)
+            here += [chain] if pending else []
+        _barrier(here)
     return tuple(chain.x for chain in chains)
 
 
@@ -103,12 +103,18 @@ class _Chain:
     """One part on its way through the branches: four steps per branch, two of compute and two of communication."""
 
     def __init__(
-        self, branches: Sequence[Branch], how: Crossing, block: Any, x: jax.Array, side: Any, ahead: _Chain | None
+        self,
+        branches: Sequence[Branch],
+        plan: BranchCollectives,
+        block: Any,
+        x: jax.Array,
+        side: Any,
+        previous: _Chain | None,
     ):
-        self.branches, self.how, self.block, self.side = branches, how, block, side
-        self.ahead, self.carries = ahead, [None] * len(branches)
+        self.branches, self.plan, self.block, self.side = branches, plan, block, side
+        self.previous, self.carries = previous, [None] * len(branches)
         self.x, self.steps = x, 4 * len(branches) - 1
-        self.now: Any = how.together(branches[0].before(block, x))
+        self.now: Any = plan.gather_seq(branches[0].before(block, x))
 
     def take(self, step: int) -> bool:
         """Runs a step; returns whether a later step uses ``now``, so that it belongs to the barrier."""
@@ -120,25 +126,25 @@ class _Chain:
         elif kind == 1:
             self.now = branch.output_projection(self.block, self.now)
         elif kind == 2:
-            y = self.how.apart(self.now)
+            y = self.plan.scatter_seq(self.now)
             self.x += checkpoint_name(y, branch.name) if branch.name else y
             if step + 1 == self.steps:
                 return False
             self.now = self.branches[step // 4 + 1].before(self.block, self.x)
         else:
-            self.now = self.how.together(self.now)
+            self.now = self.plan.gather_seq(self.now)
         return True
 
     def _first(self, number: int) -> Any:
         branch = self.branches[number]
-        if self.how.dim == "batch" or branch.carried is None:
+        if self.plan.dim == "batch" or branch.carried is None:
             return branch.compute(self.block, self.now, self.side)
-        carry = None if self.ahead is None else self.ahead.carries[number]
+        carry = None if self.previous is None else self.previous.carries[number]
         hidden, self.carries[number] = branch.carried(self.block, self.now, self.side, carry)
         return hidden
 
 
-def _wait_for_each_other(chains: Sequence[_Chain]) -> None:
+def _barrier(chains: Sequence[_Chain]) -> None:
     if len(chains) > 1:
         for chain, now in zip(chains, jax.lax.optimization_barrier([c.now for c in chains]), strict=True):
             chain.now = now

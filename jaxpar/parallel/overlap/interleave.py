@@ -42,7 +42,7 @@ from jaxpar.sharding.rules import Axes
 
 Cut = Literal["batch", "seq"]
 COUNTS, CUTS = (1, 2), get_args(Cut)
-STRAIGHT = 8
+MAX_DIRECT = 8
 """The most devices over which pieces are sent straight to their device, rather than around rings.
 
 Over 8 devices of a v5p, straight pieces keep the links busy for twice as long as rings do: five sixths of the time that
@@ -97,45 +97,43 @@ def interleave_batches(
     check_count(count, dim)
     if dim == "seq" and callable(layer):
         raise ConfigError(
-            "interleave_batches(): dim is 'seq', but the layer is one function, which does not say what goes from one "
-            "part of a sequence to the next. Remedy: its branches, with Branch(carried=...) where tokens see others, "
-            "or dim='batch'."
+            "interleave_batches(): dim is 'seq', but the layer is a single function, which does not declare what one "
+            "part of a sequence passes to the next. Remedy: pass its branches, with Branch(carried=...) where tokens "
+            "see others, or use dim='batch'."
         )
 
     @numbering
     def run(block: Any, x: PartRows, side: Any) -> Any:
-        layout, cut_before = current_layout(), isinstance(x, tuple)
-        how = _How.of(layout, dim, by_hand=not callable(layer))
-        how.check_split(count)
-        shape = how.whole_shape(x)
-        how.check_parts(shape, count)
+        layout, given_parts = current_layout(), isinstance(x, tuple)
+        plan = _SplitPlan.of(layout, dim, with_permutes=not callable(layer))
+        plan.check_split(count)
+        shape = plan.full_shape(x)
+        plan.check_parts(shape, count)
         leaves, build = _weights(block)
-        entries = [how.entry(w, names) for w, names in leaves]
+        entries = [plan.entry(w, names) for w, names in leaves]
         sides, structure = jax.tree.flatten(side)
 
         def local(ws: list[jax.Array], x: PartRows, sides: list[Any], numbers: Any) -> Any:
-            own = build([_enter(entry, w) for entry, w in zip(entries, ws, strict=True)])
-            xs = x if isinstance(x, tuple) else how.parted(x, count)
-            parts = [
-                jax.tree.unflatten(structure, [how.part(s, shape, at, count) for s in sides]) for at in range(count)
-            ]
-            within = how.rows_of_parts(numbers, count)
+            own_block = build([_enter(entry, w) for entry, w in zip(entries, ws, strict=True)])
+            xs = x if isinstance(x, tuple) else plan.parted(x, count)
+            parts = [jax.tree.unflatten(structure, [plan.part(s, at, count) for s in sides]) for at in range(count)]
+            within = plan.rows_of_parts(numbers, count)
             if not callable(layer):
-                ys = interleave_branches(layer, how, own, xs, parts, within)
-                return ys if cut_before else how.joined(ys)
+                ys = interleave_branches(layer, plan, own_block, xs, parts, within)
+                return ys if given_parts else plan.joined(ys)
             found = []
             for at, (one, part) in enumerate(zip(xs, parts, strict=True)):
                 with within(at):
-                    found.append(layer(own, one, part))
-            return tuple(found) if cut_before else how.joined(found)
+                    found.append(layer(own_block, one, part))
+            return tuple(found) if given_parts else plan.joined(found)
 
-        lies = how.spec_of_rows(by_hand=True)
-        spec = (lies,) * count if cut_before else lies
+        x_spec = plan.spec_of_rows(with_permutes=True)
+        spec = (x_spec,) * count if given_parts else x_spec
         numbers = row_numbers(shape[0], ()) if rows_wanted() else None
-        of_rows = None if numbers is None else PartitionSpec(how.rows or None)
-        into = [entry.spec for entry in entries], spec, [how.side_spec(s, shape) for s in sides], of_rows
+        of_rows = None if numbers is None else PartitionSpec(plan.rows or None)
+        in_specs = [entry.spec for entry in entries], spec, [plan.side_spec(s, shape) for s in sides], of_rows
         ws = [entry.widened(w) for entry, (w, _) in zip(entries, leaves, strict=True)]
-        return how.inside(local, into, spec)(ws, x, sides, numbers)
+        return plan.inside(local, in_specs, spec)(ws, x, sides, numbers)
 
     return run
 
@@ -147,19 +145,19 @@ def cut(x: jax.Array, count: int = 2, *, dim: Cut = "batch") -> tuple[jax.Array,
       ConfigError: as :func:`interleave_batches`.
     """
     check_count(count, dim)
-    how = _How.of(current_layout(), dim, by_hand=dim == "seq")
-    how.check_split(count)
-    how.check_parts(x.shape, count)
-    spec = how.spec_of_rows(by_hand=True)
-    parts: tuple[jax.Array, ...] = how.inside(lambda x: how.parted(x, count), (spec,), (spec,) * count)(x)
+    plan = _SplitPlan.of(current_layout(), dim, with_permutes=dim == "seq")
+    plan.check_split(count)
+    plan.check_parts(x.shape, count)
+    spec = plan.spec_of_rows(with_permutes=True)
+    parts: tuple[jax.Array, ...] = plan.inside(lambda x: plan.parted(x, count), (spec,), (spec,) * count)(x)
     return parts
 
 
 def join(parts: tuple[jax.Array, ...], *, dim: Cut = "batch") -> jax.Array:
     """Joins the parts that :func:`cut` made."""
-    how = _How.of(current_layout(), dim, by_hand=dim == "seq")
-    spec = how.spec_of_rows(by_hand=True)
-    joined: jax.Array = how.inside(lambda *xs: how.joined(xs), (spec,) * len(parts), spec)(*parts)
+    plan = _SplitPlan.of(current_layout(), dim, with_permutes=dim == "seq")
+    spec = plan.spec_of_rows(with_permutes=True)
+    joined: jax.Array = plan.inside(lambda *xs: plan.joined(xs), (spec,) * len(parts), spec)(*parts)
     return joined
 
 
@@ -178,10 +176,10 @@ def order_of_halves(seq: int, count: int = 2) -> np.ndarray[Any, np.dtype[np.int
     [0, 1, 4, 5, 2, 3, 6, 7]
     """
     check_count(count, "seq")
-    how = _How.of(current_layout(), "seq", by_hand=True)
-    how.check_split(count)
-    how.check_parts((0, seq), count)
-    at = np.arange(seq, dtype=np.int32).reshape(count, how.ways(how.hand), -1)
+    plan = _SplitPlan.of(current_layout(), "seq", with_permutes=True)
+    plan.check_split(count)
+    plan.check_parts((0, seq), count)
+    at = np.arange(seq, dtype=np.int32).reshape(count, plan.ways(plan.permute_axes), -1)
     return at.swapaxes(0, 1).reshape(-1)
 
 
@@ -189,13 +187,13 @@ def check_count(count: int, dim: str = "batch") -> None:
     """Raises a ConfigError for an unsupported number of parts, or a dim that cannot be split."""
     if isinstance(count, bool) or count not in COUNTS:
         raise ConfigError(
-            f"overlap.ways is {count!r}, but 1 or 2 is wanted: while one half sends, the other computes. Remedy: 2, or "
-            f"1 for none."
+            f"overlap.ways must be 1 or 2, got {count!r}: while one half communicates, the other computes. Remedy: use "
+            f"2, or 1 for no overlap."
         )
     if dim not in CUTS:
         raise ConfigError(
-            f"overlap.dim is {dim!r}, but 'batch' or 'seq' is wanted.{did_you_mean(dim, CUTS)} Remedy: batch cuts each "
-            f"device's rows, seq its tokens."
+            f"overlap.dim must be 'batch' or 'seq', got {dim!r}.{did_you_mean(dim, CUTS)} Remedy: use batch to split "
+            f"each device's rows, seq to split its tokens."
         )
 
 
@@ -245,7 +243,7 @@ def _enter(entry: _Entry, w: jax.Array) -> jax.Array:
 
 
 @dataclass(frozen=True)
-class _How:
+class _SplitPlan:
     """The mesh axes of the interleaved layer, without those that an enclosing ``shard_map`` has made manual.
 
     Attributes:
@@ -253,7 +251,7 @@ class _How:
       dim: the dim that is split into parts.
       rows: the axes that shard the rows.
       seq: the axes that shard the tokens everywhere.
-      hand: the axes that shard the tokens only between branches; their collectives are written as permutes.
+      permute_axes: the axes that shard the tokens only between branches; their collectives are written as permutes.
       splits: whether the rules shard ``seq`` or ``residual_seq`` at all.
     """
 
@@ -261,41 +259,41 @@ class _How:
     dim: Cut
     rows: Axes
     seq: Axes
-    hand: Axes
+    permute_axes: Axes
     splits: bool
 
     @classmethod
-    def of(cls, layout: Layout, dim: Cut, *, by_hand: bool) -> _How:
+    def of(cls, layout: Layout, dim: Cut, *, with_permutes: bool) -> _SplitPlan:
         rows, seq, residual = (_axes(layout, dim) for dim in ("batch", "seq", "residual_seq"))
         model = set(_axes(layout, "heads"))
         seq = tuple(axis for axis in seq if axis not in model)
         manual = jax.sharding.get_abstract_mesh().manual_axes
         free = lambda axes: tuple(axis for axis in axes if axis not in manual)
-        hand = tuple(axis for axis in residual if axis not in (*seq, *rows))
-        fits = by_hand and residual[: len(seq)] == seq
-        return cls(layout, dim, free(rows), free(seq), free(hand) if fits else (), bool(seq or residual))
+        permute_axes = tuple(axis for axis in residual if axis not in (*seq, *rows))
+        fits = with_permutes and residual[: len(seq)] == seq
+        return cls(layout, dim, free(rows), free(seq), free(permute_axes) if fits else (), bool(seq or residual))
 
     def check_split(self, count: int) -> None:
         if count > 1 and not self.splits and self.layout.mesh.size > 1:
             sizes = ", ".join(f"{axis} {size}" for axis, size in self.layout.sizes.items() if size > 1)
             raise ConfigError(
-                f"overlap.ways is {count}, but on the mesh ({sizes}) the rules split neither 'residual_seq' (sequence "
-                f"parallelism) nor 'seq' (context parallelism), so layers send nothing that the other copy could hide. "
-                f"Remedy: residual_seq: model beside heads: model, seq: context, or overlap: {{ways: 1}}."
+                f"overlap.ways is {count}, but on the mesh ({sizes}) the rules shard neither 'residual_seq' (sequence "
+                f"parallelism) nor 'seq' (context parallelism), so layers have no communication to overlap. Remedy: "
+                f"use the rules residual_seq: model and heads: model, or seq: context, or set overlap: {{ways: 1}}."
             )
-        if count > 1 and self.dim == "seq" and (self.seq or not self.hand) and self.layout.mesh.size > 1:
+        if count > 1 and self.dim == "seq" and (self.seq or not self.permute_axes) and self.layout.mesh.size > 1:
             split = ", ".join(f"{axis} {self.layout.sizes[axis]}" for axis in self.seq)
             why = (
-                f"the rules split 'seq' over {split}, whose tokens attention brings together by itself"
+                f"the rules shard 'seq' over {split}, and attention gathers these tokens itself"
                 if split
-                else "the rules of 'residual_seq' split it over no axis that 'seq' and 'batch' leave"
+                else "the rules shard 'residual_seq' over no axis besides those of 'seq' and 'batch'"
             )
             raise ConfigError(
-                f"overlap.ways is {count} and overlap.dim is 'seq', but {why}. Remedy: residual_seq: model beside "
-                f"heads: model and seq: null, or overlap.dim: batch."
+                f"overlap.ways is {count} and overlap.dim is 'seq', but {why}. Remedy: use the rules residual_seq: "
+                f"model, heads: model and seq: null, or set overlap.dim: batch."
             )
 
-    def whole_shape(self, x: PartRows) -> tuple[int, ...]:
+    def full_shape(self, x: PartRows) -> tuple[int, ...]:
         """Returns the shape of the array before it was cut into parts."""
         if not isinstance(x, tuple):
             return tuple(x.shape)
@@ -314,30 +312,35 @@ class _How:
     def check_parts(self, shape: Sequence[int], count: int) -> None:
         """Raises a ConfigError unless each device's rows, or tokens, can be split evenly."""
         if self.dim == "seq":
-            seq, ways = shape[1], self.ways(self.hand)
+            seq, ways = shape[1], self.ways(self.permute_axes)
             if seq % (ways * count):
-                over = f" ({seq} over {ways} devices of {', '.join(self.hand)})" if ways > 1 else ""
+                over = f" ({seq} over {ways} devices of {', '.join(self.permute_axes)})" if ways > 1 else ""
                 raise ConfigError(
-                    f"overlap.ways is {count}, but a device's {seq / ways:g} tokens{over} cannot be cut into {count} "
-                    f"equal parts. Remedy: a sequence of a multiple of {ways * count} tokens, or overlap: {{ways: 1}}."
+                    f"overlap.ways is {count}, but a device's {seq / ways:g} tokens{over} cannot be split into {count} "
+                    f"equal parts. Remedy: use a sequence of a multiple of {ways * count} tokens, or set overlap: "
+                    f"{{ways: 1}}."
                 )
             return
         rows, ways = shape[0], self.ways(self.rows)
         if rows % (ways * count):
             over = f" ({rows} over {ways} devices of {', '.join(self.rows)})" if ways > 1 else ""
             raise ConfigError(
-                f"overlap.ways is {count}, but a device's {rows / ways:g} rows{over} cannot be cut into {count} equal "
-                f"parts. Remedy: a batch, or microbatches, of a multiple of {ways * count} rows, overlap.dim: seq, or "
-                f"overlap: {{ways: 1}}."
+                f"overlap.ways is {count}, but a device's {rows / ways:g} rows{over} cannot be split into {count} "
+                f"equal parts. Remedy: use a batch, or microbatches, of a multiple of {ways * count} rows, or set "
+                f"overlap.dim: seq or overlap: {{ways: 1}}."
             )
 
-    def together(self, h: jax.Array) -> jax.Array:
+    def gather_seq(self, h: jax.Array) -> jax.Array:
         """Gathers the sequence: from the sharding of ``residual_seq`` to that of ``seq``."""
-        return ppermute_all_gather(h, self.hand, dim=1, rings=self._rings()) if self.hand else hint(h, *INSIDE)
+        if not self.permute_axes:
+            return hint(h, *INSIDE)
+        return ppermute_all_gather(h, self.permute_axes, dim=1, rings=self._rings())
 
-    def apart(self, y: jax.Array) -> jax.Array:
+    def scatter_seq(self, y: jax.Array) -> jax.Array:
         """Sums and scatters the sequence: from the sharding of ``seq`` to that of ``residual_seq``."""
-        return ppermute_reduce_scatter(y, self.hand, dim=1, rings=self._rings()) if self.hand else hint(y, *RESIDUAL)
+        if not self.permute_axes:
+            return hint(y, *RESIDUAL)
+        return ppermute_reduce_scatter(y, self.permute_axes, dim=1, rings=self._rings())
 
     def _rings(self) -> tuple[int, ...]:
         """Returns the sizes of the rings for permutes; empty where pieces are sent straight.
@@ -345,11 +348,11 @@ class _How:
         Between few devices one product hides all straight pieces. Between many they would congest the links of a torus.
         """
         links = links_of(self.layout.mesh)
-        found = () if links is None or links.torus is None else links.rings(self.hand)
-        return found if math.prod(found) > STRAIGHT else ()
+        found = () if links is None or links.torus is None else links.rings(self.permute_axes)
+        return found if math.prod(found) > MAX_DIRECT else ()
 
-    def spec_of_rows(self, *, by_hand: bool = False) -> PartitionSpec:
-        along = (*self.seq, *self.hand) if by_hand else self.seq
+    def spec_of_rows(self, *, with_permutes: bool = False) -> PartitionSpec:
+        along = (*self.seq, *self.permute_axes) if with_permutes else self.seq
         return PartitionSpec(self.rows or None, along or None)
 
     def side_spec(self, s: Any, shape: Sequence[int]) -> PartitionSpec:
@@ -358,13 +361,13 @@ class _How:
         fits = s.shape[0] in (1, shape[0]) and (s.ndim == 1 or s.shape[1] in (1, shape[1]))
         if not fits:
             raise LayoutError(
-                f"interleave_batches(): side holds an array of shape {tuple(s.shape)} beside {shape[0]} rows of "
-                f"{shape[1]} tokens, so nothing says how to cut it. Remedy: [{shape[0]} or 1, {shape[1]} or 1, ...]."
+                f"interleave_batches(): side has an array of shape {tuple(s.shape)}, which cannot be split like "
+                f"{shape[0]} rows of {shape[1]} tokens. Remedy: use the shape [{shape[0]} or 1, {shape[1]} or 1, ...]."
             )
         axes = (self.rows if s.shape[0] > 1 else (), self.seq if s.ndim > 1 and s.shape[1] > 1 else ())
         return PartitionSpec(*(dim or None for dim in axes[: s.ndim]))
 
-    def part(self, s: Any, shape: Sequence[int], at: int, count: int) -> Any:
+    def part(self, s: Any, at: int, count: int) -> Any:
         """Returns what the part ``at`` of this device's rows receives of an entry of ``side``."""
         if not jnp.ndim(s) and jnp.issubdtype(getattr(s, "dtype", jnp.float32), jax.dtypes.prng_key):
             here = jax.lax.axis_index((*self.rows, *self.seq)) if self.rows or self.seq else 0
@@ -381,24 +384,24 @@ class _How:
 
     def _part_of_seq(self, s: jax.Array, at: int, count: int) -> jax.Array:
         """Returns the tokens of one part, in order, from an array that holds the tokens of all devices."""
-        by_device = s.reshape(s.shape[0], self.ways(self.hand), count, -1, *s.shape[2:])
+        by_device = s.reshape(s.shape[0], self.ways(self.permute_axes), count, -1, *s.shape[2:])
         return by_device[:, :, at].reshape(s.shape[0], s.shape[1] // count, *s.shape[2:])
 
     def entry(self, w: jax.Array, names: tuple[str | None, ...] | None) -> _Entry:
         """Returns how a weight with these logical dims enters the ``shard_map``."""
-        mine, partly = self._manual(), set(self.layout.mesh.axis_names) - self._manual()
+        manual, automatic = self._manual(), set(self.layout.mesh.axis_names) - self._manual()
         stored, used = (self._resolved(w, names, role) for role in ("params", "activations"))
-        lies, stays = (tuple(tuple(a for a in dim if a in mine) for dim in found) for found in (stored, used))
-        pairs = list(zip(lies, stays, strict=True))
+        stored, used = (tuple(tuple(a for a in dim if a in manual) for dim in found) for found in (stored, used))
+        pairs = list(zip(stored, used, strict=True))
         if any(have[: len(want)] != want for have, want in pairs):
-            lies, pairs = stays, [(want, want) for want in stays]  # the compiler reshards it before the shard_map
+            stored, pairs = used, [(want, want) for want in used]  # the compiler reshards it before the shard_map
         parts = Parts(tuple(have[len(want) :] for have, want in pairs))
-        on_cpu = platform_of(self.layout.mesh) == "cpu" and bool(partly)
-        spec = PartitionSpec(*(dim or None for dim in lies))
+        on_cpu = platform_of(self.layout.mesh) == "cpu" and bool(automatic)
+        spec = PartitionSpec(*(dim or None for dim in stored))
         # This applies within a pipeline stage too: its fp32 sums are over other axes. A weight that all axes shard is
         # not summed, so it keeps its dtype: a cast would change the value that the layer uses, and would be saved for
         # the backward pass.
-        summed = not {*self.rows, *self.seq, *self.hand} <= {axis for dim in stays for axis in dim}
+        summed = not {*self.rows, *self.seq, *self.permute_axes} <= {axis for dim in used for axis in dim}
         wide = summed and not any(parts.dims) and gather_reduce.summing(w.dtype, inside=True) is not None
         return _Entry(spec, parts, w.dtype, wide or (on_cpu and w.dtype.itemsize < 4))
 
@@ -421,16 +424,16 @@ class _How:
             raise LayoutError(found.problems)
         return found.axes
 
-    def inside(self, f: Callable[..., Any], into: Any, out: Any) -> Callable[..., Any]:
+    def inside(self, f: Callable[..., Any], in_specs: Any, out: Any) -> Callable[..., Any]:
         """Returns ``f`` as a ``shard_map`` over the manual axes."""
-        if not (self.rows or self.seq or self.hand):
+        if not (self.rows or self.seq or self.permute_axes):
             return f
         # check_vma is off: jax would assume that a gathered weight differs between devices.
-        return jax.shard_map(f, in_specs=into, out_specs=out, axis_names=self._manual(), check_vma=False)
+        return jax.shard_map(f, in_specs=in_specs, out_specs=out, axis_names=self._manual(), check_vma=False)
 
     def _manual(self) -> set[str]:
         outer = jax.sharding.get_abstract_mesh().manual_axes
-        return manual_axes(self.layout, (*self.rows, *self.seq, *self.hand), but=outer)
+        return manual_axes(self.layout, (*self.rows, *self.seq, *self.permute_axes), but=outer)
 
     def ways(self, axes: Axes) -> int:
         return math.prod(self.layout.sizes[axis] for axis in axes)
@@ -460,8 +463,8 @@ def _weights(
     if jax.tree.leaves(rest):
         paths = ["/".join(map(str, keys)) for keys, _ in nnx.to_flat_state(rest)]
         raise ModelError(
-            f"interleave_batches(): the layer carries {listing(paths)}, which would part: each copy sees its own rows. "
-            f"Remedy: keep counters, keys and statistics out of it, and hand keys over in side."
+            f"interleave_batches(): the layer has the variables {listing(paths)}, which would diverge: each half sees "
+            f"its own rows. Remedy: keep counters, keys and statistics out of it, and pass keys in side."
         )
     leaves, structure = jax.tree.flatten(params)
     found = [names_of(v.get_metadata(), "/".join(map(str, keys))) for keys, v in nnx.to_flat_state(params)]

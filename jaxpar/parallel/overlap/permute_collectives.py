@@ -82,88 +82,88 @@ _scatter.defvjp(
 
 @dataclass(frozen=True)
 class _Ring:
-    """The ``count`` devices of ``axes`` as rings of ``ways`` devices; neighbours in a ring are ``stride`` apart."""
+    """The ``count`` devices of ``axes`` as rings of ``size`` devices; neighbours in a ring are ``stride`` apart."""
 
     axes: tuple[str, ...]
     count: int
-    ways: int
+    size: int
     stride: int
 
-    def here(self) -> jax.Array:
+    def index(self) -> jax.Array:
         """Returns this device's index in its ring."""
-        return jax.lax.axis_index(self.axes) // self.stride % self.ways
+        return jax.lax.axis_index(self.axes) // self.stride % self.size
 
-    def sent(self, x: jax.Array, step: int) -> jax.Array:
+    def shifted(self, x: jax.Array, step: int) -> jax.Array:
         """Returns ``x`` of the device ``step`` places before this one in the ring."""
-        to = lambda i: i + ((i // self.stride + step) % self.ways - i // self.stride % self.ways) * self.stride
+        to = lambda i: i + ((i // self.stride + step) % self.size - i // self.stride % self.size) * self.stride
         return jax.lax.ppermute(x, self.axes, [(i, to(i)) for i in range(self.count)])
 
     def gathered_straight(self, x: jax.Array, dim: int) -> jax.Array:
         """Returns the pieces of all devices, in device order, each sent straight."""
-        came = [x, *(self.sent(x, far) for far in range(1, self.ways))]
-        # came[far] is from `far` places before. Reversed, the pieces are in device order, starting after this device.
-        return jnp.roll(jnp.concatenate(came[::-1], dim), (self.here() + 1) * x.shape[dim], dim)
+        received = [x, *(self.shifted(x, distance) for distance in range(1, self.size))]
+        # received[n] is from n places before. Reversed, the pieces are in device order, starting after this device.
+        return jnp.roll(jnp.concatenate(received[::-1], dim), (self.index() + 1) * x.shape[dim], dim)
 
     def scattered_straight(self, x: jax.Array, dim: int) -> jax.Array:
         """Returns this device's piece of the sum; the summands are sent straight."""
         wide = jnp.promote_types(x.dtype, jnp.float32)
         total = self.piece(x, 0, dim).astype(wide)
-        for far in range(1, self.ways):
-            total += self.sent(self.piece(x, far, dim), far).astype(wide)
+        for distance in range(1, self.size):
+            total += self.shifted(self.piece(x, distance, dim), distance).astype(wide)
         return total.astype(x.dtype)
 
-    def piece(self, x: jax.Array, far: int, dim: int) -> jax.Array:
-        """Returns the piece of ``x`` that belongs to the device ``far`` places after this one."""
-        size = x.shape[dim] // self.ways
-        return jax.lax.dynamic_slice_in_dim(x, (self.here() + far) % self.ways * size, size, dim)
+    def piece(self, x: jax.Array, distance: int, dim: int) -> jax.Array:
+        """Returns the piece of ``x`` that belongs to the device ``distance`` places after this one."""
+        size = x.shape[dim] // self.size
+        return jax.lax.dynamic_slice_in_dim(x, (self.index() + distance) % self.size * size, size, dim)
 
     def gathered(self, x: jax.Array, dim: int) -> jax.Array:
         """Returns the pieces of all devices, in device order, sent around the ring in both directions."""
         before, after = [x], [x]  # entry n is the piece of the device n places before, or after, this one
-        for _ in range((self.ways - 1) // 2):
-            before.append(self.sent(before[-1], 1))
-            after.append(self.sent(after[-1], -1))
-        came = [*after, *reversed(before[1:])]
-        if self.ways % 2 == 0:
-            came.insert(len(after), self._opposite(before[-1], after[-1], dim))
+        for _ in range((self.size - 1) // 2):
+            before.append(self.shifted(before[-1], 1))
+            after.append(self.shifted(after[-1], -1))
+        received = [*after, *reversed(before[1:])]
+        if self.size % 2 == 0:
+            received.insert(len(after), self._opposite(before[-1], after[-1], dim))
         # One concatenation and a roll write no piece twice.
-        return jnp.roll(jnp.concatenate(came, dim), self.here() * x.shape[dim], dim)
+        return jnp.roll(jnp.concatenate(received, dim), self.index() * x.shape[dim], dim)
 
     def _opposite(self, before: jax.Array, after: jax.Array, dim: int) -> jax.Array:
         """Returns the piece of the opposite device; each direction brings one half of it."""
-        if self.ways == 2:
-            return self.sent(before, 1)
+        if self.size == 2:
+            return self.shifted(before, 1)
         half = before.shape[dim] // 2
         first, second = (jax.lax.split(x, (half, x.shape[dim] - half), dim) for x in (before, after))
-        return jnp.concatenate([self.sent(first[0], 1), self.sent(second[1], -1)], dim)
+        return jnp.concatenate([self.shifted(first[0], 1), self.shifted(second[1], -1)], dim)
 
     def scattered(self, x: jax.Array, dim: int) -> jax.Array:
         """Returns this device's piece of the sum; two partial sums travel around the ring, one in each direction."""
-        size, wide = x.shape[dim] // self.ways, jnp.promote_types(x.dtype, jnp.float32)
-        piece = lambda far: self.piece(x, far, dim).astype(wide)
+        size, wide = x.shape[dim] // self.size, jnp.promote_types(x.dtype, jnp.float32)
+        piece = lambda distance: self.piece(x, distance, dim).astype(wide)
         narrow = lambda part: part.astype(x.dtype)
-        far = (self.ways - 1) // 2
-        up, down = [piece(n) for n in range(1, far + 1)], [piece(-n) for n in range(1, far + 1)]
-        if self.ways == 2:
-            return narrow(piece(0) + self.sent(narrow(piece(1)), 1).astype(wide))
-        if self.ways % 2 == 0:
+        distance = (self.size - 1) // 2
+        up, down = [piece(n) for n in range(1, distance + 1)], [piece(-n) for n in range(1, distance + 1)]
+        if self.size == 2:
+            return narrow(piece(0) + self.shifted(narrow(piece(1)), 1).astype(wide))
+        if self.size % 2 == 0:
             half = size // 2
-            first, second = jax.lax.split(piece(far + 1), (half, size - half), dim)
-            up[-1] = _added(up[-1], self.sent(narrow(first), 1).astype(wide), dim, last=False)
-            down[-1] = _added(down[-1], self.sent(narrow(second), -1).astype(wide), dim, last=True)
+            first, second = jax.lax.split(piece(distance + 1), (half, size - half), dim)
+            up[-1] = _add_at_end(up[-1], self.shifted(narrow(first), 1).astype(wide), dim, last=False)
+            down[-1] = _add_at_end(down[-1], self.shifted(narrow(second), -1).astype(wide), dim, last=True)
         total_up, total_down = up[-1], down[-1]
         for a, b in zip(reversed(up[:-1]), reversed(down[:-1]), strict=True):
-            total_up = a + self.sent(narrow(total_up), 1).astype(wide)
-            total_down = b + self.sent(narrow(total_down), -1).astype(wide)
-        came = self.sent(narrow(total_up), 1).astype(wide) + self.sent(narrow(total_down), -1).astype(wide)
-        return narrow(piece(0) + came)
+            total_up = a + self.shifted(narrow(total_up), 1).astype(wide)
+            total_down = b + self.shifted(narrow(total_down), -1).astype(wide)
+        received = self.shifted(narrow(total_up), 1).astype(wide) + self.shifted(narrow(total_down), -1).astype(wide)
+        return narrow(piece(0) + received)
 
 
-def _added(x: jax.Array, part: jax.Array, dim: int, *, last: bool) -> jax.Array:
+def _add_at_end(x: jax.Array, part: jax.Array, dim: int, *, last: bool) -> jax.Array:
     """Returns ``x`` with ``part`` added to its first or last entries along ``dim``."""
     left = x.shape[dim] - part.shape[dim]
-    around = (left, 0, 0) if last else (0, left, 0)
-    pads = [around if d == dim else (0, 0, 0) for d in range(x.ndim)]
+    padding = (left, 0, 0) if last else (0, left, 0)
+    pads = [padding if d == dim else (0, 0, 0) for d in range(x.ndim)]
     return x + jax.lax.pad(part, jnp.zeros((), part.dtype), pads)
 
 
@@ -172,4 +172,4 @@ def _rings(axes: tuple[str, ...], rings: tuple[int, ...]) -> list[_Ring]:
     count = math.prod(jax.lax.axis_size(axis) for axis in axes)
     sizes = rings or (count,)
     strides = list(itertools.accumulate(reversed(sizes), lambda a, b: a * b, initial=1))[-2::-1]
-    return [_Ring(axes, count, ways, stride) for ways, stride in zip(sizes, strides, strict=True) if ways > 1]
+    return [_Ring(axes, count, size, stride) for size, stride in zip(sizes, strides, strict=True) if size > 1]

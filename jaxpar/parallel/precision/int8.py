@@ -60,8 +60,8 @@ class Int8:
         dims = tuple(sorted({dim % x.ndim - x.ndim for dim in summed if -x.ndim <= dim < x.ndim}))
         if not dims or len(dims) != len(summed):
             raise ConfigError(
-                f"Int8.of(): {list(summed)} of an array of shape {tuple(x.shape)} are to share a scale, but one or "
-                f"more of its {x.ndim} dims are wanted, each once. Remedy: the dims that the product sums over."
+                f"Int8.of(): the dims that share a scale must be one or more of the {x.ndim} dims of an array of shape "
+                f"{tuple(x.shape)}, each once, got {list(summed)}. Remedy: pass the dims that the product sums over."
             )
         wide = x.astype(jnp.float32)
         scales = jnp.max(jnp.abs(wide), dims, keepdims=True) / 127

@@ -60,18 +60,18 @@ class LossScale:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if isinstance(value, bool) or not isinstance(value, int | float):
-                raise ConfigError(f"precision.scale: {name} is {value!r}, but a number is wanted.")
+                raise ConfigError(f"precision.scale: {name} must be a number, got {value!r}.")
         wanted = {
             "initial": (0 < self.initial < math.inf, "a positive number"),
-            "growth": (1 < self.growth < math.inf, "a number above 1"),
+            "growth": (1 < self.growth < math.inf, "a number > 1"),
             "backoff": (0 < self.backoff < 1, "a number between 0 and 1"),
-            "interval": (self.interval >= 1, "a number of steps, 1 or more,"),
-            "hysteresis": (self.hysteresis >= 1, "a number of steps, 1 or more,"),
+            "interval": (self.interval >= 1, "a number of steps >= 1"),
+            "hysteresis": (self.hysteresis >= 1, "a number of steps >= 1"),
             "minimum": (0 < self.minimum <= self.initial, f"a positive number up to initial ({self.initial:g})"),
         }
         for name, (right, what) in wanted.items():
             if not right:
-                raise ConfigError(f"precision.scale: {name} is {getattr(self, name):g}, but {what} is wanted.")
+                raise ConfigError(f"precision.scale: {name} must be {what}, got {getattr(self, name):g}.")
 
     def start(self) -> dict[str, jax.Array]:
         """Returns the initial state: the scale, finite steps in a row, and non-finite steps left before it shrinks."""
@@ -134,16 +134,19 @@ class Precision:
 
     def __post_init__(self) -> None:
         if self.matmul not in (None, FP8):
-            raise ConfigError(f"precision: matmul is {self.matmul!r}, but {FP8!r} or nothing is wanted.")
+            raise ConfigError(f"precision: matmul must be {FP8!r} or left out, got {self.matmul!r}.")
         for name in ("compute", "gather", "reduce"):
             value = getattr(self, name)
             if value is not None and (name == "compute" or value != INT8):
                 object.__setattr__(self, name, _dtype(value, name))
         if not isinstance(self.scale, LossScale | None):
-            raise ConfigError(f"precision: scale is {self.scale!r}, but a mapping, as {{initial: 65536}}, is wanted.")
+            raise ConfigError(f"precision: scale must be a mapping such as {{initial: 65536}}, got {self.scale!r}.")
         if self.compute == "float16" and self.scale is None:
-            text = "precision: compute is float16 without a loss scale, so small gradients vanish. Remedy: scale: {}."
-            warnings.warn(text, stacklevel=3)
+            warnings.warn(
+                "precision: compute is float16 without a loss scale, so small gradients underflow. Remedy: set "
+                "scale: {}.",
+                stacklevel=3,
+            )
 
     @classmethod
     def of(cls, value: PrecisionLike) -> Precision:
@@ -206,8 +209,8 @@ class Precision:
         wide = jnp.promote_types(dtype, self.reduce or jnp.float32)
         if self.compute is None and self.reduce is not None and jnp.dtype(self.reduce).itemsize < dtype.itemsize:
             raise ConfigError(
-                f"precision: reduce is {self.reduce}, but here the compiler reduces gradients where they arise, and "
-                f"the model computes them in {dtype.name}. Remedy: precision.compute: {self.reduce}, "
+                f"precision: reduce is {self.reduce}, but the compiler reduces gradients where they are computed, and "
+                f"the model computes them in {dtype.name}. Remedy: set precision.compute: {self.reduce}, use "
                 f"grad_reduction='per_step' (ZeRO stage 1), or leave precision.reduce out."
             )
         return None if wide == dtype else wide
@@ -238,10 +241,10 @@ def _dtype(value: Any, where: str) -> str:
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         known = [*NAMES, *NAMES.values()]
         raise ConfigError(
-            f"precision: {where} is {value!r}, but a floating dtype{'' if where == 'compute' else ' or int8'} is "
-            f"wanted.{did_you_mean(str(value), known)} Known are "
+            f"precision: {where} must be a floating dtype{'' if where == 'compute' else ' or int8'}, got "
+            f"{value!r}.{did_you_mean(str(value), known)} Known are "
             f"{', '.join(NAMES)}{f', {FP8}' if where == 'compute' else ''}."
         )
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
-        raise ConfigError(f"precision: {where} is {dtype.name}, which jax computes only with jax_enable_x64.")
+        raise ConfigError(f"precision: {where} is {dtype.name}, which JAX supports only with jax_enable_x64.")
     return str(dtype.name)

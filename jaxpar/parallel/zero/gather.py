@@ -101,63 +101,63 @@ def sharded_dot(
     for w, dims in weights:
         if w.shape[:summed] != x.shape[x.ndim - summed :]:
             which = (
-                "its first dim has to be as large as the last"
+                "its first dim must be as large as the last dim"
                 if summed == 1
-                else f"{summed} dims are summed over, its first and the last"
+                else f"its first {summed} dims must be as large as the last {summed} dims"
             )
             raise LayoutError(
                 f"sharded_dot(): the weight {dims} of shape {w.shape} cannot multiply x of shape {x.shape}: {which} of "
-                f"x. Remedy: transpose the weight, or pass what it belongs to."
+                f"x. Remedy: transpose the weight, or pass the input that it belongs to."
             )
     one_token = x.ndim > 2 and x.shape[1] == 1
     if len(weights) > 1 and (one_token or any(isinstance(w, Int8) for w, _ in weights)):
         # With one token per row, as in decoding, joining the weights would read and write them once more than the
         # product.
-        apart = [
+        products = [
             sharded_dot(x, one, dtype=dtype, summed=summed, reshard_after_forward=reshard_after_forward)
             for one in weights
         ]
-        return tuple(y for (y,) in apart)
+        return tuple(y for (y,) in products)
     first, dims = weights[0]
     if isinstance(first, Int8):
         return (_scaled(x, first, dims, summed),)
-    brought = [to_device(w) for w, _ in weights]
-    ws = [w if dtype is None else w.astype(dtype) for w in brought]
+    fetched = [to_device(w) for w, _ in weights]
+    ws = [w if dtype is None else w.astype(dtype) for w in fetched]
     # A single matrix is gathered as it is stored.
-    alone = summed > 1 or (len(ws) == 1 and ws[0].ndim == 2)
-    groups = [(0, [i]) for i in range(len(ws))] if alone else _alike([dims for _, dims in weights], ws)
+    as_stored = summed > 1 or (len(ws) == 1 and ws[0].ndim == 2)
+    groups = [(0, [i]) for i in range(len(ws))] if as_stored else _alike([dims for _, dims in weights], ws)
     results: dict[int, jax.Array] = {}
-    for ways, group in groups:
+    for num_shards, group in groups:
         results |= zip(
             group,
-            _times(x, ways, weights[group[0]][1], [ws[i] for i in group], summed, reshard_after_forward),
+            _times(x, num_shards, weights[group[0]][1], [ws[i] for i in group], summed, reshard_after_forward),
             strict=True,
         )
     return tuple(results[i] for i in range(len(ws)))
 
 
 def _times(
-    x: jax.Array, ways: int, dims: _Dims, ws: Sequence[jax.Array], summed: int, reshard_after_forward: Regather
+    x: jax.Array, num_shards: int, dims: _Dims, ws: Sequence[jax.Array], summed: int, reshard_after_forward: Regather
 ) -> list[jax.Array]:
-    """Returns the products with weights that form one matrix with ``ways`` column shards; 0 takes one as stored."""
+    """Returns the products with weights that form a matrix with ``num_shards`` column shards; 0 takes one as stored."""
     shapes = tuple(w.shape for w in ws)
-    shape = (shapes[0][0], ways, sum(math.prod(s[1:]) for s in shapes) // ways) if ways else shapes[0]
+    shape = (shapes[0][0], num_shards, sum(math.prod(s[1:]) for s in shapes) // num_shards) if num_shards else shapes[0]
     as_one = jax.ShapeDtypeStruct(shape, ws[0].dtype)
-    way = route(
-        x, as_one, (*dims[:2], None) if ways else dims, summed=summed, reshard_after_forward=reshard_after_forward
+    plan = route(
+        x, as_one, (*dims[:2], None) if num_shards else dims, summed=summed, reshard_after_forward=reshard_after_forward
     )
     precision, wide = current_precision(), summing(ws[0].dtype)
-    if way is not None:
-        y = product(x, _side_by_side(ws, ways) if ways else ws[0], way)
+    if plan is not None:
+        y = product(x, _join_columns(ws, num_shards) if num_shards else ws[0], plan)
     elif wide is not None:
-        y = _summed_wide((dims, ways, shapes), summed, wide, precision, x, *ws)
+        y = _summed_wide((dims, num_shards, shapes), summed, wide, precision, x, *ws)
     else:
-        y = times(x, checkpoint_name(_gather(dims, ways, shapes, *ws), GATHERED), summed, precision)
+        y = times(x, checkpoint_name(_gather(dims, num_shards, shapes, *ws), GATHERED), summed, precision)
     y = y if precision.gather is None and precision.reduce is None else checkpoint_name(y, PRODUCT)
-    if ways and ws[0].ndim > 2:
+    if num_shards and ws[0].ndim > 2:
         # The barrier keeps the memory layout that heads prefer out of the matmuls, forward and backward.
         y = jax.lax.optimization_barrier(y)
-    parts = jnp.split(y, _ends(ways, shapes), -1) if ways else [y]
+    parts = jnp.split(y, _ends(num_shards, shapes), -1) if num_shards else [y]
     lead = x.shape[: x.ndim - summed]
     return [part.reshape(*lead, *shape[summed:]) for part, shape in zip(parts, shapes, strict=True)]
 
@@ -166,9 +166,9 @@ def _scaled(x: jax.Array, w: Int8, dims: _Dims, summed: int) -> jax.Array:
     """Returns the product with an int8 weight."""
     if w.summed != tuple(range(-w.ndim, summed - w.ndim)):
         raise LayoutError(
-            f"sharded_dot(): the weight {dims} of shape {w.shape} has a scale for all of its dims "
-            f"{[dim % w.ndim for dim in w.summed]}, but its first {summed} are summed over. Remedy: Int8.of(w, "
-            f"{list(range(summed))})."
+            f"sharded_dot(): the weight {dims} of shape {w.shape} shares its scales over the dims "
+            f"{[dim % w.ndim for dim in w.summed]}, but the product sums over its first {summed} dims. Remedy: use "
+            f"Int8.of(w, {list(range(summed))})."
         )
     layout = current_layout()
     stored, used = (layout.resolve(dims, w.shape, role=role, dtype=w.dtype).axes for role in ("params", "activations"))
@@ -199,16 +199,17 @@ _OF_GATHER = {
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _gather(dims: _Dims, ways: int, shapes: _Shapes, *ws: jax.Array) -> jax.Array:
-    """Gathers one weight as it is stored; or, with ``ways``, several joined to ``[rows, ways, columns of all]``."""
-    if not ways:
+def _gather(dims: _Dims, num_shards: int, shapes: _Shapes, *ws: jax.Array) -> jax.Array:
+    """Gathers one weight as it is stored; or, with ``num_shards``, several joined to ``[rows, num_shards,
+    columns of all]``."""
+    if not num_shards:
         return _gather_one(ws[0], *dims)
-    return _gather_one(_side_by_side(ws, ways), *dims[:2], None)
+    return _gather_one(_join_columns(ws, num_shards), *dims[:2], None)
 
 
-def _side_by_side(ws: Sequence[jax.Array], ways: int) -> jax.Array:
-    """Joins weights to one array ``[rows, ways, columns of all]``."""
-    w_EWF = jnp.concatenate([w.reshape(w.shape[0], ways, -1) for w in ws], 2)
+def _join_columns(ws: Sequence[jax.Array], num_shards: int) -> jax.Array:
+    """Joins weights to one array ``[rows, num_shards, columns of all]``."""
+    w_EWF = jnp.concatenate([w.reshape(w.shape[0], num_shards, -1) for w in ws], 2)
     # Without the barrier the compiler gathers the weights as they are stored, and then changes the tiling of full
     # weights.
     return jax.lax.optimization_barrier(w_EWF)
@@ -219,11 +220,13 @@ def _gather_one(w: jax.Array, *dims: str | None) -> jax.Array:
     layout, narrow = current_layout(), current_precision().gathering(w.dtype)
     stored, used = (layout.resolve(dims, w.shape, role=role, dtype=w.dtype) for role in ("params", "activations"))
     pairs = zip(stored.axes, used.axes, strict=True)
-    gone = [have[len(want) :] if have[: len(want)] == want else None for have, want in pairs]
-    spread = [(dim, axes) for dim, axes in enumerate(gone) if axes]
+    gathered_axes = [have[len(want) :] if have[: len(want)] == want else None for have, want in pairs]
+    spread = [(dim, axes) for dim, axes in enumerate(gathered_axes) if axes]
     if narrow is not None and spread and not jax.sharding.get_abstract_mesh().manual_axes:
         return _gather_one(jax.lax.optimization_barrier(w.astype(narrow)), *dims).astype(w.dtype)
-    parts = hierarchical.gather_rounds(layout.mesh, spread[0][1]) if len(spread) == 1 and None not in gone else ()
+    parts = (
+        hierarchical.gather_rounds(layout.mesh, spread[0][1]) if len(spread) == 1 and None not in gathered_axes else ()
+    )
     if len(parts) < 2 or jax.sharding.get_abstract_mesh().manual_axes:
         return hint(w, *dims)
     ((dim, axes),) = spread
@@ -236,24 +239,24 @@ def _gather_one(w: jax.Array, *dims: str | None) -> jax.Array:
     return hint(gathered, *dims)
 
 
-def _forward(dims: _Dims, ways: int, shapes: _Shapes, *ws: jax.Array) -> tuple[jax.Array, None]:
-    return _gather(dims, ways, shapes, *ws), None
+def _forward(dims: _Dims, num_shards: int, shapes: _Shapes, *ws: jax.Array) -> tuple[jax.Array, None]:
+    return _gather(dims, num_shards, shapes, *ws), None
 
 
-def _backward(dims: _Dims, ways: int, shapes: _Shapes, _: None, grad: jax.Array) -> tuple[jax.Array, ...]:
-    return _apart(dims, ways, shapes, _scattered(dims, ways, grad))
+def _backward(dims: _Dims, num_shards: int, shapes: _Shapes, _: None, grad: jax.Array) -> tuple[jax.Array, ...]:
+    return _split_joined(dims, num_shards, shapes, _scattered(dims, num_shards, grad))
 
 
-def _scattered(dims: _Dims, ways: int, grad: jax.Array) -> jax.Array:
-    return hint(grad, *((*dims[:2], None) if ways else dims), role="gradients")
+def _scattered(dims: _Dims, num_shards: int, grad: jax.Array) -> jax.Array:
+    return hint(grad, *((*dims[:2], None) if num_shards else dims), role="gradients")
 
 
-def _apart(dims: _Dims, ways: int, shapes: _Shapes, grad: jax.Array) -> tuple[jax.Array, ...]:
+def _split_joined(dims: _Dims, num_shards: int, shapes: _Shapes, grad: jax.Array) -> tuple[jax.Array, ...]:
     """Splits the gradient of joined weights into one gradient per weight."""
-    if not ways:
+    if not num_shards:
         return (grad,)
     # Without the barrier the compiler splits before it scatters, and all-reduces full gradients on every device.
-    parts = jnp.split(jax.lax.optimization_barrier(grad), _ends(ways, shapes), 2)
+    parts = jnp.split(jax.lax.optimization_barrier(grad), _ends(num_shards, shapes), 2)
     return tuple(part.reshape(shape) for part, shape in zip(parts, shapes, strict=True))
 
 
@@ -280,28 +283,28 @@ def _forward_wide(
 def _backward_wide(
     group: _Group, summed: int, wide: Any, precision: Precision, saved: tuple[jax.Array, jax.Array], dy: jax.Array
 ) -> tuple[jax.Array, ...]:
-    (x, w), (dims, ways, shapes) = saved, group
+    (x, w), (dims, num_shards, shapes) = saved, group
     dx = input_grad(dy, w, summed, precision).astype(x.dtype)
     grad = weight_grad(x, dy, summed, precision, wide)
     # Without the barrier the compiler rounds before it sums.
-    grad = jax.lax.optimization_barrier(_scattered(dims, ways, grad))
-    return dx, *_apart(dims, ways, shapes, grad.astype(w.dtype))
+    grad = jax.lax.optimization_barrier(_scattered(dims, num_shards, grad))
+    return dx, *_split_joined(dims, num_shards, shapes, grad.astype(w.dtype))
 
 
 _summed_wide.defvjp(_forward_wide, _backward_wide)
 
 
-def _ends(ways: int, shapes: Sequence[tuple[int, ...]]) -> list[int]:
+def _ends(num_shards: int, shapes: Sequence[tuple[int, ...]]) -> list[int]:
     """Returns the ends of all weights but the last among the joined columns."""
-    return list(itertools.accumulate(math.prod(shape[1:]) // ways for shape in shapes))[:-1]
+    return list(itertools.accumulate(math.prod(shape[1:]) // num_shards for shape in shapes))[:-1]
 
 
 def _alike(dims: Sequence[_Dims], ws: Sequence[jax.Array]) -> Iterator[tuple[int, list[int]]]:
     """Yields (number of column shards, indices) of the weights that can form one matrix; 0 for one taken as stored."""
     groups: dict[Any, list[int]] = {}
     for i, (names, w) in enumerate(zip(dims, ws, strict=True)):
-        lies = [_columns(names, w, role) for role in ("activations", "gradients")]
-        groups.setdefault(i if None in lies else (w.dtype, *lies), []).append(i)
+        resolved = [_columns(names, w, role) for role in ("activations", "gradients")]
+        groups.setdefault(i if None in resolved else (w.dtype, *resolved), []).append(i)
     sizes = current_layout().sizes
     for key, group in groups.items():
         yield 0 if isinstance(key, int) else math.prod(sizes[axis] for axis in key[1][1]), group
@@ -314,10 +317,10 @@ def _columns(dims: _Dims, w: jax.Array, role: str) -> tuple[Axes, Axes] | None:
     is not.
     """
     layout = current_layout()
-    lies = layout.resolve(dims, w.shape, role=role, dtype=w.dtype)
-    if lies.problems or len(dims) < 2 or any(lies.axes[2:]) or jax.sharding.get_abstract_mesh().manual_axes:
+    resolved = layout.resolve(dims, w.shape, role=role, dtype=w.dtype)
+    if resolved.problems or len(dims) < 2 or any(resolved.axes[2:]) or jax.sharding.get_abstract_mesh().manual_axes:
         return None
-    ways = math.prod(layout.sizes[axis] for axis in lies.axes[1])
-    shape = (w.shape[0], ways, w.size // w.shape[0] // ways)
-    same = layout.resolve((*dims[:2], None), shape, role=role, dtype=w.dtype).axes == (*lies.axes[:2], ())
-    return (lies.axes[0], lies.axes[1]) if same else None
+    num_shards = math.prod(layout.sizes[axis] for axis in resolved.axes[1])
+    shape = (w.shape[0], num_shards, w.size // w.shape[0] // num_shards)
+    same = layout.resolve((*dims[:2], None), shape, role=role, dtype=w.dtype).axes == (*resolved.axes[:2], ())
+    return (resolved.axes[0], resolved.axes[1]) if same else None

@@ -38,7 +38,7 @@ class Route:
     Attributes:
       batch: the mesh axes that shard the rows of the batch; they are manual.
       stored: the manual axes that shard each dim of the weight.
-      wanted: the manual axes that shard each dim of the gradient.
+      grad_parts: the manual axes that shard each dim of the gradient.
       summed: the number of leading dims of the weight that the product sums over.
       group: the number of devices in the second round of the gather. If it is all devices, each pass gathers in one
         round; if it is 1, the first round makes full weights, which are kept.
@@ -47,7 +47,7 @@ class Route:
 
     batch: Axes
     stored: gather_reduce.Parts
-    wanted: gather_reduce.Parts
+    grad_parts: gather_reduce.Parts
     summed: int
     group: int
     precision: Precision
@@ -90,8 +90,9 @@ def route(
         raise LayoutError(problems)
     batch = rows.axes[0]
     kept = {axis for dim in used.axes for axis in dim}
-    parts, wanted = (
-        gather_reduce.parts_of(lies, tuple(axis for axis in batch if axis not in kept)) for lies in (stored, grad)
+    parts, grad_parts = (
+        gather_reduce.parts_of(resolved, tuple(axis for axis in batch if axis not in kept))
+        for resolved in (stored, grad)
     )
     spread = [axes for axes in parts.dims if axes]
     devices = math.prod(layout.sizes[axis] for axes in spread for axis in axes)
@@ -106,86 +107,86 @@ def route(
     if group < 1 or devices % group or (len(spread) > 1 and 1 < group < devices):
         over = ", ".join(axis for axes in spread for axis in axes)
         raise ConfigError(
-            f"reshard_after_forward is {group}, but the {devices} devices over {over} which share a weight {dims} of "
-            f"shape {w.shape} make no groups of {group}. Remedy: a divisor of {devices}, true or false."
+            f"reshard_after_forward is {group}, but the {devices} devices over {over} that share a weight {dims} of "
+            f"shape {w.shape} cannot form groups of {group}. Remedy: use a divisor of {devices}, true or false."
         )
-    return Route(batch, parts, wanted, summed, group, precision)
+    return Route(batch, parts, grad_parts, summed, group, precision)
 
 
-def product(x: jax.Array, w: jax.Array, way: Route) -> jax.Array:
+def product(x: jax.Array, w: jax.Array, plan: Route) -> jax.Array:
     """Returns ``jnp.tensordot(x, w, way.summed)`` of a stored weight, in the compute dtype.
 
     The gradient of ``w`` is computed in that dtype, reduced in the precision's ``reduce``, and sharded by the role
     ``gradients``.
     """
-    if _at_once(way):
-        return _product(way, x, w, ())
-    first = functools.partial(_first, way)
-    spec = _spec(way.stored)
-    kept = _manual(way, first, (spec,), spec)(jax.lax.stop_gradient(w))
-    return _product(way, x, w, jax.tree.map(lambda part: checkpoint_name(part, GATHERED), kept))
+    if _gathers_in_one_round(plan):
+        return _product(plan, x, w, ())
+    first = functools.partial(_gather_first_round, plan)
+    spec = _spec(plan.stored)
+    kept = _manual(plan, first, (spec,), spec)(jax.lax.stop_gradient(w))
+    return _product(plan, x, w, jax.tree.map(lambda part: checkpoint_name(part, GATHERED), kept))
 
 
-def _at_once(way: Route) -> bool:
-    devices = math.prod(current_layout().sizes[axis] for axes in way.stored.dims for axis in axes)
-    return way.group == devices
+def _gathers_in_one_round(plan: Route) -> bool:
+    devices = math.prod(current_layout().sizes[axis] for axes in plan.stored.dims for axis in axes)
+    return plan.group == devices
 
 
-def _first(way: Route, w: jax.Array) -> Any:
+def _gather_first_round(plan: Route, w: jax.Array) -> Any:
     """The first round of a gather, across the groups: its result is kept for the backward pass."""
-    for dim, axes in enumerate(way.stored.dims):
+    for dim, axes in enumerate(plan.stored.dims):
         if axes:
-            across = functools.partial(hierarchical.gather_across, axes=axes, dim=dim, group=way.group)
-            w = jax.tree.map(across, _packed(way, w))
+            across = functools.partial(hierarchical.gather_across, axes=axes, dim=dim, group=plan.group)
+            w = jax.tree.map(across, _packed(plan, w))
     return w
 
 
-def _whole(way: Route, w: Any) -> jax.Array:
+def _gather_second_round(plan: Route, w: Any) -> jax.Array:
     """The second round of a gather, within the groups, on the result of the first; or the gather in one round."""
-    if _at_once(way):
-        return gather_reduce.gather(w, way.stored, way.precision)
-    for dim, axes in enumerate(way.stored.dims):
+    if _gathers_in_one_round(plan):
+        return gather_reduce.gather(w, plan.stored, plan.precision)
+    for dim, axes in enumerate(plan.stored.dims):
         if axes:
-            w = jax.tree.map(functools.partial(hierarchical.gather_within, axes=axes, dim=dim, group=way.group), w)
+            w = jax.tree.map(functools.partial(hierarchical.gather_within, axes=axes, dim=dim, group=plan.group), w)
     return w if isinstance(w, jax.Array) else quantized.unpack(w)
 
 
-def _packed(way: Route, w: Any) -> Any:
-    if way.precision.gather == INT8 and isinstance(w, jax.Array):
+def _packed(plan: Route, w: Any) -> Any:
+    if plan.precision.gather == INT8 and isinstance(w, jax.Array):
         w = quantized.pack(w)
     return jax.lax.optimization_barrier(w)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(way: Route, x: jax.Array, w: jax.Array, kept: Any) -> jax.Array:
+def _product(plan: Route, x: jax.Array, w: jax.Array, kept: Any) -> jax.Array:
     """The product with ``w``, or with what the first round of the gather kept of it."""
-    given, spec, dtype = kept if _kept(kept) else w, _spec(way.stored), w.dtype
+    w_in, spec, dtype = kept if _kept(kept) else w, _spec(plan.stored), w.dtype
 
     def local(x: jax.Array, w: Any) -> jax.Array:
-        return fp8_matmul.times(x, _whole(way, w).astype(dtype), way.summed, way.precision)
+        return fp8_matmul.times(x, _gather_second_round(plan, w).astype(dtype), plan.summed, plan.precision)
 
-    y = _manual(way, local, (PartitionSpec(way.batch), spec), PartitionSpec(way.batch))(x, given)
+    y = _manual(plan, local, (PartitionSpec(plan.batch), spec), PartitionSpec(plan.batch))(x, w_in)
     # A product is a shard_map too; its name tells a policy that it is no gather.
     return checkpoint_name(y, fp8_matmul.PRODUCT)
 
 
-def _forward(way: Route, x: jax.Array, w: jax.Array, kept: Any) -> tuple[jax.Array, Any]:
-    return _product(way, x, w, kept), (x, w, kept)
+def _forward(plan: Route, x: jax.Array, w: jax.Array, kept: Any) -> tuple[jax.Array, Any]:
+    return _product(plan, x, w, kept), (x, w, kept)
 
 
-def _backward(way: Route, saved: Any, dy: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
+def _backward(plan: Route, saved: Any, dy: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
     x, w, kept = saved
-    dtype, given = w.dtype, kept if _kept(kept) else w
-    rows = PartitionSpec(way.batch)
+    dtype, w_in = w.dtype, kept if _kept(kept) else w
+    rows = PartitionSpec(plan.batch)
 
     def local(x: jax.Array, w: Any, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
-        whole = _whole(way, w).astype(dtype)
-        dx = fp8_matmul.input_grad(dy, whole, way.summed, way.precision)
-        dw = fp8_matmul.weight_grad(x, dy, way.summed, way.precision)
-        return dx.astype(x.dtype), gather_reduce.reduce(dw, way.wanted, way.batch, way.precision).astype(dtype)
+        full_w = _gather_second_round(plan, w).astype(dtype)
+        dx = fp8_matmul.input_grad(dy, full_w, plan.summed, plan.precision)
+        dw = fp8_matmul.weight_grad(x, dy, plan.summed, plan.precision)
+        return dx.astype(x.dtype), gather_reduce.reduce(dw, plan.grad_parts, plan.batch, plan.precision).astype(dtype)
 
-    specs = (rows, _spec(way.stored), rows)
-    dx, dw = _manual(way, local, specs, (rows, _spec(way.wanted)))(x, given, dy)
+    specs = (rows, _spec(plan.stored), rows)
+    dx, dw = _manual(plan, local, specs, (rows, _spec(plan.grad_parts)))(x, w_in, dy)
     return dx, dw, None
 
 
@@ -200,8 +201,8 @@ def _spec(parts: gather_reduce.Parts) -> PartitionSpec:
     return PartitionSpec(*(axes or None for axes in parts.dims))
 
 
-def _manual(way: Route, f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+def _manual(plan: Route, f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
     """A ``shard_map`` over the axes of the batch, and over those of size 1, so that none of these stays automatic."""
-    manual = manual_axes(current_layout(), way.batch)
+    manual = manual_axes(current_layout(), plan.batch)
     # check_vma is off: jax would assume that a gathered weight differs between devices.
     return jax.shard_map(f, in_specs=in_specs, out_specs=out_specs, axis_names=manual, check_vma=False)

@@ -53,17 +53,17 @@ class Zero:
     def __post_init__(self) -> None:
         if isinstance(self.stage, bool) or self.stage not in STAGES:
             raise RulesError(
-                f"optimizer: stage is {self.stage!r}, but 0 (none), 1 (optimizer state), 2 (and gradients) or 3 (and "
-                f"the weights where they are used) is wanted."
+                f"optimizer: stage must be 0 (none), 1 (optimizer state), 2 (and gradients) or 3 (and the weights "
+                f"where they are used), got {self.stage!r}."
             )
         self._spread()
         group = self.fsdp_group_size
         if group is not None and not is_count(group):
-            raise RulesError(f"optimizer: fsdp_group_size is {group!r}, but a number of devices, 1 or more, is wanted.")
+            raise RulesError(f"optimizer: fsdp_group_size must be a number of devices >= 1, got {group!r}.")
         if group is not None and self.axis != "data":
             raise RulesError(
                 f"optimizer: fsdp_group_size splits the axis 'data', but axis is {self.axis!r}. Remedy: leave axis "
-                f"out, or give the sizes in the mesh, as {{replica: 4, data: 4}}."
+                f"out, or set the sizes in the mesh, such as {{replica: 4, data: 4}}."
             )
 
     def _spread(self) -> Over:
@@ -88,8 +88,8 @@ class Zero:
                 if any("data" in axes and "replica" not in axes for axes in options(rule)):
                     raise RulesError(
                         f"optimizer: fsdp_group_size={self.fsdp_group_size} makes groups along 'replica', but {dim} is "
-                        f"split over 'data' alone, so each group would compute the same. Remedy: {dim}: [replica, "
-                        f"data]."
+                        f"sharded over 'data' only, so all groups would compute the same rows. Remedy: use the rule "
+                        f"{dim}: [replica, data]."
                     )
         given = {role for role, _ in rules.overlays}
         return rules.replace(**{role: self._spread() for role in _SHARDED if role not in given})
@@ -106,7 +106,7 @@ class Zero:
         if sizes["data"] % self.fsdp_group_size:
             raise MeshError(
                 f"optimizer: fsdp_group_size={self.fsdp_group_size} does not divide the axis data of size "
-                f"{sizes['data']} (on {devices} devices). Remedy: a divisor of {sizes['data']}."
+                f"{sizes['data']} (on {devices} devices). Remedy: use a divisor of {sizes['data']}."
             )
         groups = sizes["data"] // self.fsdp_group_size
         return replace(MeshSpec(**sizes), replica=sizes["replica"] * groups, data=self.fsdp_group_size)

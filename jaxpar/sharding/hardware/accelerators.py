@@ -65,7 +65,7 @@ class Accelerator:
           PlanError: the dtype is unknown, or the accelerator has no rate for it.
         """
         if dtype not in DTYPES:
-            raise PlanError(f"no dtype {dtype!r}.{did_you_mean(dtype, DTYPES)} Known are {listing(DTYPES)}.")
+            raise PlanError(f"unknown dtype {dtype!r}.{did_you_mean(dtype, DTYPES)} Known are {listing(DTYPES)}.")
         rate: float | None = getattr(self, dtype)
         if rate is None:
             known = listing(d for d in DTYPES if getattr(self, d) is not None)
@@ -244,7 +244,7 @@ _TABLE = (
         | _by(_PASSES, "fp32")
         | _by(_PORTS.format(6, f"1200 GB/s, halved for a chip's 2 devices, {_7X}"), "link_bandwidth")
         | _by(f"100 Gbit/s a chip, halved, {_7X}", "network_bandwidth")
-        | _by(f"6 times one link of the chip, {_7X}; the page's words were not seen again", "chip_bandwidth")
+        | _by(f"6 times one link of the chip, {_7X}; not checked on the page again", "chip_bandwidth")
         | _by(_BOOK, "wrap"),
     ),
     Accelerator(

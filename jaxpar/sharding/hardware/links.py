@@ -127,7 +127,7 @@ class Links:
             sizes = ", ".join(f"{axis}={size}" for axis, size in mesh.items() if size > 1) or "one device"
             raise MeshError(
                 f"the audited program runs on {devices} devices ({sizes}), but {topology} has {topology.devices}. "
-                f"Remedy: audit a program compiled for {topology.devices} devices, or name a topology of {devices}."
+                f"Remedy: audit a program compiled for {topology.devices} devices, or use a topology of {devices}."
             )
         # A GPU topology ends with the number of GPUs in a host; the number before it, if any, is that of the hosts.
         shape = topology.shape if accelerator.torus else topology.shape[-1:]
@@ -136,8 +136,8 @@ class Links:
         if chips > accelerator.domain:
             one, more = ("slice", "slices") if accelerator.torus else ("host", "hosts")
             raise PlanError(
-                f"{topology} has {chips} chips in one {one}, but at most {accelerator.domain} of {accelerator.name} "
-                f"can be. Remedy: more {more} of fewer chips."
+                f"{topology} has {chips} chips in one {one}, but {accelerator.name} has at most {accelerator.domain}. "
+                f"Remedy: use more {more} of fewer chips."
             )
         return cls(accelerator, slices, shape, topology.devices // (slices * chips), mesh)
 

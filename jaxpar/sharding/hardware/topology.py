@@ -82,8 +82,8 @@ class Topology:
         found = re.fullmatch(r"([a-z]\w*):(\d+(?:x\d+)*)(?:\*(\d+))?", name.strip())
         if found is None:
             raise MeshError(
-                f"{name!r} names no topology. Remedy: write KIND:SHAPE in chips, KIND:SHAPE*SLICES, or "
-                f"KIND:HOSTSxGPUS, as {_KNOWN}."
+                f"{name!r} is not a topology. Remedy: write KIND:SHAPE in chips, KIND:SHAPE*SLICES, or "
+                f"KIND:HOSTSxGPUS, such as {_KNOWN}."
             )
         kind, shape = found[1], tuple(int(n) for n in found[2].split("x"))
         if kind not in _KINDS:
@@ -96,7 +96,7 @@ class Topology:
         if len(shape) != dims or 0 in shape or found[3] == "0":
             raise MeshError(
                 f"{name!r}: a {kind} slice has {dims} dims of 1 chip or more, but {found[2]} "
-                f"{'has ' + str(len(shape)) if len(shape) != dims else 'has a 0'}. Remedy: as "
+                f"{'has ' + str(len(shape)) if len(shape) != dims else 'has a 0'}. Remedy: use "
                 f"{kind}:{'x'.join('4' * dims)}."
             )
         return cls(kind, shape, int(found[3] or 1))
@@ -107,7 +107,7 @@ class Topology:
         if starred or len(shape) > 2 or 0 in shape or shape[-1] > host:
             raise MeshError(
                 f"{name!r}: {kind} GPUs are written as {kind}:GPUS or {kind}:HOSTSxGPUS, with 1 to {host} GPUS in a "
-                f"host. Remedy: as {kind}:{host} or {kind}:4x{host}."
+                f"host. Remedy: use {kind}:{host} or {kind}:4x{host}."
             )
         return cls(kind, shape[-1:], shape[0] if len(shape) == 2 else 1)
 

@@ -210,8 +210,8 @@ def test_another_refusal_stays_an_error(compiled: list[Any], capsys: pytest.Capt
 KINDS = "v4:4x4x4, v5e:4x4, v5p:4x4x4, v6e:4x4, tpu7x:4x4x4, h100:4x8"
 UNKNOWN = f"MeshError: unknown accelerator 'v5f' in 'v5f:4x4'. Did you mean 'v5p'? Known are {KINDS}.\n"
 NO_NAME = (
-    "MeshError: 'v5e-16' names no topology. Remedy: write KIND:SHAPE in chips, KIND:SHAPE*SLICES, or "
-    "KIND:HOSTSxGPUS, as "
+    "MeshError: 'v5e-16' is not a topology. Remedy: write KIND:SHAPE in chips, KIND:SHAPE*SLICES, or "
+    "KIND:HOSTSxGPUS, such as "
     f"{KINDS}.\n"
 )
 

@@ -140,6 +140,6 @@ def test_a_mesh_that_tears_hosts_apart_is_refused() -> None:
     with pytest.raises(MeshError) as caught:
         worker._arranged(gpus(3, 8), {"data": 4, "model": 6})
     assert str(caught.value) == (
-        "the mesh data=4 × model=6 does not fit 3 slices of 8 devices: model=6 would lie across several. "
-        "Remedy: make it divide 8."
+        "the mesh data=4 × model=6 does not fit 3 slices of 8 devices: model=6 would span several slices. Remedy: make "
+        "its size divide 8."
     )

@@ -191,7 +191,7 @@ def test_draw_on_given_axes() -> None:
 def test_a_misfit_is_the_layouts_error() -> None:
     with pytest.raises(LayoutError, match="params/up.*unknown logical dim 'mpl'.*'mlp'"):
         draw_shards(build("data"), "embed", "mpl", shape=(64, 256), path="params/up")
-    with pytest.raises(LayoutError, match="rank 1, but names for rank 2"):
+    with pytest.raises(LayoutError, match="rank 1, but 2 dim names"):
         shards(build("data"), ("embed", "mlp"), (64,))
 
 

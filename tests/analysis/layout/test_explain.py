@@ -174,7 +174,7 @@ def test_check_raises_one_error_with_every_problem(mlp: Any) -> None:
     starts = [
         r"params/a \[12\] \(mlp\): the dim 'mlp' has size 12",
         r"params/b \[8\] \(head\): unknown logical dim 'head'. Did you mean 'heads'\?",
-        r"params/c \[3, 3\] carries no logical dims",
+        r"params/c \[3, 3\] has no logical dims",
         r"batch \[12, 16\] \(batch, None\): the dim 'batch' has size 12",
         r"hint\(\) in Mlp.loss \(conftest.py:\d+\) \[12, 24\] \(batch, mlp\)",
         r"hint\(\) in Mlp.loss \(conftest.py:\d+\) \[12, 16\] \(batch, embed\)",

@@ -356,7 +356,7 @@ def test_what_keeps_it_from_it(config: Path, tmp_path: Path, capsys: pytest.Capt
         "own seed, counting up from it.\n"
     )
     assert said() == "ConfigError: generate: no prompts were given. Remedy: pass at least one.\n"
-    assert "the dim 'cache_seq' has size 18, which is no multiple of context=4" in said(
+    assert "the dim 'cache_seq' has size 18, which is not a multiple of context=4" in said(
         "--prompt", "abc", "--cache", "18", "--max-new-tokens", "8", "--set", f"layout={LAYOUTS / 'ring.yaml'}"
     )
 

@@ -124,13 +124,16 @@ def test_fewer_key_heads_than_shards_are_repeated() -> None:
         (
             jp.MeshSpec(context=4, data=2),
             (
-                "it wants the sequence whole, but the layout splits it over 'context'. Remedy: impl='auto', or one "
-                "for a split sequence: 'ring', 'ulysses', 'gather'."
+                "the sequence must not be sharded, but the layout shards it over 'context'. Remedy: use impl='auto', "
+                "or an implementation for a sharded sequence: 'ring', 'ulysses', 'gather'."
             ),
         ),
         (
             jp.MeshSpec(ulysses=4, data=2),
-            "it wants the head dim whole, but the layout splits it over 'ulysses'. Remedy: impl='auto' or 'dense'.",
+            (
+                "the head dim must not be sharded, but the layout shards it over 'ulysses'. Remedy: use impl='auto' or "
+                "'dense'."
+            ),
         ),
     ],
     ids=["sequence", "head dim"],

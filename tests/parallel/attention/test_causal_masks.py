@@ -106,8 +106,8 @@ def test_a_prefix_shows_its_own_tokens_to_each_other_and_no_others(impl: str) ->
 )
 def test_a_causal_mask_drops_no_tokens_behind(words: dict[str, Any], remedy: tuple[Any, Any]) -> None:
     text = (
-        f"mask: window is {remedy!r}, which shows tokens behind the query, but the mask is causal. Remedy: "
-        f"causal=False for a mask of two sides, or window=({remedy[0]}, 0) for a causal one."
+        f"mask: window {remedy!r} shows tokens after the query, but the mask is causal. Remedy: use "
+        f"causal=False for a two-sided mask, or window=({remedy[0]}, 0) for a causal one."
     )
     with pytest.raises(ConfigError, match=f"^{re.escape(text)}$"):
         jp.Mask(**words)
@@ -115,5 +115,5 @@ def test_a_causal_mask_drops_no_tokens_behind(words: dict[str, Any], remedy: tup
 
 def test_causal_beside_no_limit_behind_limits_nothing() -> None:
     assert jp.Mask(causal=True, window=(3, None)).sides == (3, 0)
-    with pytest.raises(ConfigError, match=r"^mask: window is \(3, 5\), which shows tokens behind the query"):
+    with pytest.raises(ConfigError, match=r"^mask: window \(3, 5\) shows tokens after the query"):
         replace(jp.Mask(causal=False, window=(3, 5)), causal=True)

@@ -332,9 +332,9 @@ def test_an_axis_of_which_nothing_is_known_is_named() -> None:
         with pytest.raises(ConfigError) as error:
             jax.eval_shape(jax.shard_map(local, in_specs=spec, out_specs=spec), *arrays(0))
         assert str(error.value) == (
-            "attention: dropout counts the sequences and heads of all devices, but nothing says what the manual axes "
-            "'ulysses' split, so devices along them would drop the same weights. Remedy: batch_axis=... and "
-            "q_heads_axis=..., the axes that split the batch and the query heads (() for none)."
+            "attention: dropout numbers the sequences and heads of all devices, but it is unknown which dims the "
+            "manual axes 'ulysses' shard, so devices along them would drop the same weights. Remedy: pass "
+            "batch_axis=... and q_heads_axis=..., the axes that shard the batch and the query heads (() for none)."
         )
         named = functools.partial(local, batch_axis=("data", "ulysses"), q_heads_axis=())
         jax.eval_shape(jax.shard_map(named, in_specs=spec, out_specs=spec), *arrays(0))
@@ -349,9 +349,9 @@ def test_sequences_that_are_not_the_rows_are_named() -> None:
     with pytest.raises(ConfigError) as error:
         stepped(on({"data": 2}), loss, grad_accum_steps=2)
     assert str(error.value) == (
-        "attention: dropout draws for each row of the batch, and 2 rows of it are here (a microbatch's, or a "
-        "device's), but queries [1, 8, 4, 2] are 1 sequences, so nothing says which is whose. Remedy: as many "
-        "sequences as rows, or a multiple, those of a row one behind the other; or a key for each sequence, as "
+        "attention: dropout draws one mask per row of the batch, and this device or microbatch has 2 rows, but queries "
+        "[1, 8, 4, 2] are 1 sequences, so it is unknown which row each belongs to. Remedy: pass as many sequences as "
+        "rows, or a multiple with the sequences of a row next to each other; or pass one key per sequence: "
         "key=jax.random.split(key, 1)."
     )
 
@@ -372,10 +372,10 @@ def test_a_shard_map_within_one_that_cuts_microbatches_is_named() -> None:
     with pytest.raises(ConfigError) as error:
         stepped(on(sizes), loss, grad_accum_steps=2)
     assert str(error.value) == (
-        "attention: dropout counts the rows of the batch, but inside of a shard_map of one's own, within a step that "
-        "makes axes manual and cuts the batch into microbatches, nothing says which rows are here. Remedy: a key for "
-        "each sequence, [batch], handed into the shard_map; or grad_reduction='per_microbatch' (ZeRO stage 2 or 3), "
-        "or grad_accum_steps=1."
+        "attention: dropout numbers the rows of the batch, but the numbers are unknown inside your own shard_map, "
+        "within a step that makes axes manual and splits the batch into microbatches. Remedy: pass one key per "
+        "sequence, [batch], into the shard_map; or use grad_reduction='per_microbatch' (ZeRO stage 2 or 3), or "
+        "grad_accum_steps=1."
     )
 
 
@@ -383,7 +383,7 @@ def test_a_key_of_another_shape_is_named() -> None:
     with on({"data": 1}), pytest.raises(LayoutError) as error:
         jp.attention(*arrays(0), dropout=0.1, key=jax.random.split(KEY, 3))
     assert str(error.value) == (
-        "attention: key has shape [3], but one key, or one for each of 8 sequences, is wanted. Remedy: "
+        "attention: key must be one key, or one for each of 8 sequences, got shape [3]. Remedy: pass "
         "key=jax.random.key(...), or jax.random.split(key, 8)."
     )
 

@@ -176,7 +176,7 @@ def test_tiles_are_listed_by_row_and_by_column(xp: Any) -> None:
     assert listed(by_row=True) == [(0, FIRST), (1, LAST | MASKED), (4, FIRST | LAST | MASKED)]
     alone = FIRST | LAST | MASKED
     # The second row is listed but not computed.
-    assert listed(by_row=True, all_of_them=True) == [(0, FIRST), (1, LAST | MASKED), (2, alone | EMPTY), (4, alone)]
+    assert listed(by_row=True, placeholders=True) == [(0, FIRST), (1, LAST | MASKED), (2, alone | EMPTY), (4, alone)]
     assert listed(by_row=False) == [(0, FIRST), (2, LAST | MASKED), (3, FIRST | LAST | MASKED)]
 
 
@@ -208,20 +208,32 @@ WIDE = jax.ShapeDtypeStruct((1, 1024, 2, 64), jnp.float64)
         ("tpu", SMALL, {"q_offset": 5}, False, "tiles"),
         ("tpu", SMALL, {"prefix": np.array([4])}, False, "tiles"),
         ("gpu", SMALL, {}, False, "mha"),
-        ("cpu", SMALL, {}, False, "kernels run on TPU and GPU, but the mesh is of cpu devices"),
+        ("cpu", SMALL, {}, False, "kernels run only on TPU and GPU, but the mesh has cpu devices"),
         ("tpu", WIDE, {}, False, "the kernel computes in float32, but the queries are float64"),
-        ("gpu", SMALL, {}, True, "on GPU the kernel wants the sequence whole"),
-        ("gpu", SMALL, {"softcap": 3.0}, False, "the kernel knows the causal mask and none, segments and a scale"),
+        ("gpu", SMALL, {}, True, "the GPU kernel requires an unsharded sequence"),
+        (
+            "gpu",
+            SMALL,
+            {"softcap": 3.0},
+            False,
+            "the kernel supports only a causal mask or none, segment_ids and a scale",
+        ),
         ("gpu", SMALL, {"segment_ids": IDS}, False, "mha"),
-        ("gpu", SMALL, {"segment_ids": (IDS, IDS + 1)}, False, "the kernel wants one segment_ids for queries and keys"),
-        ("tpu", SMALL, {"alibi": True, "dropout": 0.1, "key": 0}, True, "the kernel takes no alibi and no dropout"),
-        ("tpu", SMALL, {"mask": lambda q, k: q != k}, False, "the kernel takes no function of positions"),
+        (
+            "gpu",
+            SMALL,
+            {"segment_ids": (IDS, IDS + 1)},
+            False,
+            "the kernel requires the same segment_ids for queries and keys",
+        ),
+        ("tpu", SMALL, {"alibi": True, "dropout": 0.1, "key": 0}, True, "the kernel does not support alibi or dropout"),
+        ("tpu", SMALL, {"mask": lambda q, k: q != k}, False, "the kernel does not support mask functions"),
         (
             "tpu",
             BIG,
             {},
             True,
-            "the kernel lists 65536 tiles at most, but 262144 queries and 262144 keys are 262144",
+            "the kernel supports at most 65536 tiles, but 262144 queries and 262144 keys need 262144",
         ),
     ],
 )

@@ -156,45 +156,45 @@ def test_the_report() -> None:
             LayoutError,
             lambda: jp.context.balance(CAUSAL, 16, 2, np.arange(8)),
             (
-                "balance: order is int64[8], but a permutation of 16 positions is wanted. Remedy: "
+                "balance: order must be a permutation of 16 positions, got int64[8]. Remedy: use "
                 "jp.context.balanced_packing(...), or a name: 'zigzag', 'striped', 'contiguous'."
             ),
         ),
         (
             LayoutError,
             lambda: jp.context.balance(CAUSAL, 16, 3, np.arange(16)),
-            "balance: 16 tokens cannot be split over 3 devices. Remedy: a multiple of 3.",
+            "balance: 16 tokens cannot be split evenly over 3 devices. Remedy: use a multiple of 3 tokens.",
         ),
         (
             LayoutError,
             lambda: jp.context.balance(CAUSAL, 16, 2, segment_ids=np.zeros((1, 16), int)),
-            "balance: segment_ids are int64[1, 16], but integers [16], one for each token of one sequence, are wanted.",
+            "balance: segment_ids must be integers [16], one per token of one sequence, got int64[1, 16].",
         ),
         (
             LayoutError,
             lambda: jp.context.balance(CAUSAL, 16, 4, impl="hybrid", ulysses=3),
             (
-                "balance: impl 'hybrid' on 4 devices, of which 3 exchange heads. Remedy: with impl='hybrid' a number "
-                "of them, 2 or more, that divides 4; without it ulysses=1."
+                "balance: impl 'hybrid' on 4 devices does not support ulysses=3. Remedy: with impl='hybrid' use a "
+                "divisor of 4, 2 or more; with another impl use ulysses=1."
             ),
         ),
         (
             LayoutError,
             lambda: jp.context.balanced_packing(np.zeros(32, int), 8),
             (
-                "balanced_packing: 32 tokens cannot be cut into 8 pieces for each of 8 devices. Remedy: a multiple of "
-                "64 or chunks=4."
+                "balanced_packing: 32 tokens cannot be split evenly into 8 pieces for each of 8 devices. Remedy: use a "
+                "multiple of 64 tokens or chunks=4."
             ),
         ),
         (
             ConfigError,
             lambda: jp.context.balanced_packing(np.zeros(32, int), 4, chunks=3),
-            "balanced_packing: chunks is 3, but an even number, 2 or more, is wanted.",
+            "balanced_packing: chunks must be an even number >= 2, got 3.",
         ),
         (
             ConfigError,
             lambda: jp.context.balanced_packing(np.zeros(64, int), 4, impl="ulysses"),
-            "balanced_packing: impl is 'ulysses', but 'ring' or 'gather' is wanted.",
+            "balanced_packing: impl must be 'ring' or 'gather', got 'ulysses'.",
         ),
     ],
     ids=["impl", "order", "ways", "segments", "groups", "pieces", "chunks", "balancer's impl"],
@@ -257,13 +257,14 @@ def test_attention_in_a_given_order_is_attention() -> None:
         (
             np.arange(8),
             (
-                "attention: the queries' sequence has 16 tokens, but order has 8 positions. Remedy: one for each "
-                "token of all devices, as of jp.context.balanced_packing(...); and as many keys as queries."
+                "attention: the queries' sequence has 16 tokens, but order has 8 positions. Remedy: pass one position "
+                "for each token of all devices, as jp.context.balanced_packing(...) returns them, and as many keys as "
+                "queries."
             ),
         ),
         (
             np.arange(16)[None],
-            "attention: order is int32[1, 16], but a name, or the position of each token, integers [seq], is wanted.",
+            "attention: order must be a name, or the position of each token as integers [seq], got int32[1, 16].",
         ),
     ],
     ids=["length", "shape"],
@@ -289,7 +290,7 @@ def test_draw_renders_and_saves(ways: int, tmp_path: Path) -> None:
     assert (tmp_path / "mask.png").read_bytes().startswith(b"\x89PNG")
     assert plt.get_fignums() == []
     legend = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert len(legend) == (3 if ways == 32 else ways + 1) and legend[-1] == "lighter: masked in part"
+    assert len(legend) == (3 if ways == 32 else ways + 1) and legend[-1] == "lighter: partially masked"
     title = figure.axes[0].get_title(loc="left")
     split = f" over {ways} devices, zigzag" if ways > 1 else ""
     assert title == f"causal, window 40: 256 tokens{split}, tiles of {4 if ways == 32 else 16}"

@@ -61,18 +61,18 @@ def test_a_function_of_positions_hides_tiles_too() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"window": 0}, "mask: window is 0, but a number of tokens, 1 or more, is wanted."),
+        ({"window": 0}, "mask: window must be a number of tokens >= 1, got 0."),
         (
             {"window": (1, -1)},
-            "mask: window is (1, -1), but (tokens before, tokens behind), 0 or more or None, is wanted.",
+            "mask: window must be (tokens before, tokens after), each an integer >= 0 or None, got (1, -1).",
         ),
-        ({"prefix": -1}, "mask: prefix is -1, but a number of tokens, 0 or more, is wanted."),
-        ({"chunk": 0}, "mask: chunk is 0, but a number of tokens, 1 or more, is wanted."),
+        ({"prefix": -1}, "mask: prefix must be a number of tokens >= 0, got -1."),
+        ({"chunk": 0}, "mask: chunk must be a number of tokens >= 1, got 0."),
         (
             {"where": lambda q: q > 0},
-            "mask: where takes (q), but it is called with two positions. Remedy: a function where(q, k).",
+            "mask: where takes (q), but it is called with two positions. Remedy: pass a function where(q, k).",
         ),
-        ({"where": 3}, "mask: where is 3, but a function of two positions, where(q, k), is wanted."),
+        ({"where": 3}, "mask: where must be a function of two positions, where(q, k), got 3."),
     ],
 )
 def test_what_is_no_mask_is_an_error(options: dict[str, Any], text: str) -> None:

@@ -159,13 +159,15 @@ def test_an_id_beyond_int32_is_an_error(kind: Any) -> None:
     ids[0] = 0
     x, _ = arrays(np.random.default_rng(0), SEQ, SEQ)
     text = (
-        "attention: segment_ids: token 4 of sequence 1 has the id 2147483648, which is beyond int32. Remedy: number "
+        "attention: segment_ids: token 4 of sequence 1 has the id 2147483648, which does not fit int32. Remedy: number "
         "the documents of each sequence from 0, with -1 for padding."
     )
     with jax.enable_x64(True), layout("dense"), pytest.raises(LayoutError, match=f"^{re.escape(text)}"):
         jp.attention(*x, segment_ids=ids.tolist() if kind is list else kind(ids))
     small = np.zeros((2, SEQ), np.int32)
-    text = "attention: segment_ids of the keys: token 0 of sequence 1 has the id -1099511627776, which is beyond int32."
+    text = (
+        "attention: segment_ids of the keys: token 0 of sequence 1 has the id -1099511627776, which does not fit int32."
+    )
     with layout("flash"), pytest.raises(LayoutError, match=f"^{re.escape(text)}"):
         jp.attention(*x, segment_ids=(small, small - np.array([[0], [2**40]])))
 
@@ -189,8 +191,8 @@ def test_traced_ids_that_no_integer_holds_are_an_error() -> None:
     x, _ = arrays(np.random.default_rng(0), 4, 4)
     ids = np.zeros((2, 4))
     text = (
-        "attention: segment_ids: they are traced {}, which may be beyond int32. Remedy: number the documents of each "
-        "sequence from 0, with -1 for padding, and cast them: segment_ids.astype(jnp.int32)."
+        "attention: segment_ids: traced {} ids may not fit int32. Remedy: number the documents of each sequence from "
+        "0, with -1 for padding, and cast them: segment_ids.astype(jnp.int32)."
     )
     attend = jax.jit(lambda ids: jp.attention(*x, segment_ids=ids))
     with layout("dense"):

@@ -160,27 +160,28 @@ def test_a_function_of_positions_meets_positions_of_tokens_only() -> None:
         (
             {"q_offset": 2**31 - 3},
             (
-                "attention: q_offset is 2147483645, so that 4 queries stand at 2147483645 to 2147483648, but "
-                "positions are int32 above its least number. Remedy: a q_offset from -2147483647 to 2147483644."
+                "attention: q_offset 2147483645 gives 4 queries the positions 2147483645 to 2147483648, but positions "
+                "must fit int32 and exceed its minimum. Remedy: use a q_offset from -2147483647 to 2147483644."
             ),
         ),
         (
             {"q_offset": -(2**31)},
             (
-                "attention: q_offset is -2147483648, so that 4 queries stand at -2147483648 to -2147483645, but "
-                "positions are int32 above its least number. Remedy: a q_offset from -2147483647 to 2147483644."
+                "attention: q_offset -2147483648 gives 4 queries the positions -2147483648 to -2147483645, but "
+                "positions must fit int32 and exceed its minimum. Remedy: use a q_offset from -2147483647 to "
+                "2147483644."
             ),
         ),
-        ({"q_offset": np.int64(2**40)}, "attention: q_offset is 1099511627776, so that 4 queries stand at"),
-        ({"q_offset": np.array(2**40)}, "attention: q_offset is 1099511627776, so that 4 queries stand at"),
-        ({"q_offset": 1.5}, "attention: q_offset is 1.5, but one integer is required."),
-        ({"q_offset": np.zeros(2, np.int32)}, "attention: q_offset is int32[2], but one integer is required."),
-        ({"prefix": np.ones(1)}, "attention: prefix is float32[1], but integers are required."),
+        ({"q_offset": np.int64(2**40)}, "attention: q_offset 1099511627776 gives 4 queries the positions"),
+        ({"q_offset": np.array(2**40)}, "attention: q_offset 1099511627776 gives 4 queries the positions"),
+        ({"q_offset": 1.5}, "attention: q_offset must be one integer, got 1.5."),
+        ({"q_offset": np.zeros(2, np.int32)}, "attention: q_offset must be one integer, got int32[2]."),
+        ({"prefix": np.ones(1)}, "attention: prefix must be integers, got float32[1]."),
         (
             {"order": np.array([0, 1, 2**32, 3])},
             (
-                "attention: order: token 2 has the position 4294967296, but positions are int32 above its least "
-                "number. Remedy: positions from 0."
+                "attention: order: token 2 has the position 4294967296, but positions must fit int32 and exceed its "
+                "minimum. Remedy: use positions from 0."
             ),
         ),
     ],
@@ -196,7 +197,7 @@ def test_the_local_form_counts_the_queries_of_all_devices() -> None:
     spec = jax.sharding.PartitionSpec(None, "context")
     local = lambda x: jp.context.attention_local(x, x, x, q_offset=2**31 - 6)
     x = jnp.zeros((1, 8, 1, 4))
-    with pytest.raises(LayoutError, match=r"^attention: q_offset is 2147483642, so that 8 queries stand at"):
+    with pytest.raises(LayoutError, match=r"^attention: q_offset 2147483642 gives 8 queries the positions"):
         jax.eval_shape(jax.shard_map(local, mesh=layout("ring").mesh, in_specs=spec, out_specs=spec), x)
 
 

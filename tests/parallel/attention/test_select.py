@@ -48,7 +48,7 @@ def took(
     seq: int,
     heads: tuple[int, int],
     *,
-    asks: AttentionRequest | None = None,
+    request: AttentionRequest | None = None,
     impl: str = "auto",
     dtype: Any = jnp.bfloat16,
     links: Links | None = None,
@@ -56,11 +56,11 @@ def took(
     layout = jp.Layout(mesh, RULES)
     q, k = (jax.ShapeDtypeStruct((1, seq, n, 128), dtype) for n in heads)
     spread = Spread(layout.resolve(Q, q.shape).axes, layout.resolve(KV, k.shape).axes)
-    return choice(impl, q, k, spread, layout.sizes, asks=asks, links=links or links_of(mesh))
+    return choice(impl, q, k, spread, layout.sizes, request=request, links=links or links_of(mesh))
 
 
 @pytest.mark.parametrize(
-    ("topology", "mesh", "seq", "heads", "asks", "impl"),
+    ("topology", "mesh", "seq", "heads", "asked", "impl"),
     [
         ("v5e:2x4", {"context": 8}, 131_072, (32, 8), AttentionRequest(free=True), "ring"),  # compute hides the hops
         ("v5e:2x4", {"context": 8}, 4096, (32, 8), AttentionRequest(free=True), "ulysses"),  # a ring would be exposed
@@ -112,18 +112,18 @@ def took(
     ],
 )
 def test_auto_takes_what_takes_the_least_time(
-    topology: str, mesh: dict[str, int], seq: int, heads: tuple[int, int], asks: AttentionRequest, impl: str
+    topology: str, mesh: dict[str, int], seq: int, heads: tuple[int, int], asked: AttentionRequest, impl: str
 ) -> None:
     abstract = jp.MeshSpec(**mesh).on(topology)
-    assert took(abstract, seq, heads, asks=asks).impl == impl
+    assert took(abstract, seq, heads, request=asked).impl == impl
     assert links_of(abstract).name == topology
 
 
 def test_the_reason_has_the_figures_and_they_are_the_roofline() -> None:
     mesh = jp.MeshSpec(context=8).on("v5e:2x4")
-    found = took(mesh, 131_072, (32, 8), asks=AttentionRequest(free=True))
-    parts = r"ring ([\d.]+) \(([\d.]+) of compute, ([\d.]+) of waiting for 1792 MiB\), ulysses ([\d.]+) \("
-    figures = re.match(r"ms forward and backward by the roofline of v5e:2x4: " + parts, found.why)
+    found = took(mesh, 131_072, (32, 8), request=AttentionRequest(free=True))
+    parts = r"ring ([\d.]+) \(([\d.]+) compute, ([\d.]+) exposed while sending 1792 MiB\), ulysses ([\d.]+) \("
+    figures = re.match("estimated ms, forward and backward, by the roofline of v5e:2x4: " + parts, found.why)
     assert figures is not None, found.why
     all_, compute, waiting, other = map(float, figures.groups())
     # Seven matmuls over half of the scores, and over the tiles on the diagonal.
@@ -135,25 +135,22 @@ def test_the_reason_has_the_figures_and_they_are_the_roofline() -> None:
 
 def test_where_nothing_is_known_of_the_devices_bytes_decide() -> None:
     mesh = jp.MeshSpec(context=8).abstract()
-    assert took(mesh, 32_768, (32, 8), asks=AttentionRequest(free=True)) == Choice(
+    assert took(mesh, 32_768, (32, 8), request=AttentionRequest(free=True)) == Choice(
         "ulysses",
         "",
-        (
-            "MiB that a device sends, forward and backward: ulysses 140, ring 448; in plain jax, as no kernel was "
-            "asked for"
-        ),
+        ("MiB sent per device, forward and backward: ulysses 140, ring 448; in plain JAX: no kernel was requested"),
     )
     # In contiguous order a window leaves one hop of seven. Permuting into zigzag order and back is sent, too.
-    assert took(mesh, 32_768, (32, 8), asks=AttentionRequest(NEAR, "contiguous")).impl == "ring"
+    assert took(mesh, 32_768, (32, 8), request=AttentionRequest(NEAR, "contiguous")).impl == "ring"
     laid, relayed = (
-        took(mesh, 32_768, (32, 32), asks=a).why for a in (AttentionRequest(free=True), AttentionRequest())
+        took(mesh, 32_768, (32, 32), request=a).why for a in (AttentionRequest(free=True), AttentionRequest())
     )
     assert "ring 1792;" in laid and "ring 2072;" in relayed
     # 7/8 of 32 MiB for each of queries, result and their gradients, of 64 MiB of keys and values, and of the latter's
     # gradients in fp32.
     assert 2072 - 1792 == (4 * 32 + 64 * (1 + 2)) * 7 / 8
     double = took(jp.MeshSpec(context=8).on("v5e:2x4"), 4096, (32, 8), dtype=np.dtype("float64"))
-    assert double.why.startswith("MiB that a device sends")
+    assert double.why.startswith("MiB sent per device")
 
 
 def test_bytes_of_a_relay_count_what_leaves_a_device() -> None:
@@ -161,7 +158,7 @@ def test_bytes_of_a_relay_count_what_leaves_a_device() -> None:
     q = jax.ShapeDtypeStruct((1, 64, 2, 8), jnp.float32)
     spread = Spread(layout.resolve(Q, q.shape).axes, layout.resolve(KV, q.shape).axes)
     plain, relayed = (
-        cost("ring", q, q, spread, layout.sizes, asked=a) for a in (AttentionRequest(free=True), AttentionRequest())
+        cost("ring", q, q, spread, layout.sizes, request=a) for a in (AttentionRequest(free=True), AttentionRequest())
     )
     # Each device has 16 tokens of q, k, v, o and their gradients. Three of four devices give each half away: 0→0, 1→2,
     # 2→3, 3→1 and 0→1, 1→3, 2→2, 3→0.
@@ -209,8 +206,8 @@ def test_explain_says_what_attention_takes_once_for_each_call() -> None:
     (note,) = report.notes
     assert re.sub(r"py:\d+", "py", note) == (
         "attention in Attention.__call__ (layers.py), 4 × 64 × 4 × 32 queries, 64 keys of 2 heads, float32: auto "
-        "selects ulysses; MiB that a device sends, forward and backward: ulysses 0.09375, ring 0.1875; in plain "
-        "jax, as kernels run on TPU and GPU, but the mesh is of cpu devices"
+        "selects ulysses; MiB sent per device, forward and backward: ulysses 0.09375, ring 0.1875; in plain JAX: "
+        "kernels run only on TPU and GPU, but the mesh has cpu devices"
     )
     assert note in report.remarks() and "auto selects ulysses" in report._repr_html_()
 
@@ -288,18 +285,18 @@ def test_merge_inside_a_map_that_keeps_count() -> None:
             "ring",
             WHOLE,
             (
-                "attention(impl='ring'): the queries' sequence is split over nothing, the keys' over 'context'. "
-                "Remedy: the same rule for both, or impl='auto' or 'dense'."
+                "attention(impl='ring'): both sequences must be sharded over the same axes, but the queries' sequence "
+                "is not sharded, the keys' sequence is sharded over 'context'. Remedy: use the same rule for both, or "
+                "impl='auto' or 'dense'."
             ),
         ),
         (
             "split_kv",
             Q,
             (
-                "attention(impl='split_kv'): it wants queries whole, and keys split over axes that split nothing "
-                "of the "
-                "queries, but the queries' sequence is split over 'context', the keys' over 'context'. Remedy: "
-                "impl='auto'."
+                "attention(impl='split_kv'): the queries' sequence must not be sharded, and the keys' sequence must be "
+                "sharded over axes that shard no dim of the queries, but the queries' sequence is sharded over "
+                "'context', the keys' sequence is sharded over 'context'. Remedy: use impl='auto'."
             ),
         ),
     ],
@@ -325,8 +322,8 @@ def test_a_given_order_is_filled_up() -> None:
         found = jax.jit(call, compiler_options=QUICK)(tuple(a[:, order] for a in x), ids[:, order], order)
     np.testing.assert_allclose(found, want[:, order], atol=1e-5)
     text = (
-        "attention: the keys' sequence has 21 tokens, but order has 20 positions. Remedy: one for each token of all "
-        "devices, as of"
+        "attention: the keys' sequence has 21 tokens, but order has 20 positions. Remedy: pass one position for each "
+        "token of all devices, as jp.context.balanced_packing(...) returns them"
     )
     with two, pytest.raises(LayoutError, match=f"^{re.escape(text)}"):
         jax.eval_shape(lambda x: jp.attention(*x, impl="ring", order=order[:20], pad=True), x)
@@ -409,9 +406,9 @@ def test_a_llama_hands_documents_and_their_order_to_every_attention(monkeypatch:
 
 def test_a_balanced_order_comes_with_the_batch_or_is_an_error() -> None:
     text = (
-        "context: load_balance is 'balanced' over a ring of 2 devices, but the batch brings no 'order'. Remedy: "
-        "batch['order'] = np.tile(jp.context.balanced_packing(segment_ids, 2), (batch, 1)), in 'jaxpar train' "
-        "data.packing: true, or load_balance: zigzag."
+        "context: load_balance is 'balanced' over a ring of 2 devices, but the batch has no 'order'. Remedy: set "
+        "batch['order'] = np.tile(jp.context.balanced_packing(segment_ids, 2), (batch, 1)); in 'jaxpar train' set "
+        "data.packing: true; or set load_balance: zigzag."
     )
     q, tokens = jax.ShapeDtypeStruct((2, 32, 2, 8), jnp.float32), np.zeros((2, 32), int)
     with jp.Layout(jp.MeshSpec(context=2).abstract(), RULES), pytest.raises(LayoutError, match=f"^{re.escape(text)}$"):

@@ -340,9 +340,8 @@ def test_what_attention_made_is_kept_so_that_the_ring_does_not_run_again(monkeyp
             {"impl": "ring", "order": "zigzag", "seq": 20},
             LayoutError,
             (
-                "attention: the queries' sequence has 20 tokens, but order 'zigzag' over 4 devices wants a multiple "
-                "of 8. Remedy: pad=True (adds 4 tokens that nothing sees), or order='striped', which wants a multiple "
-                "of 4."
+                "attention: the queries' sequence has 20 tokens, but order 'zigzag' over 4 devices requires a multiple "
+                "of 8. Remedy: use pad=True (adds 4 masked tokens), or order='striped', which requires a multiple of 4."
             ),
         ),
         (
@@ -350,8 +349,8 @@ def test_what_attention_made_is_kept_so_that_the_ring_does_not_run_again(monkeyp
             {"impl": "ulysses"},
             LayoutError,
             (
-                "attention: 4 query heads cannot be exchanged among 8 devices over 'ulysses'. Remedy: as many devices "
-                "as divide them (1, 2, 4), or impl='ring', which takes any."
+                "attention: 4 query heads cannot be exchanged among 8 devices over 'ulysses'. Remedy: use a number of "
+                "devices that divides them (1, 2, 4), or impl='ring', which supports any number."
             ),
         ),
         (
@@ -359,9 +358,9 @@ def test_what_attention_made_is_kept_so_that_the_ring_does_not_run_again(monkeyp
             {"impl": "hybrid"},
             LayoutError,
             (
-                "attention(impl='hybrid'): the sequence is split over 'context', but a ring's axes and then 'ulysses' "
-                "to exchange heads are wanted. Remedy: a rule seq=('context', 'ulysses') on a mesh with both, or "
-                "impl='ring' or 'ulysses'."
+                "attention(impl='hybrid'): the sequence is sharded over 'context', but it must be sharded over the "
+                "axes of a ring, followed by 'ulysses' to exchange heads. Remedy: use a rule seq=('context', "
+                "'ulysses') on a mesh with both axes, or impl='ring' or 'ulysses'."
             ),
         ),
         (
@@ -369,8 +368,8 @@ def test_what_attention_made_is_kept_so_that_the_ring_does_not_run_again(monkeyp
             {"dropout": 0.1},
             ConfigError,
             (
-                "attention: dropout is 0.1, but there is no key to draw from. Remedy: key=jax.random.key(...), "
-                "another in every step, or dropout=0."
+                "attention: dropout is 0.1, but no key is given. Remedy: pass key=jax.random.key(...), a new one in "
+                "every step, or dropout=0."
             ),
         ),
         (
@@ -378,53 +377,50 @@ def test_what_attention_made_is_kept_so_that_the_ring_does_not_run_again(monkeyp
             {"impl": "ulysses", "order": "zigzag"},
             LayoutError,
             (
-                "attention(impl='ulysses'): order 'zigzag' says how tokens lie along the devices of a ring, but there "
-                "is none: the sequence is exchanged for heads over 'ulysses'. Remedy: impl='ring' or 'hybrid', or "
-                "order='contiguous' for tokens as they come."
+                "attention(impl='ulysses'): order 'zigzag' applies to the devices of a ring, but there is no ring: the "
+                "sequence is exchanged for heads over 'ulysses'. Remedy: use impl='ring' or 'hybrid', or "
+                "order='contiguous' for tokens in their natural order."
             ),
         ),
         (
             {"data": 1},
             {"dropout": 1.0},
             ConfigError,
-            "attention: dropout is 1.0, but a share from 0 to below 1 is wanted.",
+            "attention: dropout must be a fraction >= 0 and < 1, got 1.0.",
         ),
-        ({"data": 1}, {"softcap": 0}, ConfigError, "attention: softcap is 0, but a number above 0 is wanted."),
+        ({"data": 1}, {"softcap": 0}, ConfigError, "attention: softcap must be a number > 0, got 0."),
         (
             {"data": 1},
             {"segment_ids": np.zeros((2, 3), int)},
             LayoutError,
-            (
-                "attention: segment_ids of the queries are int32[2, 3], but integers [2, 24], one for each token, "
-                "are wanted."
-            ),
+            ("attention: segment_ids of the queries must be integers [2, 24], one per token, got int32[2, 3]."),
         ),
         (
             {"data": 1},
             {"bias": np.zeros((1, 3, 24, 24))},
             LayoutError,
             (
-                "attention: bias has shape [1, 3, 24, 24], but [2 or 1, 4 or 1, 24, 24] (batch, heads, queries, "
-                "keys) is wanted."
+                "attention: bias must have the shape [2 or 1, 4 or 1, 24, 24] (batch, heads, queries, keys), got [1, "
+                "3, 24, 24]."
             ),
         ),
         (
             {"data": 1},
             {"sinks": np.zeros(3)},
             LayoutError,
-            "attention: sinks has shape [3], but one number for each of 4 query heads is wanted.",
+            "attention: sinks must be one number for each of 4 query heads, got shape [3].",
         ),
         (
             {"data": 1},
             {"prefix": np.zeros(3, int)},
             LayoutError,
-            "attention: prefix has shape [3], but a number, or one for each of 2 sequences, is wanted.",
+            "attention: prefix must be one number, or one for each of 2 sequences, got shape [3].",
         ),
         (
             {"data": 1},
             {"casual": True},
             ConfigError,
-            "attention: no option 'casual'. Did you mean 'causal'? The options are: causal, mask,",
+            "attention: unknown option 'casual'. Did you mean 'causal'? The options are: causal, mask,",
         ),
         (
             {"data": 1},
@@ -442,7 +438,7 @@ def test_what_attention_made_is_kept_so_that_the_ring_does_not_run_again(monkeyp
             {"context": 4},
             {"impl": "ring", "kv_grad_dtype": "float16"},
             ConfigError,
-            "attention: kv_grad_dtype is 'float16', but 'float32' or 'bfloat16' is wanted. Did you mean 'bfloat16'?",
+            "attention: kv_grad_dtype must be 'float32' or 'bfloat16', got 'float16'. Did you mean 'bfloat16'?",
         ),
         (
             {"context": 4},
@@ -450,45 +446,45 @@ def test_what_attention_made_is_kept_so_that_the_ring_does_not_run_again(monkeyp
             ConfigError,
             (
                 "attention(impl='ring'): keep_gathered_kv=True keeps gathered keys and values for the backward pass, "
-                "but only impl 'gather' gathers them. Remedy: impl='gather', or leave keep_gathered_kv out."
+                "but only impl 'gather' gathers them. Remedy: use impl='gather', or leave keep_gathered_kv out."
             ),
         ),
         (
             {"context": 4},
             {"impl": "gather", "keep_gathered_kv": "all"},
             ConfigError,
-            "attention: keep_gathered_kv is 'all', but True or False is wanted.",
+            "attention: keep_gathered_kv must be True or False, got 'all'.",
         ),
         (
             {"data": 1},
             {"keys": 32},
             LayoutError,
             (
-                "attention: 24 queries and 32 keys under a mask that compares their positions, but nothing says where "
-                "the first query stands. Remedy: q_offset=8 if the last query is at the last key, q_offset=0 if the "
-                "first is at the first, or causal=False."
+                "attention: 24 queries and 32 keys under a mask that compares their positions, but the position of the "
+                "first query is unknown. Remedy: pass q_offset=8 if the last query is at the last key, q_offset=0 if "
+                "the first query is at the first key, or causal=False."
             ),
         ),
         (
             {"data": 1},
             {"kv_heads": 3},
             LayoutError,
-            "attention: 4 query heads are no multiple of 3 key heads, so they cannot share them evenly.",
+            "attention: 4 query heads are not a multiple of 3 key heads, so they cannot share the key heads evenly.",
         ),
         (
             {"data": 1},
             {"mask": jp.Mask(causal=True), "causal": False},
             ConfigError,
             (
-                "attention: causal is False, but the mask says causal=True. Remedy: leave causal out, or say it "
-                "in the mask."
+                "attention: causal is False, but the mask has causal=True. Remedy: leave causal out, or set it in the "
+                "mask."
             ),
         ),
         (
             {"data": 1},
             {"mask": "causal"},
             ConfigError,
-            "attention: mask is str, but a jp.Mask or a function of two positions is wanted.",
+            "attention: mask must be a jp.Mask or a function of two positions, got str.",
         ),
     ],
     ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else "",
@@ -505,18 +501,18 @@ def test_what_does_not_fit_is_an_error(
 def test_the_local_form_says_what_it_misses() -> None:
     x = arrays(2)
     text = (
-        "attention_local: 'context' is no manual axis here; manual are: none. Remedy: call it inside of jax.shard_map "
-        "over 'context', or jp.attention outside of one."
+        "attention_local: 'context' is not a manual axis here; the manual axes are: none. Remedy: call it inside "
+        "jax.shard_map over 'context', or call jp.attention outside."
     )
     with pytest.raises(LayoutError, match=f"^{re.escape(text)}"):
         jp.context.attention_local(*x)
-    text = "attention_local: impl is 'dense', which is for global arrays. Remedy: one of flash, gather,"
+    text = "attention_local: impl 'dense' is only valid for global arrays. Remedy: use one of flash, gather,"
     with pytest.raises(ConfigError, match=f"^{re.escape(text)}"):
         jp.context.attention_local(*x, impl="dense")
     mesh, spec = jp.MeshSpec(context=4).build(jax.devices()[:4]), P(None, "context")
     local = lambda q, k, v: jp.context.attention_local(q, k, v, bias=jnp.zeros((1, 1, q.shape[1], k.shape[1])))
     text = (
-        "attention: bias has shape [1, 1, 6, 6], but [2 or 1, 4 or 1, 6, 24] (batch, heads, queries, keys) is wanted."
+        "attention: bias must have the shape [2 or 1, 4 or 1, 6, 24] (batch, heads, queries, keys), got [1, 1, 6, 6]."
     )
     with pytest.raises(LayoutError, match=f"^{re.escape(text)}"):
         jax.eval_shape(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec), *x)

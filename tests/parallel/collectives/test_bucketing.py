@@ -100,27 +100,27 @@ def test_a_size_is_each_compilers_own_option() -> None:
 ERRORS = {
     "a word": (
         lambda: jp.overlap.CollectiveFusion(reduce="much"),
-        "fusion: reduce is 'much', but 'auto', a size as '64MiB', or a list of layers is wanted.",
+        "fusion: reduce must be 'auto', a size such as '64MiB', or a list of layers, got 'much'.",
     ),
     "layers that fall": (
         lambda: jp.overlap.CollectiveFusion(scatter=(4, 2)),
-        "fusion: scatter is [4, 2], but layers that rise, from 1 on, are wanted: each begins a group.",
+        "fusion: scatter must be a list of increasing layers from 1 on, each of which begins a group, got [4, 2].",
     ),
     "layers that are not there": (
         lambda: found(0, reduce=(2, 4)),
-        "fusion: reduce is [2, 4], but of 4 layers none begins a group at 4. Remedy: numbers below 4.",
+        "fusion: reduce is [2, 4], but the model has 4 layers, so no group begins at 4. Remedy: use numbers below 4.",
     ),
     "a compiler without sizes": (
         lambda: found(0, reduce="1MiB"),
         (
-            "fusion: reduce is 1048576 bytes, but the compiler for cpu takes no size for this. Remedy: a list of "
+            "fusion: reduce is 1048576 bytes, but the compiler for cpu has no such option. Remedy: use a list of "
             "layers that begin groups, or auto."
         ),
     ),
     "scatters on TPU": (
         lambda: jp.overlap.CollectiveFusion(scatter=0).compiler_options(on("v5e:2x4")),
         (
-            "fusion: scatter is 0 bytes, but the compiler for tpu takes no size for this. Remedy: a list of layers "
+            "fusion: scatter is 0 bytes, but the compiler for tpu has no such option. Remedy: use a list of layers "
             "that begin groups, or auto."
         ),
     ),
@@ -139,7 +139,10 @@ ERRORS = {
         lambda: found(
             0, lambda key: {name: x if name == "last" else x.value for name, x in make(key).items()}, reduce=(2,)
         ),
-        "fusion: groups are made of layers, but no parameter has 'layers' as its first dim. Remedy: a size, or auto.",
+        (
+            "fusion: groups consist of layers, but no parameter has 'layers' as its first dim. Remedy: use a size, or "
+            "auto."
+        ),
     ),
 }
 

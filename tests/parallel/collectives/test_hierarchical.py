@@ -145,6 +145,6 @@ def test_pieces_that_do_not_come_out_even() -> None:
     with pytest.raises(LayoutError) as error:
         jax.eval_shape(swap, jnp.zeros((8, 12)))
     assert str(error.value) == (
-        "all_to_all_local(): dim 1 of an array of shape (1, 12) cannot be cut into 8 pieces, one for each device over "
-        "data, model. Remedy: pad it to a multiple of 8."
+        "all_to_all_local(): dim 1 of an array of shape (1, 12) cannot be split into 8 equal pieces, one for each "
+        "device over data, model. Remedy: pad it to a multiple of 8."
     )

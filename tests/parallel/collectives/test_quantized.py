@@ -231,7 +231,7 @@ def test_fp8_has_a_short_name_and_no_other() -> None:
     assert jp.Precision.of("fp8") == jp.Precision.of({"compute": "fp8"}) == jp.Precision(compute="bf16", matmul="fp8")
     with pytest.raises(ConfigError) as error:
         jp.Precision(matmul="fp4")
-    assert str(error.value) == "precision: matmul is 'fp4', but 'fp8' or nothing is wanted."
+    assert str(error.value) == "precision: matmul must be 'fp8' or left out, got 'fp4'."
 
 
 def test_a_weight_that_is_not_a_number_is_not_hidden() -> None:
@@ -263,6 +263,6 @@ def test_groups_that_do_not_divide_are_named(group: int) -> None:
     with pytest.raises(ConfigError) as error:
         product_and_grads(jp.MeshSpec(data=8), reshard_after_forward=group)
     assert str(error.value) == (
-        f"reshard_after_forward is {group}, but the 8 devices over data which share a weight ('embed', 'heads', None) "
-        f"of shape (16, 1, 48) make no groups of {group}. Remedy: a divisor of 8, true or false."
+        f"reshard_after_forward is {group}, but the 8 devices over data that share a weight ('embed', 'heads', None) "
+        f"of shape (16, 1, 48) cannot form groups of {group}. Remedy: use a divisor of 8, true or false."
     )

@@ -24,7 +24,7 @@ from jaxpar.parallel.offload.disk_store import RECORD, Entry, Store
 
 ENTRIES = (Entry("opt_state/mu/up", 3, 192, {"dtype": "float32", "shape": [3, 48]}), Entry("opt_state/mu/last", 1, 64))
 ABOUT = {"mesh": {"data": 8}, "process": "0 of 1"}
-SNAPSHOT = "Remedy: restore a snapshot (restore=), or begin anew in another path."
+SNAPSHOT = "Remedy: restore a snapshot (restore=), or start with another path."
 # For every n, a child kills itself in the middle of its n-th call that changes the disk (halfway through a write),
 # until one child completes. After each, ``look`` opens the folder, checks it and continues the run.
 RUN = """
@@ -203,16 +203,13 @@ def damaged(store: Store, what: str) -> Path:
 @pytest.mark.parametrize(
     ("what", "text"),
     [
-        ("missing", "{file}, which holds opt_state/mu/up, is missing. "),
-        ("short", "{file}, which holds opt_state/mu/up, has 500 bytes, but 576 are wanted. "),
+        ("missing", "{file}, which stores opt_state/mu/up, is missing. "),
+        ("short", "{file}, which stores opt_state/mu/up, must have 576 bytes, but has 500. "),
         (
             "bit",
-            (
-                "{file}: row 1 of opt_state/mu/up is not what was written: its checksum is {found}, but {wanted} is "
-                "wanted. "
-            ),
+            ("{file}: row 1 of opt_state/mu/up is corrupt: its checksum is {found}, expected {wanted}. "),
         ),
-        ("record", "{file} is not what was written: its checksum is wrong. "),
+        ("record", "{file} is corrupt: its checksum is wrong. "),
         ("record garbled", "{file} cannot be read. "),
     ],
 )
@@ -224,7 +221,7 @@ def test_damage_is_named(made: Store, what: str, text: str) -> None:
             holds(again, 2)
         finally:
             again.close()
-    said = re.sub(r"checksum is [0-9a-f]{8}, but [0-9a-f]{8}", "checksum is {found}, but {wanted}", str(error.value))
+    said = re.sub(r"is [0-9a-f]{8}, expected [0-9a-f]{8}", "is {found}, expected {wanted}", str(error.value))
     assert said == text.replace("{file}", str(file)) + SNAPSHOT
 
 
@@ -236,8 +233,8 @@ def test_wrong_steps_runs_and_shapes_are_named(made: Store) -> None:
             ENTRIES,
             ABOUT,
             (
-                "holds the optimizer's state of step 2 and step 1, but the training state is at step 7. Remedy: a "
-                "training state of step 2 or step 1, a snapshot of step 7 (restore=), or another path."
+                "holds the optimizer state of step 2 and step 1, but the training state is at step 7. Remedy: use a "
+                "training state of step 2 or step 1, restore a snapshot of step 7 (restore=), or use another path."
             ),
         ),
         (
@@ -245,7 +242,7 @@ def test_wrong_steps_runs_and_shapes_are_named(made: Store) -> None:
             ENTRIES,
             {**ABOUT, "mesh": {"data": 4, "model": 2}},
             (
-                "was written by a run with mesh data 8, but this one has data 4, model 2. Remedy: that mesh, or "
+                "was written by a run with mesh data 8, but this run has data 4, model 2. Remedy: use that mesh, or "
                 "another path."
             ),
         ),
@@ -254,8 +251,8 @@ def test_wrong_steps_runs_and_shapes_are_named(made: Store) -> None:
             other,
             ABOUT,
             (
-                "holds opt_state/mu/up as float32[3, 48], but this run has it as bfloat16[3, 96]. Remedy: the model, "
-                "optimizer and rules it was written with, or another path."
+                "holds opt_state/mu/up as float32[3, 48], but this run has it as bfloat16[3, 96]. Remedy: use the "
+                "model, optimizer and rules that it was written with, or another path."
             ),
         ),
         (
@@ -263,8 +260,8 @@ def test_wrong_steps_runs_and_shapes_are_named(made: Store) -> None:
             ENTRIES[:1],
             ABOUT,
             (
-                "holds opt_state/mu/last as bytes[1, 64], but this run has it as nothing. Remedy: the model, "
-                "optimizer and rules it was written with, or another path."
+                "holds opt_state/mu/last as bytes[1, 64], but this run has it as nothing. Remedy: use the model, "
+                "optimizer and rules that it was written with, or another path."
             ),
         ),
     ]
@@ -315,10 +312,10 @@ def test_a_full_disk_loses_nothing_and_the_step_can_be_tried_again(
             for at in [(0, 0), (0, 1), (0, 2), (1, 0)]:
                 made.write(*at, content(*at, step))
             made.commit(step)
-    what = "room for opt_state/mu/up (576 bytes)" if call == "posix_fallocate" else "writing opt_state/mu/up"
+    what = "allocating 576 bytes for opt_state/mu/up" if call == "posix_fallocate" else "writing opt_state/mu/up"
     assert re.sub(r"[\d,]+ bytes are free", "N bytes are free", str(error.value)) == (
-        f"{made.path}: {what}: No space left on device; N bytes are free, and two generations take 1,280. Nothing is "
-        f"lost: step {step - 1} stays whole. Remedy: make room, or take a path on a larger disk."
+        f"{made.path}: {what}: No space left on device; N bytes are free, and two generations require 1,280. The "
+        f"state of step {step - 1} remains intact. Remedy: free some space, or use a path on a larger disk."
     )
     before = 4 if step == 5 else 2
     again = reopened(made, before)
@@ -338,7 +335,7 @@ def test_a_snapshot_stays_as_it_was_and_a_run_goes_on_from_it(made: Store, tmp_p
     made.snapshot(tmp_path / "two")
     with pytest.raises(DiskError) as error:
         made.snapshot(tmp_path / "two")
-    assert str(error.value) == f"{tmp_path / 'two'} holds a snapshot already. Remedy: another folder."
+    assert str(error.value) == f"{tmp_path / 'two'} already contains a snapshot. Remedy: use another folder."
     for step in (3, 4, 5):
         advance(made, step)
     made.restore(tmp_path / "two")

@@ -203,16 +203,16 @@ def test_explain_says_what_waits_and_why_the_rest_does_not() -> None:
     rows = {row.path: row for row in found.rows if row.part == "params"}
     assert rows["params/up"].device_bytes == rows["params/down"].device_bytes == 0
     assert rows["params/up"].why[-1] == "in host memory, 576 B per device"
-    assert rows["params/scale"].why[-1] == "stays on the device: rows of a stack, no matrices"
-    assert rows["params/last"].why[-1] == "stays on the device: no stack of layers"
+    assert rows["params/scale"].why[-1] == "stays on the device: a stack of vectors, not of matrices"
+    assert rows["params/last"].why[-1] == "stays on the device: not a stack of layers"
     moved = 2 * 4 * LAYERS * 16 * 24 // 8
     assert plain.total("params").device_bytes - found.total("params").device_bytes == moved
     large = jp.offload.to_host(optax.adam(LR), parameters=True, min_bytes="1MiB")
     missing = jp.explain(layout_of_rules("fsdp"), make, large)
     text = (
-        "offload: parameters were asked into the host's memory, but none is a stack of layers (first logical dim "
-        "'layers', three dims or more, 1048576 bytes or more), so nothing would lie there. Remedy: stack the layers, "
-        "as nnx.vmap with jaxpar.nnx.stacked('layers') does, a smaller min_bytes, or leave parameters out."
+        "offload: parameters are to be stored in host memory, but none is a stack of layers (first logical dim "
+        "'layers', three dims or more, 1048576 bytes or more). Remedy: stack the layers, as nnx.vmap with "
+        "jaxpar.nnx.stacked('layers') does, use a smaller min_bytes, or leave parameters out."
     )
     assert missing.problems == (text,)
     assert (
@@ -291,6 +291,6 @@ def test_a_part_of_a_stack_is_not_taken_out_of_the_hosts_memory(layout_of: Calla
     with pytest.raises(ConfigError) as error:
         jp.train_step(layout, next_token_loss).trace(abstract_state(layout, make_llama(config), tx), data)
     assert str(error.value) == (
-        "offload: layers 0 to 0 are taken out of a stack in the host's memory, which the host would copy. Remedy: "
+        "offload: layers 0 to 0 are sliced from a stack in host memory, which would make a copy on the host. Remedy: "
         "leave remat.layers out, or keep parameters on the device."
     )

@@ -156,4 +156,4 @@ def test_shapes_know_the_memory_and_a_wrong_size_is_named() -> None:
     assert entangled(shape_state(layout_of(0), make, tx)) is None
     with pytest.raises(ConfigError) as error:
         jp.offload.to_host(optax.sgd(LR), min_bytes="much")
-    assert str(error.value) == "offload: min_bytes is 'much', but a size, as '64KiB', is wanted."
+    assert str(error.value) == "offload: min_bytes must be a size such as '64KiB', got 'much'."

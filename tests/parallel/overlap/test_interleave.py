@@ -110,7 +110,7 @@ def test_halves_of_sequences_give_what_one_copy_gives(halves: Found, one_copy: F
 
 def test_halves_of_packed_sequences_of_one_row_inside_of_a_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
     """As over more devices of a torus: in a ring, pieces from the far end arrive in halves from both sides."""
-    monkeypatch.setattr("jaxpar.parallel.overlap.interleave.STRAIGHT", 2)
+    monkeypatch.setattr("jaxpar.parallel.overlap.interleave.MAX_DIRECT", 2)
     monkeypatch.setattr(
         "jaxpar.parallel.overlap.interleave.links_of", lambda mesh: SimpleNamespace(torus=True, rings=lambda axes: (4,))
     )
@@ -196,29 +196,32 @@ def test_each_copy_on_each_device_draws_its_own() -> None:
 def test_what_copies_cannot_do() -> None:
     x, block = jnp.ones((ROWS, SEQ, 8)), {"w": jnp.ones((8, 8))}
     run = jp.overlap.interleave_batches(layer)
-    with pytest.raises(ConfigError, match=re.escape("overlap.ways is 3, but 1 or 2 is wanted")):
+    with pytest.raises(ConfigError, match=re.escape("overlap.ways must be 1 or 2, got 3")):
         jp.overlap.interleave_batches(layer, 3)
     plain = jp.Rules(batch="data", seq=None, residual_seq=None, embed=None)
     with layout_of(plain, {"data": 2, "model": 2}), pytest.raises(ConfigError) as said:
         run(block, x, None)
     assert str(said.value) == (
-        "overlap.ways is 2, but on the mesh (data 2, model 2) the rules split neither 'residual_seq' (sequence "
-        "parallelism) nor 'seq' (context parallelism), so layers send nothing that the other copy could hide. Remedy: "
-        "residual_seq: model beside heads: model, seq: context, or overlap: {ways: 1}."
+        "overlap.ways is 2, but on the mesh (data 2, model 2) the rules shard neither 'residual_seq' (sequence "
+        "parallelism) nor 'seq' (context parallelism), so layers have no communication to overlap. Remedy: use the "
+        "rules residual_seq: model and heads: model, or seq: context, or set overlap: {ways: 1}."
     )
     with layout_of(RULES, {"data": 2, "context": 2}):
         with pytest.raises(ConfigError) as said:
             run(block, x[:6], None)
         assert str(said.value) == (
-            "overlap.ways is 2, but a device's 3 rows (6 over 2 devices of data) cannot be cut into 2 equal parts. "
-            "Remedy: a batch, or microbatches, of a multiple of 4 rows, overlap.dim: seq, or overlap: {ways: 1}."
+            "overlap.ways is 2, but a device's 3 rows (6 over 2 devices of data) cannot be split into 2 equal parts. "
+            "Remedy: use a batch, or microbatches, of a multiple of 4 rows, or set overlap.dim: seq or overlap: {ways: "
+            "1}."
         )
         with pytest.raises(
-            LayoutError, match=re.escape("side holds an array of shape (5, 32) beside 8 rows of 32 tokens")
+            LayoutError,
+            match=re.escape("side has an array of shape (5, 32), which cannot be split like 8 rows of 32 tokens"),
         ):
             run(block, x, {"at": jnp.ones((5, SEQ))})
         with pytest.raises(
-            ModelError, match=re.escape("interleave_batches(): the layer carries 'mean', 'var', which would part")
+            ModelError,
+            match=re.escape("interleave_batches(): the layer has the variables 'mean', 'var', which would diverge"),
         ):
             jp.overlap.interleave_batches(layer)(nnx.BatchNorm(8, rngs=nnx.Rngs(0)), x, None)
 
@@ -227,29 +230,29 @@ def test_what_halves_of_sequences_cannot_do() -> None:
     with pytest.raises(ConfigError) as said:
         jp.overlap.interleave_batches(layer, dim="seq")
     assert str(said.value) == (
-        "interleave_batches(): dim is 'seq', but the layer is one function, which does not say what goes from one "
-        "part of a sequence to the next. Remedy: its branches, with Branch(carried=...) where tokens see others, or "
-        "dim='batch'."
+        "interleave_batches(): dim is 'seq', but the layer is a single function, which does not declare what one part "
+        "of a sequence passes to the next. Remedy: pass its branches, with Branch(carried=...) where tokens see "
+        "others, or use dim='batch'."
     )
     with pytest.raises(ConfigError) as said:
         jp.overlap.interleave_batches(layer, dim="sequence")  # type: ignore[arg-type]
     assert str(said.value) == (
-        "overlap.dim is 'sequence', but 'batch' or 'seq' is wanted. Remedy: batch cuts each device's rows, seq "
-        "its tokens."
+        "overlap.dim must be 'batch' or 'seq', got 'sequence'. Remedy: use batch to split each device's rows, seq to "
+        "split its tokens."
     )
     with layout_of(RULES, {"data": 2, "model": 2}), pytest.raises(ConfigError) as said:
         order_of_halves(30)
     assert str(said.value) == (
-        "overlap.ways is 2, but a device's 15 tokens (30 over 2 devices of model) cannot be cut into 2 equal parts. "
-        "Remedy: a sequence of a multiple of 4 tokens, or overlap: {ways: 1}."
+        "overlap.ways is 2, but a device's 15 tokens (30 over 2 devices of model) cannot be split into 2 equal parts. "
+        "Remedy: use a sequence of a multiple of 4 tokens, or set overlap: {ways: 1}."
     )
-    remedy = "Remedy: residual_seq: model beside heads: model and seq: null, or overlap.dim: batch."
+    remedy = "Remedy: use the rules residual_seq: model, heads: model and seq: null, or set overlap.dim: batch."
     with layout_of(RULES, {"context": 2, "model": 2}), pytest.raises(ConfigError) as said:
         order_of_halves(32)
     assert str(said.value) == (
         (
-            "overlap.ways is 2 and overlap.dim is 'seq', but the rules split 'seq' over context 2, whose tokens "
-            "attention brings together by itself. "
+            "overlap.ways is 2 and overlap.dim is 'seq', but the rules shard 'seq' over context 2, and attention "
+            "gathers these tokens itself. "
         )
         + remedy
     )
@@ -271,7 +274,7 @@ def test_the_configuration_of_a_run() -> None:
     assert job_of(overlap={"ways": 2, "dim": "seq"}).model.copies_dim == "seq"
     with pytest.raises(ConfigError, match=re.escape("parallel.overlap.dim is 'seq', but overlap.ways is 1")):
         job_of(overlap={"dim": "seq"})
-    with pytest.raises(ConfigError, match=re.escape("parallel.overlap.ways is 0, but 1 or 2 is wanted")):
+    with pytest.raises(ConfigError, match=re.escape("parallel.overlap.ways must be 1 or 2, got 0")):
         job_of(overlap={"ways": 0})
     with pytest.raises(ConfigError) as said:
         job_of(overlap={"ways": 2}, reshard_after_forward=2)

@@ -159,8 +159,8 @@ def _project(kept: jp.inference.Int8) -> Any:
             lambda: jp.inference.Int8.of(jnp.ones((2, 3)), [2]),
             ConfigError,
             (
-                "Int8.of(): [2] of an array of shape (2, 3) are to share a scale, but one or more of its 2 dims are "
-                "wanted, each once. Remedy: the dims "
+                "Int8.of(): the dims that share a scale must be one or more of the 2 dims of an array of shape (2, 3), "
+                "each once, got [2]. Remedy: pass the dims "
             )
             + "that the product sums over.",
         ),
@@ -173,8 +173,8 @@ def _project(kept: jp.inference.Int8) -> Any:
             lambda: _project(jp.inference.Int8.of(jnp.ones((6, 4)), [1])),
             LayoutError,
             (
-                "sharded_dot(): the weight ('embed', 'mlp') of shape (6, 4) has a scale for all of its dims [1], but "
-                "its first 1 are summed over. Remedy: "
+                "sharded_dot(): the weight ('embed', 'mlp') of shape (6, 4) shares its scales over the dims [1], but "
+                "the product sums over its first 1 dims. Remedy: use "
             )
             + "Int8.of(w, [0]).",
         ),

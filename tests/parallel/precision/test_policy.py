@@ -98,7 +98,7 @@ def test_a_scale_keeps_small_gradients_that_would_vanish() -> None:
         state = jp.init(layout, make, TX, precision=precision)
         step = jp.train_step(layout, tiny, precision=precision, return_grads=True)
         grads[name] = jax.device_get(step(state, batch)[1]["grads"]["w"])
-    with pytest.warns(UserWarning, match="compute is float16 without a loss scale, so small gradients vanish"):
+    with pytest.warns(UserWarning, match="compute is float16 without a loss scale, so small gradients underflow"):
         bare = jp.Precision("fp16")
     state = jp.init(layout, make, TX, precision=bare)
     vanished = jp.train_step(layout, tiny, precision=bare, return_grads=True)(state, batch)[1]["grads"]["w"]
@@ -116,15 +116,15 @@ def test_fp16_scales_unless_told_otherwise() -> None:
 @pytest.mark.parametrize(
     ("values", "text"),
     [
-        ({"initial": math.nan}, "precision.scale: initial is nan, but a positive number is wanted."),
-        ({"initial": -1.0}, "precision.scale: initial is -1, but a positive number is wanted."),
-        ({"growth": 1.0}, "precision.scale: growth is 1, but a number above 1 is wanted."),
-        ({"backoff": 1.0}, "precision.scale: backoff is 1, but a number between 0 and 1 is wanted."),
-        ({"interval": 0}, "precision.scale: interval is 0, but a number of steps, 1 or more, is wanted."),
-        ({"hysteresis": 0}, "precision.scale: hysteresis is 0, but a number of steps, 1 or more, is wanted."),
+        ({"initial": math.nan}, "precision.scale: initial must be a positive number, got nan."),
+        ({"initial": -1.0}, "precision.scale: initial must be a positive number, got -1."),
+        ({"growth": 1.0}, "precision.scale: growth must be a number > 1, got 1."),
+        ({"backoff": 1.0}, "precision.scale: backoff must be a number between 0 and 1, got 1."),
+        ({"interval": 0}, "precision.scale: interval must be a number of steps >= 1, got 0."),
+        ({"hysteresis": 0}, "precision.scale: hysteresis must be a number of steps >= 1, got 0."),
         (
             {"initial": 8.0, "minimum": 16.0},
-            "precision.scale: minimum is 16, but a positive number up to initial (8) is wanted.",
+            "precision.scale: minimum must be a positive number up to initial (8), got 16.",
         ),
         (
             {"intial": 8.0},
@@ -144,8 +144,8 @@ def test_what_is_no_scale(values: dict[str, float], text: str) -> None:
 @pytest.mark.parametrize(
     ("scale", "text"),
     [
-        (8.0, "precision: scale is 8.0, but a mapping, as {initial: 65536}, is wanted."),
-        ({"initial": "much"}, "precision.scale: initial is 'much', but a number is wanted."),
+        (8.0, "precision: scale must be a mapping such as {initial: 65536}, got 8.0."),
+        ({"initial": "much"}, "precision.scale: initial must be a number, got 'much'."),
     ],
 )
 def test_a_scale_in_another_form(scale: Any, text: str) -> None:

@@ -143,9 +143,9 @@ def test_a_weight_of_another_width_is_refused() -> None:
     with jp.Layout(MESH.build(), RULES["all alike"]), pytest.raises(LayoutError) as caught:
         jp.sharded_dot(jnp.ones((2, 5, 6)), (jnp.ones((8, 4, 4)), Q))
     assert str(caught.value) == (
-        "sharded_dot(): the weight ('embed', 'heads', 'head_dim') of shape (8, 4, 4) cannot multiply x of shape (2, "
-        "5, 6): its first dim has to be as large as the last of x. Remedy: transpose the weight, or pass what it "
-        "belongs to."
+        "sharded_dot(): the weight ('embed', 'heads', 'head_dim') of shape (8, 4, 4) cannot multiply x of shape (2, 5, "
+        "6): its first dim must be as large as the last dim of x. Remedy: transpose the weight, or pass the input that "
+        "it belongs to."
     )
 
 

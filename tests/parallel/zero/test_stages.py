@@ -246,21 +246,21 @@ def test_stage_0_changes_nothing() -> None:
         (
             {"stage": 4},
             (
-                "optimizer: stage is 4, but 0 (none), 1 (optimizer state), 2 (and gradients) or 3 (and the weights "
-                "where they are used) is wanted."
+                "optimizer: stage must be 0 (none), 1 (optimizer state), 2 (and gradients) or 3 (and the weights where "
+                "they are used), got 4."
             ),
         ),
-        ({"fsdp_group_size": 0}, "optimizer: fsdp_group_size is 0, but a number of devices, 1 or more, is wanted."),
+        ({"fsdp_group_size": 0}, "optimizer: fsdp_group_size must be a number of devices >= 1, got 0."),
         (
             {"fsdp_group_size": 4, "axis": "model"},
             (
                 "optimizer: fsdp_group_size splits the axis 'data', but axis is 'model'. Remedy: leave axis out, or "
-                "give the sizes in the mesh, as {replica: 4, data: 4}."
+                "set the sizes in the mesh, such as {replica: 4, data: 4}."
             ),
         ),
         (
             {"min_bytes": "64kb"},
-            "optimizer: over('data', '64kb'): an axis and a size are wanted, as over('data', '64KiB').",
+            "optimizer: over('data', '64kb') requires an axis and a size, such as over('data', '64KiB').",
         ),
     ],
 )
@@ -274,7 +274,8 @@ def test_a_group_that_does_not_divide() -> None:
     with pytest.raises(MeshError) as error:
         jp.Zero(1, fsdp_group_size=3).mesh(jp.MeshSpec(data=-1, model=2), 16)
     assert str(error.value) == (
-        "optimizer: fsdp_group_size=3 does not divide the axis data of size 8 (on 16 devices). Remedy: a divisor of 8."
+        "optimizer: fsdp_group_size=3 does not divide the axis data of size 8 (on 16 devices). Remedy: use a divisor "
+        "of 8."
     )
 
 
@@ -282,8 +283,8 @@ def test_groups_that_would_all_compute_the_same() -> None:
     with pytest.raises(RulesError) as error:
         jp.Zero(1, fsdp_group_size=4).rules(jp.Rules(batch="data", embed=None))
     assert str(error.value) == (
-        "optimizer: fsdp_group_size=4 makes groups along 'replica', but batch is split over 'data' alone, so each "
-        "group would compute the same. Remedy: batch: [replica, data]."
+        "optimizer: fsdp_group_size=4 makes groups along 'replica', but batch is sharded over 'data' only, so all "
+        "groups would compute the same rows. Remedy: use the rule batch: [replica, data]."
     )
 
 

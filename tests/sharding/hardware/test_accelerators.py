@@ -95,7 +95,7 @@ def test_a_rate_that_is_not_there_says_which_are() -> None:
     with pytest.raises(PlanError) as caught:
         accelerator("v5e").rate("bfloat16")
     known = ", ".join(repr(dtype) for dtype in DTYPES)
-    assert str(caught.value) == f"no dtype 'bfloat16'. Did you mean 'bf16'? Known are {known}."
+    assert str(caught.value) == f"unknown dtype 'bfloat16'. Did you mean 'bf16'? Known are {known}."
 
 
 def test_the_table_is_read_without_jax() -> None:

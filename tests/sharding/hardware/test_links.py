@@ -210,8 +210,7 @@ def test_the_last_number_of_a_gpu_topology_is_a_host() -> None:
     with pytest.raises(PlanError) as caught:
         Links.of(huge, accelerator("h100"), {"data": 32})
     assert str(caught.value) == (
-        "h100:2x16 has 16 chips in one host, but at most 8 of NVIDIA H100 SXM can be. Remedy: more hosts of fewer "
-        "chips."
+        "h100:2x16 has 16 chips in one host, but NVIDIA H100 SXM has at most 8. Remedy: use more hosts of fewer chips."
     )
 
 

@@ -31,10 +31,10 @@ def test_a_name_tells_its_devices_and_comes_back(name: str, devices: int) -> Non
 
 
 HOSTS = (
-    "'h100:{}': h100 GPUs are written as h100:GPUS or h100:HOSTSxGPUS, with 1 to 8 GPUS in a host. "
-    "Remedy: as h100:8 or h100:4x8."
+    "'h100:{}': h100 GPUs are written as h100:GPUS or h100:HOSTSxGPUS, with 1 to 8 GPUS in a host. Remedy: use h100:8 "
+    "or h100:4x8."
 )
-MULTIPLY = "What fits: other sizes that multiply to 1 or 2 or 4 or 8 or 16 or 32 or 64"
+MULTIPLY = "Remedy: use other sizes that multiply to 1 or 2 or 4 or 8 or 16 or 32 or 64"
 KNOWN = "v4:4x4x4, v5e:4x4, v5p:4x4x4, v6e:4x4, tpu7x:4x4x4, h100:4x8"
 
 
@@ -45,12 +45,12 @@ KNOWN = "v4:4x4x4, v5e:4x4, v5p:4x4x4, v6e:4x4, tpu7x:4x4x4, h100:4x8"
         (
             "v5e",
             (
-                "'v5e' names no topology. Remedy: write KIND:SHAPE in chips, KIND:SHAPE*SLICES, or KIND:HOSTSxGPUS, "
-                f"as {KNOWN}."
+                "'v5e' is not a topology. Remedy: write KIND:SHAPE in chips, KIND:SHAPE*SLICES, or KIND:HOSTSxGPUS, "
+                f"such as {KNOWN}."
             ),
         ),
-        ("v5e:4x4x4", "'v5e:4x4x4': a v5e slice has 2 dims of 1 chip or more, but 4x4x4 has 3. Remedy: as v5e:4x4."),
-        ("v4:2x0x2", "'v4:2x0x2': a v4 slice has 3 dims of 1 chip or more, but 2x0x2 has a 0. Remedy: as v4:4x4x4."),
+        ("v5e:4x4x4", "'v5e:4x4x4': a v5e slice has 2 dims of 1 chip or more, but 4x4x4 has 3. Remedy: use v5e:4x4."),
+        ("v4:2x0x2", "'v4:2x0x2': a v4 slice has 3 dims of 1 chip or more, but 2x0x2 has a 0. Remedy: use v4:4x4x4."),
         *((f"h100:{shape}", HOSTS.format(shape)) for shape in ("16", "2x2x8", "0x8", "8*2")),
     ],
 )
@@ -94,11 +94,14 @@ def test_a_mesh_on_a_topology_fills_in_and_carries_the_device() -> None:
     [
         (
             jp.MeshSpec(data=4, model=2),
-            "data=4 × model=2 does not fit the number of devices, which is 64, not 8. What fits: data=32 or model=16.",
+            (
+                "data=4 × model=2 does not fit 64 devices, because its sizes multiply to 8. "
+                "Remedy: use data=32 or model=16."
+            ),
         ),
         (
             jp.MeshSpec(data=-1, model=3),
-            f"data=-1 × model=3 does not fit the number of devices, which is 64 and no multiple of 3. {MULTIPLY}.",
+            f"data=-1 × model=3 does not fit 64 devices, because 64 is not a multiple of 3. {MULTIPLY}.",
         ),
     ],
 )

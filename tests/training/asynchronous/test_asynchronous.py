@@ -397,9 +397,9 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         {"pipeline": jp.pipeline.Asynchronous("pipedream_2bw", stages=2, microbatches=3)},
         LayoutError,
         (
-            "batch/targets [8, 2, 12], batch/tokens [8, 2] cannot be cut into the 3 microbatches of the pipeline over "
-            "1 devices: their first dims are no multiples of 3. Remedy: a batch of a multiple of 3 rows, or a "
-            "schedule of fewer microbatches."
+            "batch/targets [8, 2, 12], batch/tokens [8, 2] cannot be split into the 3 microbatches of the pipeline "
+            "over 1 devices: their first dims are not multiples of 3. Remedy: use a batch of a multiple of 3 rows, or "
+            "a schedule of fewer microbatches."
         ),
     ),
 }

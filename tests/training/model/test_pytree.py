@@ -146,15 +146,15 @@ def test_a_layout_error_lists_every_tensor_that_does_not_fit(mlp: Any) -> None:
         (
             lambda key: {"w": jp.tag(jnp.ones(8), 0)},
             AnnotationError,
-            "tag(): the logical dims are (0,), but a string or None for each dim is wanted, as ('embed', 'mlp').",
+            "tag(): the logical dims must be a string or None for each dim, such as ('embed', 'mlp'), got (0,).",
         ),
         (
             lambda key: {"w": jnp.ones((8, 8))},
             LayoutError,
             (
-                "params/w [8, 8] carries no logical dims. Remedy: annotate it (jaxpar.nnx.axes, jaxpar.linen.axes, "
-                "jp.tag), or allow replication with unannotated='replicate' in the rules, under which over(axis) and "
-                "jp.Zero split it all the same."
+                "params/w [8, 8] has no logical dims. Remedy: annotate it (jaxpar.nnx.axes, jaxpar.linen.axes, "
+                "jp.tag), or allow replication with unannotated='replicate' in the rules; over(axis) and jp.Zero then "
+                "still shard it."
             ),
         ),
     ],

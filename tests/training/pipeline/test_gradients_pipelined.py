@@ -373,9 +373,9 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         {"pipeline": jp.pipeline.schedule("1f1b", stages=2, microbatches=5)},
         LayoutError,
         (
-            "batch/targets [16, 6], batch/tokens [16, 6] cannot be cut into the 5 microbatches of the pipeline over 1 "
-            "devices: their first dims are no multiples of 5. Remedy: a batch of a multiple of 5 rows, or a schedule "
-            "of fewer microbatches."
+            "batch/targets [16, 6], batch/tokens [16, 6] cannot be split into the 5 microbatches of the pipeline over "
+            "1 devices: their first dims are not multiples of 5. Remedy: use a batch of a multiple of 5 rows, or a "
+            "schedule of fewer microbatches."
         ),
     ),
     "layers": (
@@ -478,11 +478,11 @@ def test_what_is_kept_is_one_of_two_things() -> None:
 def test_layers_that_stages_do_not_divide_are_one_problem() -> None:
     """Parameters and moments are grouped in ``init`` and in ``explain``; other problems are reported separately."""
     text = (
-        "params/blocks/down [8, 16, 8] and 1 more: the dim 'layers' has size 8, which is no multiple of pipeline=3 "
-        "(rule layers = pipeline). Remedy: a number of stages that divides 8 (1, 2, 4, 8); or stages of different "
-        "size, with every stack stored whole on each stage: Rules(indivisible={'layers': 'replicate'}) and "
-        "jp.Pipeline(schedule, layers=(3, 3, 2)), one number for each piece of the model; in YAML rules: "
-        "{indivisible: {layers: replicate}} and parallel: {pipeline: {offset: [1, 1, 0]}}."
+        "params/blocks/down [8, 16, 8] and 1 more: the dim 'layers' has size 8, which is not a multiple of pipeline=3 "
+        "(rule layers = pipeline). Remedy: use a number of stages that divides 8 (1, 2, 4, 8); or use stages of "
+        "different sizes, where every stage stores all layers of every stack: Rules(indivisible={'layers': "
+        "'replicate'}) and jp.Pipeline(schedule, layers=(3, 3, 2)), one number for each piece of the model; in YAML "
+        "rules: {indivisible: {layers: replicate}} and parallel: {pipeline: {offset: [1, 1, 0]}}."
     )
     rules = RULES.replace(vocab=None)
     layout = layout_of(rules, {"pipeline": 3})
@@ -497,7 +497,7 @@ def test_layers_that_stages_do_not_divide_are_one_problem() -> None:
     few = jp.Layout(jp.MeshSpec(pipeline=9).abstract(9), rules)
     with pytest.raises(LayoutError) as error:
         jp.abstract_state(few, make_model, SGD)
-    assert str(error.value).endswith("Remedy: a number of stages that divides 8 (1, 2, 4, 8).")
+    assert str(error.value).endswith("Remedy: use a number of stages that divides 8 (1, 2, 4, 8).")
 
 
 def test_the_remedy_for_layers_that_stages_do_not_divide_works(one_device: tuple[dict[str, float], Any]) -> None:

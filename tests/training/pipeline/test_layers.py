@@ -233,9 +233,9 @@ def test_what_a_layer_may_not_return_is_named(case: str, pipeline: Any) -> None:
 
 def test_rows_that_make_no_microbatches_are_named() -> None:
     text = (
-        "batch/code [16, 4, 8], batch/counts [16], batch/x [16, 4, 8], batch/y [16, 4] cannot be cut into the 6 "
-        "microbatches of the pipeline over 1 devices: their first dims are no multiples of 6. Remedy: a batch of a "
-        "multiple of 6 rows, or a schedule of fewer microbatches."
+        "batch/code [16, 4, 8], batch/counts [16], batch/x [16, 4, 8], batch/y [16, 4] cannot be split into the 6 "
+        "microbatches of the pipeline over 1 devices: their first dims are not multiples of 6. Remedy: use a batch of "
+        "a multiple of 6 rows, or a schedule of fewer microbatches."
     )
     step = jp.eval_step(TWO_STAGES, LOSS, pipeline=jp.pipeline.schedule("circular", stages=2, microbatches=6))
     with pytest.raises(LayoutError, match=f"^{re.escape(text)}"):

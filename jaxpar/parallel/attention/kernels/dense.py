@@ -51,8 +51,8 @@ def dense(
         s = rules.softcap * jnp.tanh(s / rules.softcap)
     x, y = positions[0][:, None], positions[1][None, :]
     if extras.slopes is not None:
-        apart = distances((Tokens(positions[0]), Tokens(positions[1])))
-        s = s - extras.slopes.astype(dtype)[:, :, None, None] * apart.astype(dtype)
+        distance = distances((Tokens(positions[0]), Tokens(positions[1])))
+        s = s - extras.slopes.astype(dtype)[:, :, None, None] * distance.astype(dtype)
     if extras.bias is not None:
         s = s + extras.bias.astype(dtype)
     prefix = None if extras.prefix is None else extras.prefix[:, None, None]

@@ -53,8 +53,8 @@ def mha(
     wide = max(LEAST, 1 << (head_dim - 1).bit_length())
     # Wider rows require smaller blocks: blocks of queries, keys and values share one core's shared memory.
     block = max(BACKWARD, BLOCK * 256 // max(256, wide * q_BSHD.dtype.itemsize))
-    whole = up(seq, block) if seq > block else max(LEAST, 1 << (seq - 1).bit_length())
-    block, backward = min(block, whole), min(BACKWARD, whole)
+    padded = up(seq, block) if seq > block else max(LEAST, 1 << (seq - 1).bit_length())
+    block, backward = min(block, padded), min(BACKWARD, padded)
     sizes = library.BlockSizes(
         block_q=block,
         block_k=block,
@@ -64,14 +64,16 @@ def mha(
         block_kv_dq=backward,
     )
     k, v = (jnp.repeat(x, heads // x.shape[2], axis=2) for x in (k_BSKD, v_BSKD))
-    q, k, v = (pad(x, whole, wide) for x in (q_BSHD, k, v))
+    q, k, v = (pad(x, padded, wide) for x in (q_BSHD, k, v))
     causal = rules.mask.causal
     ids = segments
-    if ids is None and not causal and whole > seq:  # no causal mask hides the filler tokens
+    if ids is None and not causal and padded > seq:  # no causal mask hides the filler tokens
         ids = jnp.zeros((batch, seq), jnp.int32)
     if ids is not None:
-        ids = jnp.pad(jnp.maximum(ids, PAD_SEGMENT).astype(jnp.int32), ((0, 0), (0, whole - seq)), constant_values=FILL)
-    scores = [visited(whole, b) if causal else whole * whole for b in (block, backward)]
+        ids = jnp.pad(
+            jnp.maximum(ids, PAD_SEGMENT).astype(jnp.int32), ((0, 0), (0, padded - seq)), constant_values=FILL
+        )
+    scores = [visited(padded, b) if causal else padded * padded for b in (block, backward)]
     with jax.named_scope(stated_flops(batch, heads, wide, *scores)):
         o = library.mha(
             q, k, v, ids, sm_scale=float(rules.scale), causal=causal, block_sizes=sizes, interpret=interpret

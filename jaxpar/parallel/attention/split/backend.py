@@ -13,25 +13,25 @@ from jaxpar.parallel.attention.tiled import blockwise
 from jaxpar.parallel.attention.tiled.tile import Gradients, Sums
 
 
-def forward(way: AttentionPlan, *arguments: Any) -> Sums:
-    """Calls :func:`jaxpar.parallel.attention.tiled.blockwise.forward`, or its TPU kernel, by ``way.engine``."""
-    if way.engine == "jax":
-        return blockwise.forward(way.rules, *arguments)
+def forward(plan: AttentionPlan, *arguments: Any) -> Sums:
+    """Calls :func:`jaxpar.parallel.attention.tiled.blockwise.forward`, or its TPU kernel, by ``plan.engine``."""
+    if plan.engine == "jax":
+        return blockwise.forward(plan.rules, *arguments)
     # Imported lazily: the import takes a second, and only TPU programs need it.
     from jaxpar.parallel.attention.tiled import tpu_pallas
 
-    return tpu_pallas.forward(way.rules, *arguments, mode=way.engine)
+    return tpu_pallas.forward(plan.rules, *arguments, mode=plan.engine)
 
 
-def backward(way: AttentionPlan, *arguments: Any) -> Gradients:
-    """Calls :func:`jaxpar.parallel.attention.tiled.blockwise.backward`, or its TPU kernel, by ``way.engine``."""
-    if way.engine == "jax":
-        return blockwise.backward(way.rules, *arguments)
+def backward(plan: AttentionPlan, *arguments: Any) -> Gradients:
+    """Calls :func:`jaxpar.parallel.attention.tiled.blockwise.backward`, or its TPU kernel, by ``plan.engine``."""
+    if plan.engine == "jax":
+        return blockwise.backward(plan.rules, *arguments)
     from jaxpar.parallel.attention.tiled import tpu_pallas
 
-    return tpu_pallas.backward(way.rules, *arguments, mode=way.engine)
+    return tpu_pallas.backward(plan.rules, *arguments, mode=plan.engine)
 
 
-def not_before[T](way: AttentionPlan, x: T, results: Any) -> T:
+def not_before[T](plan: AttentionPlan, x: T, results: Any) -> T:
     """Delays ``x`` until ``results`` exist, in plain JAX only: the TPU compiler already schedules by memory."""
-    return blockwise.not_before(x, results) if way.engine == "jax" else x
+    return blockwise.not_before(x, results) if plan.engine == "jax" else x

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.parallel.attention.mask import Mask
-from jaxpar.parallel.attention.split.token_order import Order, into_zigzag, permutation, positions
+from jaxpar.parallel.attention.split.token_order import Order, by_hop, into_zigzag, permutation, positions
 from jaxpar.parallel.attention.tiled.blockwise import Expected, chosen, in_blocks, tokens_in_blocks
 from jaxpar.parallel.attention.tiled.padding import LANES, up
 from jaxpar.parallel.attention.tiled.tile import PAD, PAD_SEGMENT, Segments, TileArrays, TileSpec, Tokens
@@ -39,8 +39,8 @@ class AttentionPlan:
         time.
       offset: the position of the first query, relative to the first key.
       turns: the hops of a ring that some device needs, if an explicit order determines them.
-      whole: every device of the ring has all queries in order and attends only to its own keys; the caller merges the
-        results.
+      full_queries: every device of the ring has all queries in order and attends only to its own keys; the caller
+        merges the results.
       engine: the backend that computes tiles: plain JAX, or the TPU kernel, compiled or interpreted.
     """
 
@@ -56,11 +56,11 @@ class AttentionPlan:
     tile: int = 2**16
     offset: int = 0
     turns: tuple[int, ...] | None = None
-    whole: bool = False
+    full_queries: bool = False
     engine: Backend = "jax"
 
     @property
-    def ways(self) -> int:
+    def ring_size(self) -> int:
         """The number of devices in the ring; only valid inside a ``shard_map``."""
         return math.prod(jax.lax.axis_size(axis) for axis in self.ring)
 
@@ -70,14 +70,14 @@ class SequenceSplit:
     """One device's share of the queries and keys, inside a ``shard_map``.
 
     Attributes:
-      way: the plan.
+      plan: the plan.
       batch: number of local sequences.
       q_length, k_length: number of local queries and keys.
       segments: segment ids of the local queries, and of the keys of all devices.
       extras: array options.
     """
 
-    way: AttentionPlan
+    plan: AttentionPlan
     batch: int
     q_length: int
     k_length: int
@@ -86,30 +86,34 @@ class SequenceSplit:
 
     @property
     def index(self) -> Any:
-        return jax.lax.axis_index(self.way.ring) if self.way.ring else 0
+        return jax.lax.axis_index(self.plan.ring) if self.plan.ring else 0
 
     @property
     def blocks(self) -> tuple[int, int]:
         """The number of tokens in a block of queries and in a block of keys."""
-        if self.way.keys == "rows":
+        if self.plan.keys == "rows":
             return self.q_length, self.k_length
-        parts = 2 if self.way.order == "zigzag" and self.way.ways > 1 else 1
-        cut = side if self.way.engine == "jax" else in_lanes
-        return cut(self.q_length // parts, self.way.block), cut(self.k_length // parts, self.way.block)
+        parts = 2 if self.plan.order == "zigzag" and self.plan.ring_size > 1 else 1
+        cut = side if self.plan.engine == "jax" else in_lanes
+        return cut(self.q_length // parts, self.plan.block), cut(self.k_length // parts, self.plan.block)
 
     def parts(self, kv_heads: int, group: int) -> int:
-        """Returns the smallest number of parts of the key heads that keeps tiles within ``way.tile`` scores."""
-        if self.way.keys == "rows" or self.way.engine != "jax":
+        """Returns the smallest number of parts of the key heads that keeps tiles within ``plan.tile`` scores."""
+        if self.plan.keys == "rows" or self.plan.engine != "jax":
             return 1
         head = self.batch * group * self.blocks[0] * self.blocks[1]
-        fits = (n for n in range(1, kv_heads) if kv_heads % n == 0 and head * kv_heads // n <= self.way.tile)
+        fits = (n for n in range(1, kv_heads) if kv_heads % n == 0 and head * kv_heads // n <= self.plan.tile)
         return next(fits, kv_heads)
 
     def queries(self) -> Tokens:
         """Returns positions and segments of this device's queries, in blocks."""
-        way, segments = self.way, None if self.segments is None else self.segments[0]
-        at = jnp.arange(self.q_length, dtype=jnp.int32) if way.whole else self._positions(self.q_length, self.index)
-        at = at + way.offset
+        plan, segments = self.plan, None if self.segments is None else self.segments[0]
+        at = (
+            jnp.arange(self.q_length, dtype=jnp.int32)
+            if plan.full_queries
+            else self._positions(self.q_length, self.index)
+        )
+        at = at + plan.offset
         at = at if self.extras.offset is None else at + self.extras.offset
         return tokens_in_blocks(Tokens(at, segments), self.blocks[0])
 
@@ -118,14 +122,14 @@ class SequenceSplit:
 
         With ``None``, those of all devices' keys.
         """
-        way, segments = self.way, None if self.segments is None else self.segments[1]
-        length = self.k_length * way.ways
+        plan, segments = self.plan, None if self.segments is None else self.segments[1]
+        length = self.k_length * plan.ring_size
         if distance is None:
-            every = permutation(way.order, length, way.ways) if self.extras.order is None else self.extras.order
-            at = self._filled(every, 0, PAD)
-            segments = None if segments is None else self._filled(segments, 1, PAD_SEGMENT)
+            every = permutation(plan.order, length, plan.ring_size) if self.extras.order is None else self.extras.order
+            at = self._pad_to_blocks(every, 0, PAD)
+            segments = None if segments is None else self._pad_to_blocks(segments, 1, PAD_SEGMENT)
         else:
-            source = (self.index - distance) % way.ways
+            source = (self.index - distance) % plan.ring_size
             at = self._positions(self.k_length, source)
             if segments is not None:
                 segments = jax.lax.dynamic_slice_in_dim(segments, source * self.k_length, self.k_length, 1)
@@ -135,7 +139,7 @@ class SequenceSplit:
         """Returns the positions of the ``length`` tokens of ring device ``index``."""
         if self.extras.order is not None:
             return jax.lax.dynamic_slice_in_dim(self.extras.order, index * length, length, 0)
-        return positions(self.way.order, length * self.way.ways, self.way.ways, index)
+        return positions(self.plan.order, length * self.plan.ring_size, self.plan.ring_size, index)
 
     def extras_of(self, distance: int | None = 0) -> TileArrays:
         """Returns the extras with the bias columns of the keys ``distance`` places back, padded to complete blocks."""
@@ -145,7 +149,7 @@ class SequenceSplit:
         bias = self._bias_in_order(bias)
         if distance is not None:
             bias = jax.lax.dynamic_slice_in_dim(bias, self._column(distance), self.k_length, 4)
-        bias = self._filled(bias, 4, 0)
+        bias = self._pad_to_blocks(bias, 4, 0)
         missing = [(0, 0)] * 3 + [(0, -n % b) for n, b in zip(bias.shape[3:], self.blocks, strict=True)]
         return self.extras._replace(bias=jnp.pad(bias, missing))
 
@@ -155,7 +159,7 @@ class SequenceSplit:
         new = new[..., : self.k_length].reshape(*new.shape[:4], -1)
         return jax.lax.dynamic_update_slice_in_dim(sums, new, self._column(distance), 4)
 
-    def _filled(self, x: Any, axis: int, fill: int) -> Any:
+    def _pad_to_blocks(self, x: Any, axis: int, fill: int) -> Any:
         """Pads each device's part of ``x``, an array over the keys of one or all devices, to complete blocks."""
         missing = up(self.k_length, self.blocks[1]) - self.k_length
         if not missing:
@@ -165,19 +169,19 @@ class SequenceSplit:
         return cut.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
 
     def _bias_in_order(self, bias: jax.Array, *, back: bool = False) -> jax.Array:
-        way = self.way
-        if not way.relay:
+        plan = self.plan
+        if not plan.relay:
             return bias
-        columns = permutation(way.order, self.k_length * way.ways, way.ways)
+        columns = permutation(plan.order, self.k_length * plan.ring_size, plan.ring_size)
         bias = bias[..., np.argsort(columns) if back else columns]
-        return into_zigzag(bias, way.ring, 3, back=back)
+        return into_zigzag(bias, plan.ring, 3, back=back)
 
     def bias_gradient(self, sums: jax.Array) -> jax.Array:
         """Returns ``sums`` with rows and columns in the order of the caller's bias."""
         return self._bias_in_order(sums, back=True)
 
     def _column(self, distance: int | None) -> Any:
-        return 0 if distance is None else (self.index - distance) % self.way.ways * self.k_length
+        return 0 if distance is None else (self.index - distance) % self.plan.ring_size * self.k_length
 
     @property
     def _by_formula(self) -> bool:
@@ -194,83 +198,87 @@ class SequenceSplit:
         Args:
           distance: counts the keys of the device ``distance`` places back in the ring; ``None`` for all keys.
         """
-        way, ways = self.way, self.way.ways
-        if not self._by_formula or self.segments is not None or way.rules.mask.where is not None:
-            if way.engine == "jax":
+        plan, ring_size = self.plan, self.plan.ring_size
+        if not self._by_formula or self.segments is not None or plan.rules.mask.where is not None:
+            if plan.engine == "jax":
                 return None
             if not self._by_formula:
                 n, m = (
                     up(n, size) // size for n, size in zip((self.q_length, self.k_length), self.blocks, strict=True)
                 )
-                return 0, n * m * (ways if distance is None else 1)
-        hops = [distance] if distance is None or isinstance(distance, int) else range(1, ways)
+                return 0, n * m * (ring_size if distance is None else 1)
+        hops = [distance] if distance is None or isinstance(distance, int) else range(1, ring_size)
         counts = np.zeros(2)
-        for index in range(ways):
+        for index in range(ring_size):
             of_queries = (
-                ("contiguous", self.q_length, 1, 0) if way.whole else (way.order, self.q_length * ways, ways, index)
+                ("contiguous", self.q_length, 1, 0)
+                if plan.full_queries
+                else (plan.order, self.q_length * ring_size, ring_size, index)
             )
-            q = positions(*of_queries) + way.offset  # type: ignore[arg-type]
+            q = positions(*of_queries) + plan.offset  # type: ignore[arg-type]
             for hop in hops:
                 if hop is None:
-                    k = self._filled(permutation(way.order, self.k_length * ways, ways), 0, PAD)
+                    k = self._pad_to_blocks(permutation(plan.order, self.k_length * ring_size, ring_size), 0, PAD)
                 else:
-                    k = positions(way.order, self.k_length * ways, ways, (index - hop) % ways)
+                    k = positions(plan.order, self.k_length * ring_size, ring_size, (index - hop) % ring_size)
                 blocks = (tokens_in_blocks(Tokens(x), n) for x, n in zip((q, k), self.blocks, strict=True))
                 rows, columns = blocks
-                counts += [some.count for some in chosen(way.rules, rows, columns, self.extras)]
-        whole, partly = np.ceil(counts / ways / len(hops))
-        return int(whole), int(partly)
+                counts += [some.count for some in chosen(plan.rules, rows, columns, self.extras)]
+        unmasked, masked = np.ceil(counts / ring_size / len(hops))
+        return int(unmasked), int(masked)
 
     def hops(self) -> tuple[int, ...]:
         """Returns the distances in the ring at which some device's queries see keys, judged by positions alone."""
-        way, ways = self.way, self.way.ways
-        if way.turns is not None:
-            return way.turns
+        plan, ring_size = self.plan, self.plan.ring_size
+        if plan.turns is not None:
+            return plan.turns
         if not self._by_formula:
-            return tuple(range(ways))
-        parts = 2 if way.order == "zigzag" and ways > 1 else 1
+            return tuple(range(ring_size))
+        parts = 2 if plan.order == "zigzag" and ring_size > 1 else 1
 
         def chunks(index: int, length: int, offset: int) -> tuple[Any, Any]:
-            at = in_blocks(np.asarray(positions(way.order, length * ways, ways, index)) + offset, length // parts, 0)
+            at = in_blocks(
+                np.asarray(positions(plan.order, length * ring_size, ring_size, index)) + offset, length // parts, 0
+            )
             return at.min(1), at.max(1)
 
         def needed(distance: int) -> bool:
-            for index in range(ways):
+            for index in range(ring_size):
                 rows, columns = (
-                    chunks(index, self.q_length, way.offset),
-                    chunks((index - distance) % ways, self.k_length, 0),
+                    chunks(index, self.q_length, plan.offset),
+                    chunks((index - distance) % ring_size, self.k_length, 0),
                 )
-                some, _ = way.rules.mask.bounds(
+                some, _ = plan.rules.mask.bounds(
                     (rows[0][:, None], rows[1][:, None]), (columns[0][None], columns[1][None])
                 )
                 if np.any(some):
                     return True
             return False
 
-        return tuple(distance for distance in range(ways) if distance == 0 or needed(distance))
+        return tuple(distance for distance in range(ring_size) if distance == 0 or needed(distance))
 
 
-def turns_of(mask: Mask, order: Any, ways: int, block: int, offset: int) -> tuple[int, ...]:
+def turns_of(mask: Mask, order: Any, ring_size: int, block: int, offset: int) -> tuple[int, ...]:
     """Returns the distances in the ring at which some device's queries see keys, for tokens in an explicit order.
 
     Args:
       mask: which keys a query sees.
       order: the known position of each token ``[seq]``.
-      ways: number of devices in the ring.
+      ring_size: number of devices in the ring.
       block: tokens per block; the function compares the minimum and maximum positions of blocks.
       offset: the position of the first query.
 
     >>> turns_of(Mask(causal=True, window=2), np.arange(8), 4, 2, 0)
     (0, 1)
     """
-    at = in_blocks(np.asarray(order, np.int64).reshape(ways, -1), block, 1, PAD)
+    at = in_blocks(np.asarray(order, np.int64).reshape(ring_size, -1), block, 1, PAD)
     low, high = np.where(at == PAD, at.max(), at).min(2).T, at.max(2).T
     each = lambda x: (x[:, None, :, None] + offset, x[None, :, None, :])
     (q_low, k_low), (q_high, k_high) = each(low), each(high)
     some, _ = mask.bounds((q_low, q_high), (k_low, k_high))
-    seen = np.broadcast_to(some, (ways, ways, *low.shape[1:] * 2)).any((2, 3))
-    index = np.arange(ways)
-    return tuple(hop for hop in range(ways) if hop == 0 or seen[index, (index - hop) % ways].any())
+    seen = np.broadcast_to(some, (ring_size, ring_size, *low.shape[1:] * 2)).any((2, 3))
+    needed = by_hop(seen).any(0)
+    return tuple(hop for hop in range(ring_size) if hop == 0 or needed[hop])
 
 
 def in_pieces(x: Any, length: int, axis: int) -> Any:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxpar.parallel.attention.split.backend import backward, forward, not_before
 from jaxpar.parallel.attention.split.partition import SequenceSplit
 from jaxpar.parallel.attention.tiled import tile
-from jaxpar.parallel.attention.tiled.blockwise import no_gradients, nothing, zeros
+from jaxpar.parallel.attention.tiled.blockwise import initial_sums, no_gradients, zeros
 from jaxpar.parallel.attention.tiled.tile import FAR, Gradients, Rows, Sums, Tokens, accumulator
 from jaxpar.parallel.collectives.hierarchical import gather_local, scatter_local
 
@@ -29,130 +29,130 @@ UNROLLED = 3
 def here_forward(split: SequenceSplit, q: jax.Array, k: jax.Array, v: jax.Array) -> Sums:
     """Returns the softmax sums of the local queries over the local keys."""
     at = split.queries(), split.keys()
-    return forward(split.way, q, k, v, at, split.extras_of(), nothing(q, v), split.expected())
+    return forward(split.plan, q, k, v, at, split.extras_of(), initial_sums(q, v), split.expected())
 
 
 def here_backward(split: SequenceSplit, q: jax.Array, k: jax.Array, v: jax.Array, rows: Rows) -> Gradients:
     extras = split.extras_of()
     at, none = (split.queries(), split.keys()), no_gradients(q, k, v, extras)
-    return _with_bias(split, backward(split.way, q, k, v, at, extras, rows, none, split.expected()), 0)
+    return _with_bias(split, backward(split.plan, q, k, v, at, extras, rows, none, split.expected()), 0)
 
 
 def gathered(split: SequenceSplit, x: jax.Array) -> jax.Array:
     """All-gathers keys or values over the ring axes."""
-    return gather_local(x, split.way.ring, dim=0)
+    return gather_local(x, split.plan.ring, dim=0)
 
 
 def gather_forward(split: SequenceSplit, q: jax.Array, k: jax.Array, v: jax.Array) -> Sums:
-    """Returns the softmax sums of the local queries over all keys; gathers ``k`` and ``v`` unless ``way.keep``."""
-    k, v = (x if split.way.keep else gathered(split, x) for x in (k, v))
+    """Returns the softmax sums of the local queries over all keys; gathers ``k`` and ``v`` unless ``plan.keep``."""
+    k, v = (x if split.plan.keep else gathered(split, x) for x in (k, v))
     at = split.queries(), split.keys(None)
-    return forward(split.way, q, k, v, at, split.extras_of(None), nothing(q, v), split.expected(None))
+    return forward(split.plan, q, k, v, at, split.extras_of(None), initial_sums(q, v), split.expected(None))
 
 
 def gather_backward(split: SequenceSplit, q: jax.Array, k: jax.Array, v: jax.Array, rows: Rows) -> Gradients:
-    k, v = (x if split.way.keep else gathered(split, x) for x in (k, v))
+    k, v = (x if split.plan.keep else gathered(split, x) for x in (k, v))
     extras = split.extras_of(None)
     at, none = (split.queries(), split.keys(None)), no_gradients(q, k, v, extras)
-    found = backward(split.way, q, k, v, at, extras, rows, none, split.expected(None))
+    found = backward(split.plan, q, k, v, at, extras, rows, none, split.expected(None))
     found = _with_bias(split, found, None)
 
-    def home(x: jax.Array) -> jax.Array:
+    def scatter_back(x: jax.Array) -> jax.Array:
         # Scatter flat rows: for blocks the TPU compiler emits an all-reduce and a slice.
-        rows = scatter_local(_for_travel(split, x).reshape(-1, x.shape[-1]), split.way.ring, dim=0)
+        rows = scatter_local(_cast_kv_grads(split, x).reshape(-1, x.shape[-1]), split.plan.ring, dim=0)
         return rows.reshape(-1, *x.shape[1:]).astype(x.dtype)
 
-    return found._replace(k=home(found.k), v=home(found.v))
+    return found._replace(k=scatter_back(found.k), v=scatter_back(found.v))
 
 
 def ring_forward(split: SequenceSplit, q: jax.Array, k: jax.Array, v: jax.Array) -> Sums:
     """Returns the softmax sums of the local queries over all keys, which the ring passes from device to device."""
     at = split.queries()
 
-    def turn(carry: tuple[Sums, Any], distance: Any, before: int, after: int) -> tuple[Sums, Any]:
+    def hop_step(carry: tuple[Sums, Any], distance: Any, before: int, after: int) -> tuple[Sums, Any]:
         del before
         sums, keys = carry
-        coming = _passed(split, keys, after) if after else None
+        next_keys = _permute(split, keys, after) if after else None
         places = at, split.keys(distance)
-        extras, often = split.extras_of(distance), split.expected(distance)
-        return forward(split.way, q, keys[0], keys[1], places, extras, sums, often), coming
+        extras, expected = split.extras_of(distance), split.expected(distance)
+        return forward(split.plan, q, keys[0], keys[1], places, extras, sums, expected), next_keys
 
     # Unroll the first hop: only it has a causal diagonal, so its number of tiles differs from all others.
-    return _around(split.hops(), turn, (nothing(q, v), (k, v)), 1)[0]
+    return _fold_hops(split.hops(), hop_step, (initial_sums(q, v), (k, v)), 1)[0]
 
 
 def ring_backward(split: SequenceSplit, q: jax.Array, k: jax.Array, v: jax.Array, rows: Rows) -> Gradients:
     at, hops = split.queries(), split.hops()
 
-    def turn(carry: Any, distance: Any, before: int, after: int) -> Any:
+    def hop_step(carry: Any, distance: Any, before: int, after: int) -> Any:
         sums, keys, found = carry
         if after and isinstance(distance, int) and distance:
-            keys = not_before(split.way, keys, sums.q)
-        coming = _passed(split, keys, after) if after else None
+            keys = not_before(split.plan, keys, sums.q)
+        next_keys = _permute(split, keys, after) if after else None
         # Gradients of these keys from the previous devices. The transfer overlaps with this device's compute.
-        arrived = None if found is None else _passed(split, _for_travel(split, found), before)
+        arrived = None if found is None else _permute(split, _cast_kv_grads(split, found), before)
         extras = split.extras_of(distance)
-        begin = not_before(split.way, no_gradients(q, keys[0], keys[1], extras), sums.q)
+        begin = not_before(split.plan, no_gradients(q, keys[0], keys[1], extras), sums.q)
         begin = begin._replace(q=sums.q, slopes=sums.slopes)
-        places, often = (at, split.keys(distance)), split.expected(distance)
-        new = backward(split.way, q, keys[0], keys[1], places, extras, rows, begin, often)
+        places, expected = (at, split.keys(distance)), split.expected(distance)
+        new = backward(split.plan, q, keys[0], keys[1], places, extras, rows, begin, expected)
         bias = None if sums.bias is None else split.put_bias(sums.bias, new.bias, distance)
         found = new.k, new.v
         if arrived is not None:
             found = jax.tree.map(lambda x, y: x + y.astype(x.dtype), found, arrived)
-        return sums._replace(q=new.q, bias=bias, slopes=new.slopes), coming, found
+        return sums._replace(q=new.q, bias=bias, slopes=new.slopes), next_keys, found
 
     gaps = [b - a for a, b in itertools.pairwise(hops)]
-    none = not_before(split.way, no_gradients(q, k, v, split.extras), rows.delta)
-    sums, keys, own = turn((none, (k, v), None), 0, 0, gaps[0] if gaps else 0)
+    none = not_before(split.plan, no_gradients(q, k, v, split.extras), rows.delta)
+    sums, keys, own = hop_step((none, (k, v), None), 0, 0, gaps[0] if gaps else 0)
     if gaps:
-        sums, keys, found = _around(hops[1:], turn, (sums, keys, None), 1)
-        home = _passed(split, _for_travel(split, found), split.way.ways - hops[-1])
-        own = jax.tree.map(lambda x, y: x + y.astype(x.dtype), own, home)
+        sums, keys, found = _fold_hops(hops[1:], hop_step, (sums, keys, None), 1)
+        arrived = _permute(split, _cast_kv_grads(split, found), split.plan.ring_size - hops[-1])
+        own = jax.tree.map(lambda x, y: x + y.astype(x.dtype), own, arrived)
     return sums._replace(k=own[0], v=own[1])
 
 
 def rows_forward(split: SequenceSplit, q: jax.Array, k: jax.Array, v: jax.Array) -> Sums:
     """Passes all keys round to compute full rows of scores, then all values (Li et al. 2021, arXiv:2105.13120)."""
-    at, rules, hops = split.queries(), split.way.rules, split.hops()
+    at, rules, hops = split.queries(), split.plan.rules, split.hops()
     gaps = [*(b - a for a, b in itertools.pairwise(hops)), 0]
     places = [(_one(at), _one(split.keys(distance))) for distance in hops]
     extras = [split.extras_of(distance) for distance in hops]
     rows, keys = [], k
     for n, gap in enumerate(gaps):
-        coming = _passed(split, keys, gap) if gap else keys
+        next_keys = _permute(split, keys, gap) if gap else keys
         s, _ = tile.scores(rules, q[0, 0], keys[0, 0], places[n], extras[n])
         rows.append(jnp.where(tile.seen(rules, places[n], extras[n]), s, FAR))
-        keys = coming
+        keys = next_keys
     # Clamp to FAR: a row without keys may be all -inf, which would give NaN.
     greatest = functools.reduce(jnp.maximum, [jnp.maximum(jnp.max(row, -1), FAR) for row in rows])
     rows = [jnp.where(row <= FAR, 0, jnp.exp(row - greatest[..., None])) for row in rows]
-    sums = nothing(q[0, 0], v)._replace(
+    sums = initial_sums(q[0, 0], v)._replace(
         greatest=greatest, weights=functools.reduce(jnp.add, [jnp.sum(row, -1) for row in rows])
     )
     values = v
     for n, gap in enumerate(gaps):
-        coming = _passed(split, values, gap) if gap else values
+        next_values = _permute(split, values, gap) if gap else values
         p = rows[n]
         if rules.dropout:
             p = p * tile.kept(rules, places[n], extras[n], p.shape).astype(p.dtype)
         added = jnp.einsum("bkgql,bkld->bkgqd", p.astype(v.dtype), values[0, 0], preferred_element_type=accumulator(v))
-        sums, values = sums._replace(values=sums.values + added), coming
+        sums, values = sums._replace(values=sums.values + added), next_values
     return jax.tree.map(lambda x: x[None, None], sums)
 
 
-def _around(hops: Sequence[int], turn: Callable[..., Any], carry: Any, written: int) -> Any:
-    """Folds ``turn(carry, hop, steps since the last hop, steps to the next)`` over all hops.
+def _fold_hops(hops: Sequence[int], hop_step: Callable[..., Any], carry: Any, written: int) -> Any:
+    """Folds ``hop_step(carry, hop, steps since the last hop, steps to the next)`` over all hops.
 
     With many hops, the first ``written`` and the last are unrolled, and a loop runs the others.
     """
     gaps = [0, *(b - a for a, b in itertools.pairwise(hops)), 0]
     looped = len(hops) > UNROLLED and set(gaps[1:-1]) == {1}
     for n in range(written if looped else len(hops) - 1):
-        carry = turn(carry, hops[n], gaps[n], gaps[n + 1])
+        carry = hop_step(carry, hops[n], gaps[n], gaps[n + 1])
     if looped:
-        carry = jax.lax.fori_loop(hops[written], hops[-1], lambda hop, carry: turn(carry, hop, 1, 1), carry)
-    return turn(carry, hops[-1], gaps[-2], 0)
+        carry = jax.lax.fori_loop(hops[written], hops[-1], lambda hop, carry: hop_step(carry, hop, 1, 1), carry)
+    return hop_step(carry, hops[-1], gaps[-2], 0)
 
 
 def _one(tokens: Tokens) -> Tokens:
@@ -160,15 +160,17 @@ def _one(tokens: Tokens) -> Tokens:
     return jax.tree.map(lambda x: jnp.asarray(x)[0], tokens)
 
 
-def _passed(split: SequenceSplit, tree: Any, steps: int) -> Any:
+def _permute(split: SequenceSplit, tree: Any, steps: int) -> Any:
     """Returns the arrays of the device ``steps`` places before in the ring (a ``ppermute``)."""
-    ways = split.way.ways
-    pairs = [(i, (i + steps) % ways) for i in range(ways)]
-    return jax.tree.map(lambda x: jax.lax.ppermute(x, split.way.ring, pairs), tree)
+    ring_size = split.plan.ring_size
+    pairs = [(i, (i + steps) % ring_size) for i in range(ring_size)]
+    return jax.tree.map(lambda x: jax.lax.ppermute(x, split.plan.ring, pairs), tree)
 
 
-def _for_travel(split: SequenceSplit, tree: Any) -> Any:
-    return tree if split.way.kv_grad_dtype is None else jax.tree.map(lambda x: x.astype(split.way.kv_grad_dtype), tree)
+def _cast_kv_grads(split: SequenceSplit, tree: Any) -> Any:
+    return (
+        tree if split.plan.kv_grad_dtype is None else jax.tree.map(lambda x: x.astype(split.plan.kv_grad_dtype), tree)
+    )
 
 
 def _with_bias(split: SequenceSplit, found: Gradients, distance: int | None) -> Gradients:

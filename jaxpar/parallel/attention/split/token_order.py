@@ -91,12 +91,25 @@ def zigzag_pairs(ways: int) -> list[list[tuple[int, int]]]:
     return [[(r, home(2 * r + odd)) for r in range(ways)] for odd in (0, 1)]
 
 
+def by_hop(pairs: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Returns the work ``[queries' device, keys' device]`` of a ring as ``[queries' device, hop]``.
+
+    In hop h a device has the keys of the device h places before it.
+
+    >>> by_hop(np.array([[1, 2], [3, 4]])).tolist()
+    [[1, 2], [4, 3]]
+    """
+    index = np.arange(len(pairs))
+    return pairs[index[:, None], (index[:, None] - index[None]) % len(pairs)]
+
+
 def check_given(order: Any, length: int, what: str) -> None:
     """Raises LayoutError if an explicit order does not have one position per token."""
     if len(order) != length:
         raise LayoutError(
-            f"attention: {what} has {length} tokens, but order has {len(order)} positions. Remedy: one for each token "
-            f"of all devices, as of jp.context.balanced_packing(...); and as many keys as queries."
+            f"attention: {what} has {length} tokens, but order has {len(order)} positions. Remedy: pass one position "
+            f"for each token of all devices, as jp.context.balanced_packing(...) returns them, and as many keys as "
+            f"queries."
         )
 
 
@@ -109,8 +122,10 @@ def check(order: str, length: int, ways: int, what: str = "seq") -> None:
     parts = 2 * ways if order == "zigzag" and ways > 1 else ways
     if length % parts:
         more = -length % parts
-        other = f", or order='striped', which wants a multiple of {ways}" if parts > ways and not length % ways else ""
+        other = (
+            f", or order='striped', which requires a multiple of {ways}" if parts > ways and not length % ways else ""
+        )
         raise LayoutError(
-            f"attention: {what} has {length} tokens, but order {order!r} over {ways} devices wants a multiple of "
-            f"{parts}. Remedy: pad=True (adds {more} tokens that nothing sees){other}."
+            f"attention: {what} has {length} tokens, but order {order!r} over {ways} devices requires a multiple of "
+            f"{parts}. Remedy: use pad=True (adds {more} masked tokens){other}."
         )

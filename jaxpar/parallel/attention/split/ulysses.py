@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxpar.parallel.collectives.hierarchical import all_to_all_local, gather_local
 
 
-def ways_of(axes: Sequence[str]) -> int:
+def num_devices(axes: Sequence[str]) -> int:
     """Returns the number of devices along ``axes``, inside a ``shard_map``."""
     return math.prod(jax.lax.axis_size(axis) for axis in axes)
 
@@ -30,7 +30,7 @@ def repeats(kv_heads: int, ways: int) -> int:
     return math.lcm(kv_heads, ways) // kv_heads
 
 
-def apart(x_BSHD: jax.Array, axes: Sequence[str], repeat: int = 1) -> jax.Array:
+def seq_to_heads(x_BSHD: jax.Array, axes: Sequence[str], repeat: int = 1) -> jax.Array:
     """Exchanges local tokens of all heads ``[batch, tokens, heads, …]`` for all tokens of some heads.
 
     Args:
@@ -44,8 +44,8 @@ def apart(x_BSHD: jax.Array, axes: Sequence[str], repeat: int = 1) -> jax.Array:
     return all_to_all_local(repeated, axes, split_dim=2, concat_dim=1)
 
 
-def together(x_BSHD: jax.Array, axes: Sequence[str], repeat: int = 1) -> jax.Array:
-    """Inverts :func:`apart` for results or gradients, and sums over repeated heads in at least fp32."""
+def heads_to_seq(x_BSHD: jax.Array, axes: Sequence[str], repeat: int = 1) -> jax.Array:
+    """Inverts :func:`seq_to_heads` for results or gradients, and sums over repeated heads in at least fp32."""
     if not axes:
         return x_BSHD
     back = all_to_all_local(x_BSHD, axes, split_dim=1, concat_dim=2)

@@ -43,38 +43,49 @@ def splash_exchanged(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(how: tuple[tuple[str, ...], int, bool], q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    return _forward(how, q, k, v)[0]
+def _attend(static: tuple[tuple[str, ...], int, bool], q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return _forward(static, q, k, v)[0]
 
 
-def _forward(how: tuple[tuple[str, ...], int, bool], q: Any, k: Any, v: Any) -> Any:
-    axes, kv_heads, interpret = how
-    repeat = ulysses.repeats(kv_heads, ulysses.ways_of(axes))
-    far = ulysses.apart(q, axes), ulysses.apart(k, axes, repeat), ulysses.apart(v, axes, repeat)
-    kernel, scope, ready, back = _prepared(far[0].shape, interpret)
+def _forward(static: tuple[tuple[str, ...], int, bool], q: Any, k: Any, v: Any) -> Any:
+    axes, kv_heads, interpret = static
+    repeat = ulysses.repeats(kv_heads, ulysses.num_devices(axes))
+    exchanged = (
+        ulysses.seq_to_heads(q, axes),
+        ulysses.seq_to_heads(k, axes, repeat),
+        ulysses.seq_to_heads(v, axes, repeat),
+    )
+    kernel, scope, to_kernel, from_kernel = _prepared(exchanged[0].shape, interpret)
     with jax.named_scope(scope):
-        o, (lse,) = jax.vmap(kernel)(ready(_scaled(far[0])), ready(far[1]), ready(far[2]))
-    o, lse = checkpoint_name(ulysses.together(back(o), axes), SAVED), checkpoint_name(lse, SAVED)
-    return o, (far, o, lse)
+        o, (lse,) = jax.vmap(kernel)(to_kernel(_scaled(exchanged[0])), to_kernel(exchanged[1]), to_kernel(exchanged[2]))
+    o, lse = checkpoint_name(ulysses.heads_to_seq(from_kernel(o), axes), SAVED), checkpoint_name(lse, SAVED)
+    return o, (exchanged, o, lse)
 
 
-def _backward(how: tuple[tuple[str, ...], int, bool], kept: Any, gradient: jax.Array) -> Any:
-    axes, kv_heads, interpret = how
+def _backward(static: tuple[tuple[str, ...], int, bool], kept: Any, gradient: jax.Array) -> Any:
+    axes, kv_heads, interpret = static
     (q, k, v), o, lse = kept
     # Without the barrier, a gradient that exists before the result (under remat, or of a single attention) is exchanged
     # first and occupies memory until the result exists.
     lse, gradient = jax.lax.optimization_barrier((lse, gradient))
     wide = jnp.promote_types(o.dtype, jnp.float32)
     delta = jnp.sum(o.astype(wide) * gradient.astype(wide), -1)
-    gradient, delta = ulysses.apart(gradient, axes), ulysses.apart(delta, axes)
-    kernel, scope, ready, back = _prepared(q.shape, interpret)
+    gradient, delta = ulysses.seq_to_heads(gradient, axes), ulysses.seq_to_heads(delta, axes)
+    kernel, scope, to_kernel, from_kernel = _prepared(q.shape, interpret)
     with jax.named_scope(scope):
         grads = jax.vmap(functools.partial(_gradients, kernel))
-        found = grads(ready(_scaled(q)), ready(k), ready(v), lse, ready(gradient), ready(delta[..., None])[..., 0])
-    dq, dk, dv = (back(x) for x in found)
-    repeat = ulysses.repeats(kv_heads, ulysses.ways_of(axes))
-    dk, dv = (ulysses.together(x.astype(y.dtype), axes, repeat).astype(y.dtype) for x, y in ((dk, k), (dv, v)))
-    return ulysses.together(_scaled(dq.astype(q.dtype)), axes), dk, dv
+        found = grads(
+            to_kernel(_scaled(q)),
+            to_kernel(k),
+            to_kernel(v),
+            lse,
+            to_kernel(gradient),
+            to_kernel(delta[..., None])[..., 0],
+        )
+    dq, dk, dv = (from_kernel(x) for x in found)
+    repeat = ulysses.repeats(kv_heads, ulysses.num_devices(axes))
+    dk, dv = (ulysses.heads_to_seq(x.astype(y.dtype), axes, repeat).astype(y.dtype) for x, y in ((dk, k), (dv, v)))
+    return ulysses.heads_to_seq(_scaled(dq.astype(q.dtype)), axes), dk, dv
 
 
 _attend.defvjp(_forward, _backward)
@@ -102,21 +113,21 @@ def _prepared(shape: tuple[int, ...], interpret: bool) -> tuple[Any, str, Any, A
         save_residuals=True,
         interpret=interpret,
     )
-    ready = lambda x: jnp.swapaxes(pad(x, padded, wide if x.shape[3] == head_dim else x.shape[3]), 1, 2)
-    back = lambda x: jnp.swapaxes(x[:, :, :seq, :head_dim], 1, 2)
-    return kernel, stated_flops(batch, count, wide, visited(padded, block)), ready, back
+    to_kernel = lambda x: jnp.swapaxes(pad(x, padded, wide if x.shape[3] == head_dim else x.shape[3]), 1, 2)
+    from_kernel = lambda x: jnp.swapaxes(x[:, :, :seq, :head_dim], 1, 2)
+    return kernel, stated_flops(batch, count, wide, visited(padded, block)), to_kernel, from_kernel
 
 
 def _gradients(kernel: Any, q: Any, k: Any, v: Any, lse: Any, gradient: Any, delta: Any) -> tuple[Any, Any, Any]:
     """Returns the gradients of one sequence's queries, keys and values [heads, seq, head_dim]."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as library
 
-    said, sizes = kernel.kwargs, kernel.kwargs["block_sizes"]
+    options, sizes = kernel.kwargs, kernel.kwargs["block_sizes"]
     arrays = q, k, v, None, None, lse, gradient, delta
-    alike = {
-        name: said[name] for name in ("is_mqa", "mask_value", "attn_logits_soft_cap", "mask_function", "interpret")
+    shared = {
+        name: options[name] for name in ("is_mqa", "mask_value", "attn_logits_soft_cap", "mask_function", "interpret")
     }
-    alike |= {name: getattr(sizes, name) for name in ("q_layout", "k_layout", "v_layout")}
+    shared |= {name: getattr(sizes, name) for name in ("q_layout", "k_layout", "v_layout")}
     _, dk, dv = library._splash_attention_bwd_dkv(
         *arrays,
         bq=sizes.block_q_dkv,
@@ -124,9 +135,9 @@ def _gradients(kernel: Any, q: Any, k: Any, v: Any, lse: Any, gradient: Any, del
         bkv_compute=sizes.block_kv_dkv_compute,
         mask_info=kernel.dkv_mask_info,
         use_fused_bwd_kernel=False,
-        **alike,
+        **shared,
     )
     dq = library._splash_attention_bwd_dq(
-        *arrays, bq=sizes.block_q_dq, bkv=sizes.block_kv_dq, mask_info=kernel.dq_mask_info, **alike
+        *arrays, bq=sizes.block_q_dq, bkv=sizes.block_kv_dq, mask_info=kernel.dq_mask_info, **shared
     )
     return dq, dk, dv

@@ -17,7 +17,7 @@ from jaxpar.parallel.attention.split import ring, ulysses
 from jaxpar.parallel.attention.split.backend import not_before
 from jaxpar.parallel.attention.split.partition import AttentionPlan, SequenceSplit
 from jaxpar.parallel.attention.split.token_order import into_zigzag
-from jaxpar.parallel.attention.tiled.blockwise import finished, in_blocks, rows_of, whole
+from jaxpar.parallel.attention.tiled.blockwise import finished, in_blocks, join_blocks, rows_of
 from jaxpar.parallel.attention.tiled.padding import KEPT, SAVED
 from jaxpar.parallel.attention.tiled.tile import Segments, TileArrays
 
@@ -37,12 +37,12 @@ BACKWARD = {
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attend(
-    way: AttentionPlan, q_BSHD: jax.Array, k_BTKD: jax.Array, v_BTKD: jax.Array, segments: Segments, extras: TileArrays
+    plan: AttentionPlan, q_BSHD: jax.Array, k_BTKD: jax.Array, v_BTKD: jax.Array, segments: Segments, extras: TileArrays
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns attention of one device's queries, keys and values, inside a ``shard_map`` over the axes of ``way``.
+    """Returns attention of one device's queries, keys and values, inside a ``shard_map`` over the axes of ``plan``.
 
     Args:
-      way: the plan.
+      plan: the plan.
       q_BSHD: local queries ``[batch, tokens, heads, head_dim]``; ``heads`` is a multiple of ``kv_heads``.
       k_BTKD, v_BTKD: local keys and values ``[batch, tokens, kv_heads, head_dim]``.
       segments: segment ids of the local queries and keys ``[batch, tokens]``.
@@ -53,76 +53,81 @@ def attend(
       The result in the queries' dtype (in the sums' dtype if the caller merges it), and the log-sum-exp ``[batch,
       tokens, heads]`` in the sums' dtype. A query that sees no key gets 0 and -inf.
     """
-    return _forward(way, q_BSHD, k_BTKD, v_BTKD, segments, extras)[0]
+    return _forward(plan, q_BSHD, k_BTKD, v_BTKD, segments, extras)[0]
 
 
-def _forward(way: AttentionPlan, q: Any, k: Any, v: Any, segments: Segments, extras: TileArrays) -> Any:
-    repeat = ulysses.repeats(k.shape[2], ulysses.ways_of(way.heads))
-    far = _arrived(way, q), _arrived(way, k, repeat), _arrived(way, v, repeat)
-    split = _split(way, far, segments, extras)
-    q_blocks, *keys = _packed(split, *far)
-    everybodys = None
-    if way.keep:
-        keys = everybodys = [checkpoint_name(ring.gathered(split, x), KEPT) for x in keys]
-    o, lse = finished(FORWARD[way.keys](split, q_blocks, *keys))
-    o, lse = _unpacked(o if way.whole else o.astype(q.dtype), far[0].shape[1]), _unpacked(lse, far[0].shape[1])
-    o, lse = (checkpoint_name(_returned(way, x), SAVED) for x in (o, lse))
-    return (o, lse), (far, everybodys, segments, extras, o, lse, k.shape[2])
+def _forward(plan: AttentionPlan, q: Any, k: Any, v: Any, segments: Segments, extras: TileArrays) -> Any:
+    repeat = ulysses.repeats(k.shape[2], ulysses.num_devices(plan.heads))
+    exchanged = _exchange(plan, q), _exchange(plan, k, repeat), _exchange(plan, v, repeat)
+    split = _split(plan, exchanged, segments, extras)
+    q_blocks, *keys = _packed(split, *exchanged)
+    gathered_kv = None
+    if plan.keep:
+        keys = gathered_kv = [checkpoint_name(ring.gathered(split, x), KEPT) for x in keys]
+    o, lse = finished(FORWARD[plan.keys](split, q_blocks, *keys))
+    o, lse = (
+        _unpacked(o if plan.full_queries else o.astype(q.dtype), exchanged[0].shape[1]),
+        _unpacked(lse, exchanged[0].shape[1]),
+    )
+    o, lse = (checkpoint_name(_exchange_back(plan, x), SAVED) for x in (o, lse))
+    return (o, lse), (exchanged, gathered_kv, segments, extras, o, lse, k.shape[2])
 
 
-def _backward(way: AttentionPlan, kept: Any, gradients: tuple[jax.Array, jax.Array]) -> Any:
-    far, everybodys, segments, extras, o, lse, kv_heads = kept
-    far, gradients = not_before(way, (far, gradients), lse)
-    split, (q, k, v) = _split(way, far, segments, extras), far
-    rows = jax.tree.map(lambda x: _arrived(way, x), rows_of(o, lse, *gradients))
+def _backward(plan: AttentionPlan, kept: Any, gradients: tuple[jax.Array, jax.Array]) -> Any:
+    exchanged, gathered_kv, segments, extras, o, lse, kv_heads = kept
+    exchanged, gradients = not_before(plan, (exchanged, gradients), lse)
+    split, (q, k, v) = _split(plan, exchanged, segments, extras), exchanged
+    rows = jax.tree.map(lambda x: _exchange(plan, x), rows_of(o, lse, *gradients))
     shape = (k.shape[2], q.shape[2] // k.shape[2])
     rows = jax.tree.map(
-        lambda x: _in_parts(in_blocks(_grouped(x, *shape), split.blocks[0], 3), split.parts(*shape)), rows
+        lambda x: _in_parts(in_blocks(_group_heads(x, *shape), split.blocks[0], 3), split.parts(*shape)), rows
     )
     q_blocks, *keys = _packed(split, q, k, v)
-    k_blocks, v_blocks = everybodys or keys
-    found = BACKWARD[way.keys](split, q_blocks, k_blocks, v_blocks, rows)
+    k_blocks, v_blocks = gathered_kv or keys
+    found = BACKWARD[plan.keys](split, q_blocks, k_blocks, v_blocks, rows)
     dq = _unpacked(found.q, q.shape[1]).astype(q.dtype)
     dk, dv = (_unpacked(x[:, :, :, :, None], k.shape[1]) for x in (found.k, found.v))
-    repeat = ulysses.repeats(kv_heads, ulysses.ways_of(way.heads))
+    repeat = ulysses.repeats(kv_heads, ulysses.num_devices(plan.heads))
     # Gradients of repeated heads are summed after the exchange, so they keep the sums' dtype without kv_grad_dtype.
-    narrow = way.kv_grad_dtype or (found.k.dtype if repeat > 1 else k.dtype)
-    dk, dv = (_returned(way, x.astype(narrow) if way.heads else x, repeat) for x in (dk, dv))
-    beside = TileArrays(
+    narrow = plan.kv_grad_dtype or (found.k.dtype if repeat > 1 else k.dtype)
+    dk, dv = (_exchange_back(plan, x.astype(narrow) if plan.heads else x, repeat) for x in (dk, dv))
+    extra_grads = TileArrays(
         bias=None if found.bias is None else split.bias_gradient(found.bias).astype(extras.bias.dtype),
         slopes=None if found.slopes is None else found.slopes.astype(extras.slopes.dtype),
     )
-    return _returned(way, dq), dk.astype(k.dtype), dv.astype(v.dtype), None, beside
+    return _exchange_back(plan, dq), dk.astype(k.dtype), dv.astype(v.dtype), None, extra_grads
 
 
 attend.defvjp(_forward, _backward)
 
 
-def _arrived(way: AttentionPlan, x: jax.Array, repeat: int = 1) -> jax.Array:
+def _exchange(plan: AttentionPlan, x: jax.Array, repeat: int = 1) -> jax.Array:
     """Exchanges a device's tokens [B, S, H, …] for the heads and tokens that it computes."""
-    x = ulysses.apart(x, way.heads, repeat)
-    return into_zigzag(x, way.ring, 1) if way.relay else x
+    x = ulysses.seq_to_heads(x, plan.heads, repeat)
+    return into_zigzag(x, plan.ring, 1) if plan.relay else x
 
 
-def _returned(way: AttentionPlan, x: jax.Array, repeat: int = 1) -> jax.Array:
-    x = into_zigzag(x, way.ring, 1, back=True) if way.relay else x
-    return ulysses.together(x, way.heads, repeat)
+def _exchange_back(plan: AttentionPlan, x: jax.Array, repeat: int = 1) -> jax.Array:
+    x = into_zigzag(x, plan.ring, 1, back=True) if plan.relay else x
+    return ulysses.heads_to_seq(x, plan.heads, repeat)
 
 
-def _split(way: AttentionPlan, far: tuple[jax.Array, ...], segments: Segments, extras: TileArrays) -> SequenceSplit:
-    q, k, _ = far
+def _split(
+    plan: AttentionPlan, exchanged: tuple[jax.Array, ...], segments: Segments, extras: TileArrays
+) -> SequenceSplit:
+    q, k, _ = exchanged
     if segments is not None:
-        mine, theirs = (ulysses.all_tokens(x, way.heads) for x in segments)
-        if way.relay:
-            mine, theirs = (into_zigzag(x, way.ring, 1) for x in (mine, theirs))
-        segments = mine, ulysses.all_tokens(theirs, way.ring)
-    if extras.numbers is not None and way.heads:
+        q_segments, kv_segments = (ulysses.all_tokens(x, plan.heads) for x in segments)
+        if plan.relay:
+            q_segments, kv_segments = (into_zigzag(x, plan.ring, 1) for x in (q_segments, kv_segments))
+        segments = q_segments, ulysses.all_tokens(kv_segments, plan.ring)
+    if extras.numbers is not None and plan.heads:
         sequences, head = extras.numbers
-        extras = extras._replace(numbers=(sequences, head + jax.lax.axis_index(way.heads) * q.shape[2]))
-    return SequenceSplit(way, q.shape[0], q.shape[1], k.shape[1], segments, extras)
+        extras = extras._replace(numbers=(sequences, head + jax.lax.axis_index(plan.heads) * q.shape[2]))
+    return SequenceSplit(plan, q.shape[0], q.shape[1], k.shape[1], segments, extras)
 
 
-def _grouped(x: jax.Array, kv_heads: int, group: int) -> jax.Array:
+def _group_heads(x: jax.Array, kv_heads: int, group: int) -> jax.Array:
     """Transposes [B, S, H, …] to [B, K, G, S, …]."""
     return jnp.moveaxis(x.reshape(*x.shape[:2], kv_heads, group, *x.shape[3:]), 1, 3)
 
@@ -131,7 +136,7 @@ def _packed(split: SequenceSplit, q: jax.Array, k: jax.Array, v: jax.Array) -> t
     """Returns queries, keys and values in blocks."""
     kv_heads, group, (rows, columns) = k.shape[2], q.shape[2] // k.shape[2], split.blocks
     parts = split.parts(kv_heads, group)
-    q = _in_parts(in_blocks(_grouped(q, kv_heads, group), rows, 3), parts)
+    q = _in_parts(in_blocks(_group_heads(q, kv_heads, group), rows, 3), parts)
     return q, *(_in_parts(in_blocks(jnp.moveaxis(x, 1, 2), columns, 2), parts) for x in (k, v))
 
 
@@ -144,5 +149,5 @@ def _unpacked(x: jax.Array, tokens: int) -> jax.Array:
     """Joins blocks [n, P, B, K, G, Q, …] to [B, S, H, …]."""
     x = jnp.moveaxis(x, 1, 2)
     x = x.reshape(*x.shape[:2], -1, *x.shape[4:])
-    joined = jnp.moveaxis(whole(x, tokens, 3), 3, 1)
+    joined = jnp.moveaxis(join_blocks(x, tokens, 3), 3, 1)
     return joined.reshape(*joined.shape[:2], -1, *joined.shape[4:])

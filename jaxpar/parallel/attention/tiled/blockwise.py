@@ -51,7 +51,7 @@ def in_blocks(x: Any, block: int, axis: int, fill: Any = 0) -> Any:
     return xp.moveaxis(cut, axis, 0)
 
 
-def whole(x: jax.Array, length: int, axis: int) -> jax.Array:
+def join_blocks(x: jax.Array, length: int, axis: int) -> jax.Array:
     """Inverts :func:`in_blocks` for an axis of the given length."""
     joined = jnp.moveaxis(x, 0, axis)
     joined = joined.reshape(*joined.shape[:axis], -1, *joined.shape[axis + 2 :])
@@ -85,8 +85,8 @@ def chosen(rules: TileSpec, q: Tokens, k: Tokens, extras: TileArrays) -> tuple[T
     partly = some & ~every
     if isinstance(some, np.ndarray):
         known = (np.flatnonzero(x).astype(np.int32) for x in (every, partly))
-        whole, masked = (Tiles(numbers, len(numbers)) for numbers in known)
-        return whole, masked
+        unmasked, masked = (Tiles(numbers, len(numbers)) for numbers in known)
+        return unmasked, masked
     # A single sort moves the fully visible tiles to the front and the partially visible ones to the back.
     kinds = jnp.where(every, 0, jnp.where(partly, 2, 1)).ravel()
     numbers = jnp.argsort(kinds).astype(jnp.int32)
@@ -119,7 +119,7 @@ def _of_values(rules: TileSpec, q: Tokens, k: Tokens, extras: TileArrays, some: 
     rows, columns = some.shape
 
     def look(number: jax.Array) -> tuple[jax.Array, jax.Array]:
-        visible = tile.seen(rules, _at(q, k, *_apart(number, columns)), extras)
+        visible = tile.seen(rules, _at(q, k, *_divmod(number, columns)), extras)
         return jnp.any(visible), jnp.all(visible)
 
     found = jax.lax.map(look, jnp.arange(rows * columns))
@@ -156,8 +156,8 @@ def visit(
         numbers = jnp.asarray(some.numbers)
 
         def step(t: jax.Array, carry: Any, numbers: Any = numbers, masked: bool = masked) -> Any:
-            at, part = _apart(t, parts)
-            return one(carry, *_apart(_pick(numbers, at), columns), part, masked)
+            at, part = _divmod(t, parts)
+            return one(carry, *_divmod(_pick(numbers, at), columns), part, masked)
 
         first, last = _start(0, some.count * parts)
         # The program does not contain a loop length that depends on the device, so audits read it from the scope.
@@ -166,7 +166,7 @@ def visit(
     return carry
 
 
-def nothing(q: jax.Array, v: jax.Array) -> Sums:
+def initial_sums(q: jax.Array, v: jax.Array) -> Sums:
     """Returns the initial sums, of queries that have seen no key yet."""
     rows = zeros(q[..., 0])
     return Sums(jnp.broadcast_to(rows[..., None], (*rows.shape, v.shape[-1])), rows + FAR, rows)
@@ -312,13 +312,13 @@ _slice = functools.partial(jax.lax.dynamic_slice, allow_negative_indices=False)
 _update = functools.partial(jax.lax.dynamic_update_slice, allow_negative_indices=False)
 
 
-def _apart(number: Any, size: int) -> tuple[Any, Any]:
+def _divmod(number: Any, size: int) -> tuple[Any, Any]:
     """Returns quotient and remainder of a non-negative number."""
     if size == 1:
         return number, 0
-    whole = jnp.asarray(number)
-    by = jnp.asarray(size, whole.dtype)  # a loop counter is int64 with 64-bit types enabled
-    return jax.lax.div(whole, by), jax.lax.rem(whole, by)
+    dividend = jnp.asarray(number)
+    divisor = jnp.asarray(size, dividend.dtype)  # a loop counter is int64 with 64-bit types enabled
+    return jax.lax.div(dividend, divisor), jax.lax.rem(dividend, divisor)
 
 
 def _extras_of_tile(extras: TileArrays, q: jax.Array, k: jax.Array, i: Any, j: Any, part: Any) -> TileArrays:
@@ -341,22 +341,22 @@ def _put_part(slopes: jax.Array, new: jax.Array, part: Any) -> jax.Array:
     return _update(slopes, new, _start(part * len(new), 0))
 
 
-def _bias_tile(bias: jax.Array, where: tuple[Any, Any, Any], sizes: tuple[int, int, int]) -> jax.Array:
-    return _slice(bias, *_window(bias, where, sizes))
+def _bias_tile(bias: jax.Array, index: tuple[Any, Any, Any], sizes: tuple[int, int, int]) -> jax.Array:
+    return _slice(bias, *_window(bias, index, sizes))
 
 
-def _add_bias(sums: jax.Array, new: jax.Array, *where: Any) -> jax.Array:
+def _add_bias(sums: jax.Array, new: jax.Array, *index: Any) -> jax.Array:
     sizes = new.shape[-2], new.shape[-1], new.shape[1]
     folded = tuple(n for n in range(3) if sums.shape[n] == 1)
-    start, _ = _window(sums, where, sizes)
-    new = jnp.sum(new, axis=folded, keepdims=True) + _bias_tile(sums, where, sizes)
+    start, _ = _window(sums, index, sizes)
+    new = jnp.sum(new, axis=folded, keepdims=True) + _bias_tile(sums, index, sizes)
     return _update(sums, new, start)
 
 
 def _window(
-    bias: jax.Array, where: tuple[Any, ...], sizes: tuple[int, int, int]
+    bias: jax.Array, index: tuple[Any, ...], sizes: tuple[int, int, int]
 ) -> tuple[tuple[Any, ...], tuple[int, ...]]:
     """Returns the start and the size of a tile in a bias [B or 1, K or 1, G or 1, queries, keys]."""
-    (i, j, part), (rows, columns, heads) = where, sizes
+    (i, j, part), (rows, columns, heads) = index, sizes
     heads, first = (1, 0) if bias.shape[1] == 1 else (heads, part * heads)
     return _start(0, first, 0, i * rows, j * columns), (bias.shape[0], heads, bias.shape[2], rows, columns)

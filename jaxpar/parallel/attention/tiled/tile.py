@@ -98,13 +98,13 @@ def scaled(rules: TileSpec, q: Any) -> tuple[Any, float]:
     return (q * rules.scale, 1.0) if q.dtype == accumulator(q) else (q, rules.scale)
 
 
-def turned(x: jax.Array) -> jax.Array:
+def keys_first(x: jax.Array) -> jax.Array:
     """Transposes [B, K, G, Q, L] to [B, K, L, G, Q]."""
     return jnp.moveaxis(x, -1, 2)
 
 
 def scores(
-    rules: TileSpec, q: Any, k: Any, at: tuple[Tokens, Tokens], extras: TileArrays, turn: bool = False
+    rules: TileSpec, q: Any, k: Any, at: tuple[Tokens, Tokens], extras: TileArrays, key_major: bool = False
 ) -> tuple[jax.Array, Any]:
     """Returns the scores of a tile, and the tanh of the soft cap (``None`` without one).
 
@@ -114,12 +114,12 @@ def scores(
       k: keys [B, K, L, D].
       at: positions and segments of queries and keys.
       extras: slopes and bias, of this tile.
-      turn: return [B, K, L, G, Q] instead of [B, K, G, Q, L].
+      key_major: return [B, K, L, G, Q] instead of [B, K, G, Q, L].
     """
     own, rest = scaled(rules, q)
-    pair, operands = ("bkld,bkgqd->bklgq", (k, own)) if turn else ("bkgqd,bkld->bkgql", (own, k))
+    pair, operands = ("bkld,bkgqd->bklgq", (k, own)) if key_major else ("bkgqd,bkld->bkgql", (own, k))
     s = jnp.einsum(pair, *operands, preferred_element_type=accumulator(q)) * rest
-    placed: Callable[[jax.Array], jax.Array] = turned if turn else lambda x: x
+    placed: Callable[[jax.Array], jax.Array] = keys_first if key_major else lambda x: x
     capped = None
     if rules.softcap is not None:
         capped = jnp.tanh(s / rules.softcap)
@@ -268,13 +268,13 @@ def backward(
     dtype = accumulator(q)
     multiply = functools.partial(jnp.einsum, preferred_element_type=dtype)
     own, rest = scaled(rules, q)
-    s, capped = scores(rules, q, k, at, extras, turn=True)
+    s, capped = scores(rules, q, k, at, extras, key_major=True)
     p = jnp.exp(s - rows.lse[:, :, None])
-    p = jnp.where(turned(seen(rules, at, extras)), p, 0) if masked else p
+    p = jnp.where(keys_first(seen(rules, at, extras)), p, 0) if masked else p
     dp = multiply("bkld,bkgqd->bklgq", v, rows.gradient)
     dropped = p
     if rules.dropout:
-        keep = turned(kept(rules, at, extras, (*q.shape[:-1], k.shape[-2]))).astype(dtype)
+        keep = keys_first(kept(rules, at, extras, (*q.shape[:-1], k.shape[-2]))).astype(dtype)
         dp, dropped = dp * keep, p * keep
     ds = p * (dp - rows.delta[:, :, None])
     bias = None if extras.bias is None else jnp.moveaxis(ds, 2, -1)

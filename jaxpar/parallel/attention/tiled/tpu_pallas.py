@@ -56,12 +56,17 @@ def forward(
     if visit is None:
         return sums
     _, m, batch, kv_heads, group, side = _sizes(q, k)
-    where = _Where(lambda b, h, _, t: (b, h // group, h % group, t // m, t % m))
-    inputs = [(q, where.of_rows), (k, where.of_columns), (v, where.of_columns), *_places(where, at)]
+    index_maps = _IndexMaps(lambda b, h, _, t: (b, h // group, h % group, t // m, t % m))
+    inputs = [
+        (q, index_maps.of_rows),
+        (k, index_maps.of_columns),
+        (v, index_maps.of_columns),
+        *_position_inputs(index_maps, at),
+    ]
     carried = [
-        (sums.values, where.of_rows),
-        (_flat(sums.greatest), where.of_rows),
-        (_flat(sums.weights), where.of_rows),
+        (sums.values, index_maps.of_rows),
+        (_flat(sums.greatest), index_maps.of_rows),
+        (_flat(sums.weights), index_maps.of_rows),
     ]
     width = q.shape[-1] + v.shape[-1]
     scratch = [(v.shape[-1], side), (1, side), (1, side)]
@@ -98,7 +103,7 @@ def backward(
     ring the arrays of zeros.
     """
     some, every = flags(rules, *at, extras)
-    by_row, by_column = visits(some, every, by_row=True), visits(some, every, by_row=False, all_of_them=True)
+    by_row, by_column = visits(some, every, by_row=True), visits(some, every, by_row=False, placeholders=True)
     if by_row is None or by_column is None:
         return sums
     n, m, batch, kv_heads, group, side = _sizes(q, k)
@@ -106,52 +111,52 @@ def backward(
     stats = [_flat(rows.lse), _flat(rows.delta)]
     segments, prefix = at[0].segments is not None, extras.prefix is not None
 
-    def inputs(where: _Where) -> list[Any]:
-        of_queries = [(x, where.of_rows) for x in (q, rows.gradient, *stats)]
-        return [*of_queries, (k, where.of_columns), (v, where.of_columns), *_places(where, at)]
+    def inputs(index_maps: _IndexMaps) -> list[Any]:
+        of_queries = [(x, index_maps.of_rows) for x in (q, rows.gradient, *stats)]
+        return [*of_queries, (k, index_maps.of_columns), (v, index_maps.of_columns), *_position_inputs(index_maps, at)]
 
-    where = _Where(lambda b, h, _, t: (b, h // group, h % group, t // m, t % m))
+    index_maps = _IndexMaps(lambda b, h, _, t: (b, h // group, h % group, t // m, t % m))
     (dq,) = _call(
         functools.partial(_queries_kernel, rules, segments, prefix),
         "attend_backward_q",
         (batch, kv_heads * group, by_row.count),
         (by_row.tiles, _prefixes(extras, batch)),
-        inputs(where),
-        [(sums.q, where.of_rows)],
+        inputs(index_maps),
+        [(sums.q, index_maps.of_rows)],
         [(wide, side)],
         _cost(expected, q, k, 2 * wide + deep),
         mode,
     )
-    where = _Where(lambda b, h, g, t: (b, h, g, t % n, t // n))
+    index_maps = _IndexMaps(lambda b, h, g, t: (b, h, g, t % n, t // n))
     dk, dv = _call(
         functools.partial(_keys_kernel, rules, segments, prefix),
         "attend_backward_kv",
         (batch, kv_heads, by_column.count, group),
         (by_column.tiles, _prefixes(extras, batch)),
-        inputs(where),
-        [(sums.k, where.of_columns), (sums.v, where.of_columns)],
+        inputs(index_maps),
+        [(sums.k, index_maps.of_columns), (sums.v, index_maps.of_columns)],
         [(length, wide), (length, deep)],
         _cost(expected, q, k, 2 * wide + 2 * deep),
         mode,
-        anew=True,
+        write_only=True,
     )
     return sums._replace(q=dq, k=dk, v=dv)
 
 
-def visits(some: Any, every: Any, *, by_row: bool, all_of_them: bool = False) -> Visit | None:
+def visits(some: Any, every: Any, *, by_row: bool, placeholders: bool = False) -> Visit | None:
     """Returns the list of visible tiles, or ``None`` if it is known to be empty.
 
     Args:
       some: which tiles are visible at least in part [rows, columns].
       every: which tiles are fully visible [rows, columns].
       by_row: list the tiles row by row, otherwise column by column.
-      all_of_them: add a placeholder, which is not computed, to every row (or column) without tiles.
+      placeholders: add a placeholder, which is not computed, to every row (or column) without tiles.
     """
     some, every = (some, every) if by_row else (some.T, every.T)
     columns, computed = some.shape[1], some
     if isinstance(some, np.ndarray) and not some.any():
         return None
-    if all_of_them:
+    if placeholders:
         some = some | (~some.any(1, keepdims=True) & (np.arange(columns) == 0))
     if isinstance(some, np.ndarray):
         xp: Any = np
@@ -164,12 +169,12 @@ def visits(some: Any, every: Any, *, by_row: bool, all_of_them: bool = False) ->
     row, place = numbers // columns, xp.arange(len(numbers))
     first = (place == 0) | (row != xp.roll(row, 1))
     last = (place == count - 1) | (row != xp.roll(row, -1))
-    said = (~(some & every)).ravel()[numbers] * MASKED + first * FIRST + last * LAST
-    said = said + (~computed).ravel()[numbers] * EMPTY
-    return Visit(jnp.asarray((numbers << BITS) + said, jnp.int32), count)
+    tile_flags = (~(some & every)).ravel()[numbers] * MASKED + first * FIRST + last * LAST
+    tile_flags = tile_flags + (~computed).ravel()[numbers] * EMPTY
+    return Visit(jnp.asarray((numbers << BITS) + tile_flags, jnp.int32), count)
 
 
-class _Where:
+class _IndexMaps:
     """Index maps of a kernel's arrays: which block a step of the grid reads."""
 
     def __init__(self, tile: Callable[..., tuple[Any, ...]]) -> None:
@@ -207,13 +212,13 @@ class _Where:
         return found[4], found[0], 0, 0
 
 
-def _places(where: _Where, at: tuple[Tokens, Tokens]) -> list[Any]:
+def _position_inputs(index_maps: _IndexMaps, at: tuple[Tokens, Tokens]) -> list[Any]:
     rows, columns = at
-    found = [(rows.positions[:, None], where.row), (columns.positions[:, None], where.column)]
+    found = [(rows.positions[:, None], index_maps.row), (columns.positions[:, None], index_maps.column)]
     if rows.segments is not None:
         found += [
-            (rows.segments[:, :, None], where.row_of_batch),
-            (columns.segments[:, :, None], where.column_of_batch),
+            (rows.segments[:, :, None], index_maps.row_of_batch),
+            (columns.segments[:, :, None], index_maps.column_of_batch),
         ]
     return [(jnp.asarray(x, jnp.int32), index) for x, index in found]
 
@@ -253,16 +258,16 @@ def _call(
     cost: pl.CostEstimate | None,
     mode: Mode,
     *,
-    anew: bool = False,
+    write_only: bool = False,
 ) -> Sequence[jax.Array]:
-    """Runs the kernel and returns ``carried`` updated in place; with ``anew``, new arrays of the same shapes."""
+    """Runs the kernel and returns ``carried`` updated in place; with ``write_only``, new arrays of the same shapes."""
 
     def spec(x: jax.Array, index: Any) -> pl.BlockSpec:
         # A block has the full last two dims and one element of each other dim.
         return pl.BlockSpec((*(None,) * (x.ndim - 2), *x.shape[-2:]), index)
 
     parallel: Any = ("parallel", "parallel", *("arbitrary",) * (len(grid) - 2))
-    first, read = len(scalars) + len(inputs), () if anew else carried
+    first, read = len(scalars) + len(inputs), () if write_only else carried
     call = pl.pallas_call(
         kernel,
         name=name,
@@ -302,17 +307,17 @@ def _scores(rules: TileSpec, q: jax.Array, k: jax.Array) -> tuple[jax.Array, Any
     return rules.softcap * capped, capped
 
 
-def _seen(rules: TileSpec, places: Sequence[Any], prefix: Any) -> jax.Array:
+def _seen(rules: TileSpec, positions: Sequence[Any], prefix: Any) -> jax.Array:
     """Returns which keys the queries of a tile see, [L, Q], from positions and any segments."""
-    x, y = places[0][...], _upright(places[1][...])
+    x, y = positions[0][...], _as_column(positions[1][...])
     visible = (x != PAD) & (y != PAD) & rules.mask.visible(x, y, prefix)
-    if len(places) > 2:
-        a, b = places[2][...], _upright(places[3][...])
+    if len(positions) > 2:
+        a, b = positions[2][...], _as_column(positions[3][...])
         visible = visible & (a == b) & (a >= 0)
     return visible
 
 
-def _upright(x: jax.Array) -> jax.Array:
+def _as_column(x: jax.Array) -> jax.Array:
     """Transposes [1, L] to [L, 1]."""
     return jnp.swapaxes(jnp.broadcast_to(x, (LANES, x.shape[1])), 0, 1)[:, :1]
 
@@ -327,18 +332,18 @@ def _tile(
     return tiles[pl.program_id(2)], lambda: _seen(rules, refs[:many], length), list(refs[many:])
 
 
-def _either(said: Any, tile: Callable[[bool], None]) -> None:
+def _run_tile(tile_flags: Any, tile: Callable[[bool], None]) -> None:
     """Runs ``tile(masked)`` according to the flags of a tile, or nothing for a placeholder."""
-    pl.when(said & (MASKED | EMPTY) == MASKED)(lambda: tile(True))
-    pl.when(said & MASKED == 0)(lambda: tile(False))
+    pl.when(tile_flags & (MASKED | EMPTY) == MASKED)(lambda: tile(True))
+    pl.when(tile_flags & MASKED == 0)(lambda: tile(False))
 
 
 def _forward_kernel(rules: TileSpec, segments: bool, prefix: bool, *refs: Any) -> None:
     q, k, v = refs[2:5]
-    said, seen, rest = _tile(rules, segments, prefix, refs[:2], refs[5:])
+    tile_flags, seen, rest = _tile(rules, segments, prefix, refs[:2], refs[5:])
     values_in, greatest_in, weights_in, values_out, greatest_out, weights_out, values, greatest, weights = rest
 
-    @pl.when(said & FIRST != 0)
+    @pl.when(tile_flags & FIRST != 0)
     def _() -> None:
         values[...] = jnp.swapaxes(values_in[...], 0, 1)
         greatest[...], weights[...] = greatest_in[...], weights_in[...]
@@ -356,9 +361,9 @@ def _forward_kernel(rules: TileSpec, segments: bool, prefix: bool, *refs: Any) -
         greatest[...], weights[...] = most, weights[...] * shrunk + jnp.sum(p, 0, keepdims=True)
         values[...] = values[...] * shrunk + _dot(v[...], p.astype(v.dtype), TN)
 
-    _either(said, tile)
+    _run_tile(tile_flags, tile)
 
-    @pl.when(said & LAST != 0)
+    @pl.when(tile_flags & LAST != 0)
     def _() -> None:
         values_out[...] = jnp.swapaxes(values[...], 0, 1)
         greatest_out[...], weights_out[...] = greatest[...], weights[...]
@@ -377,9 +382,9 @@ def _weights(rules: TileSpec, refs: Sequence[Any], visible: Any) -> tuple[jax.Ar
 
 def _queries_kernel(rules: TileSpec, segments: bool, prefix: bool, *refs: Any) -> None:
     of_tile = refs[2:8]
-    said, seen, (before, after, sums) = _tile(rules, segments, prefix, refs[:2], refs[8:])
+    tile_flags, seen, (before, after, sums) = _tile(rules, segments, prefix, refs[:2], refs[8:])
 
-    @pl.when(said & FIRST != 0)
+    @pl.when(tile_flags & FIRST != 0)
     def _() -> None:
         sums[...] = jnp.zeros_like(sums)
 
@@ -387,20 +392,20 @@ def _queries_kernel(rules: TileSpec, segments: bool, prefix: bool, *refs: Any) -
         _, ds = _weights(rules, of_tile, seen() if masked else None)
         sums[...] += _dot(of_tile[4][...], ds, TN)
 
-    _either(said, tile)
+    _run_tile(tile_flags, tile)
 
-    @pl.when(said & LAST != 0)
+    @pl.when(tile_flags & LAST != 0)
     def _() -> None:
         after[...] = before[...] + jnp.swapaxes(sums[...], 0, 1)
 
 
 def _keys_kernel(rules: TileSpec, segments: bool, prefix: bool, *refs: Any) -> None:
     of_tile = refs[2:8]
-    said, seen, rest = _tile(rules, segments, prefix, refs[:2], refs[8:])
+    tile_flags, seen, rest = _tile(rules, segments, prefix, refs[:2], refs[8:])
     k_after, v_after, k_sums, v_sums = rest
     head, heads = pl.program_id(3), pl.num_programs(3)
 
-    @pl.when((said & FIRST != 0) & (head == 0))
+    @pl.when((tile_flags & FIRST != 0) & (head == 0))
     def _() -> None:
         k_sums[...], v_sums[...] = jnp.zeros_like(k_sums), jnp.zeros_like(v_sums)
 
@@ -410,8 +415,8 @@ def _keys_kernel(rules: TileSpec, segments: bool, prefix: bool, *refs: Any) -> N
         k_sums[...] += _dot(ds, of_tile[0][...], NN)
         v_sums[...] += _dot(p.astype(gradient.dtype), gradient, NN)
 
-    _either(said, tile)
+    _run_tile(tile_flags, tile)
 
-    @pl.when((said & LAST != 0) & (head == heads - 1))
+    @pl.when((tile_flags & LAST != 0) & (head == heads - 1))
     def _() -> None:
         k_after[...], v_after[...] = k_sums[...], v_sums[...]
