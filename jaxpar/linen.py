@@ -12,7 +12,6 @@ from typing import Any
 from flax import linen as nn
 
 from jaxpar.errors import AnnotationError
-from jaxpar.sharding import messages
 from jaxpar.sharding.layout import current_layout
 from jaxpar.sharding.names import Names, check_names
 from jaxpar.sharding.rules import options
@@ -49,7 +48,10 @@ def unbox(box: Any, where: str) -> tuple[Any, Names]:
       AnnotationError: another kind of box; the text begins with ``where``.
     """
     if not isinstance(box, nn.Partitioned):
-        raise AnnotationError(f"{where}: {messages.nameless_box(box)}")
+        raise AnnotationError(
+            f"{where}: the metadata box {type(box).__name__} names no dims. Remedy: annotate with jaxpar.linen.axes or "
+            f"nn.with_logical_partitioning."
+        )
     return box.value, box.names
 
 

@@ -13,7 +13,6 @@ import jax
 from flax import nnx
 
 from jaxpar.errors import AnnotationError
-from jaxpar.sharding import messages
 from jaxpar.sharding.names import Names, check_names
 
 DIMS = "logical_dims"
@@ -63,5 +62,8 @@ def names_of(metadata: dict[str, Any], where: str) -> Names | None:
     if sharding is None:
         return None
     if not isinstance(sharding, tuple | list | jax.sharding.PartitionSpec):
-        raise AnnotationError(f"{where}: {messages.not_dims(sharding)}")
+        raise AnnotationError(
+            f"{where}: out_sharding must be a tuple of logical dims such as ('embed', 'mlp'), got {sharding!r}. "
+            f"Remedy: annotate with jaxpar.nnx.axes or nnx.with_partitioning."
+        )
     return check_names(tuple(sharding), where)

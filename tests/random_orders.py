@@ -23,7 +23,11 @@ def orders_of_ones_own(
     """Orders that some clock can execute, and the sizes they are for."""
     one = lambda some: draw(st.sampled_from(some))
     sizes = {"stages": one(stages), "chunks": one(chunks), "sequence_chunks": one(parts)}
-    sizes |= {"microbatches": draw(st.integers(1, 4)), "placement": one(("loop", "v")), "fused": draw(st.booleans())}
+    sizes |= {
+        "microbatches": draw(st.integers(1, 4)),
+        "placement": one(("interleaved", "v")),
+        "fused": draw(st.booleans()),
+    }
     pieces, cut, does = (
         Pieces(sizes["stages"], sizes["chunks"], sizes["placement"]),
         sizes["sequence_chunks"],

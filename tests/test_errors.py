@@ -127,11 +127,6 @@ def test_mesh(act: Callable[[], Any], text: str) -> None:
 
 RULE_TABLES = [
     case(
-        "two rules for a dim",
-        lambda: Rules.from_pairs([("heads", "model"), ("embed", None), ("heads", None)]),
-        "two rules for 'heads': model and None. Remedy: keep one, or write a fallback as heads=first_of(...).",
-    ),
-    case(
         "overlay for a dim not in the base table",
         lambda: Rules(embed=None, params={"embd": "data"}),
         (

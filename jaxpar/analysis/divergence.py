@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.parallel.precision.policy import Precision
-from jaxpar.sharding.layout import Layout, observing
+from jaxpar.sharding.layout import Layout
 from jaxpar.training.loss import loss_of
 from jaxpar.training.model import show, to_path
+from jaxpar.utils.contexts import hint_observer
 
 
 def first_divergence(
@@ -40,7 +41,7 @@ def first_divergence(
         def note(site: str, dims: Sequence[str | None], x: Any, _: Any, trace: list[Any] = trace) -> None:
             trace.append((site, dims, np.asarray(jax.device_get(x))))
 
-        with layout, jax.disable_jit(), observing(note):
+        with layout, jax.disable_jit(), hint_observer(note):
             loss_of(loss_fn, state, batch)(state.params)
         traces.append(trace)
     # A layout may run other code than one device in places, so only calls that both make are compared.
@@ -82,7 +83,7 @@ def first_nonfinite(
             found.append(f"{site} ({', '.join(map(str, dims))}), call {calls[site]}")
 
     compute = lambda params: loss_of(loss_fn, state, batch)(jax.tree.map(precision.computing, params))[0]
-    with layout, jax.disable_jit(), observing(note):
+    with layout, jax.disable_jit(), hint_observer(note):
         loss = compute(state.params)
     if found:
         return found[0]

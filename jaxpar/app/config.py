@@ -109,8 +109,7 @@ class PipelineConfig:
         residuals.
       grad_reduction: when gradients are reduced.
       executor: ``lockstep``, or ``independent`` stages.
-      offset: for each piece (stage by stage, then chunk by chunk), how many layers it has more or fewer than an equal
-        share.
+      layers_per_stage: the number of layers of each piece, in model order; empty if all pieces are equal.
       recompute: for each stage, how many of its first layers keep only their input, where the stage keeps residuals.
       embedding: ``per_microbatch`` looks up the tokens of one microbatch at a time.
     """
@@ -122,7 +121,7 @@ class PipelineConfig:
     activation_checkpointing: Literal["full", "none"] = "full"
     grad_reduction: Literal["per_step", "per_chunk", "per_microbatch"] = "per_step"
     executor: Literal["lockstep", "independent"] = "lockstep"
-    offset: tuple[int, ...] = ()
+    layers_per_stage: tuple[int, ...] = ()
     recompute: tuple[int, ...] = ()
     embedding: Literal["per_step", "per_microbatch"] = "per_step"
 

@@ -22,8 +22,8 @@ def make_pipeline(
       layers: the number of layers of the model.
 
     Raises:
-      ConfigError: the mesh has stages but the table is missing, the number of stages is open (-1), or an option or
-        offset is invalid.
+      ConfigError: the mesh has stages but the table is missing, the number of stages is open (-1), or an option is
+        invalid.
     """
     stages = mesh.get("pipeline", 1)
     if config is None:
@@ -48,11 +48,11 @@ def make_pipeline(
             chunks=config.virtual_stages,
             sequence_chunks=config.sequence_chunks,
         )
-        layers_per_piece = _layers(config.offset, layers, schedule.pieces.count)
+        _check_layers(config, layers, schedule.pieces.count)
         return jp.Pipeline(
             schedule,
             config.activation_checkpointing,
-            layers_per_piece,
+            config.layers_per_stage,
             config.grad_reduction,
             config.executor,
             config.recompute,
@@ -93,23 +93,24 @@ def _asynchronous(config: PipelineConfig, stages: int, layers: int) -> jp.pipeli
                 f"parallel.pipeline: {name} is {value!r}, but under {config.schedule!r} each stage has one piece of "
                 f"the model, and all stages do the same work in every tick. Remedy: leave {name} out."
             )
-    offset = _layers(config.offset, layers, stages)
+    _check_layers(config, layers, stages)
     return jp.pipeline.Asynchronous(
-        config.schedule, stages, config.microbatches, config.activation_checkpointing, offset, config.grad_reduction
+        config.schedule,
+        stages,
+        config.microbatches,
+        config.activation_checkpointing,
+        config.layers_per_stage,
+        config.grad_reduction,
     )
 
 
-def _layers(offset: tuple[int, ...], layers: int, pieces: int) -> tuple[int, ...]:
-    """The number of layers of each piece; empty if all pieces have the same number."""
-    if not offset:
-        return ()
-    share, rest = divmod(layers - sum(offset), pieces)
-    if len(offset) != pieces or rest or share + min(offset) < 1:
+def _check_layers(config: PipelineConfig, layers: int, pieces: int) -> None:
+    """Raises if ``layers_per_stage`` does not divide the model's layers into the schedule's pieces."""
+    each = config.layers_per_stage
+    if each and (len(each) != pieces or sum(each) != layers or min(each) < 1):
+        low, more = divmod(layers, pieces)
         raise ConfigError(
-            f"parallel.pipeline: offset is {list(offset)}, {len(offset)} numbers that sum to {sum(offset)}, but "
-            f"{layers} layers in {pieces} pieces require {pieces} numbers, a sum that leaves a multiple of {pieces}, "
-            f"and at least one layer in each piece. Remedy: an offset such as "
-            f"{[1, *(0,) * (pieces - 2), -1] if pieces > 1 else [0]}, or a number of layers that is a multiple of "
-            f"{pieces}."
+            f"parallel.pipeline: layers_per_stage is {list(each)}, {len(each)} numbers that sum to {sum(each)}, but "
+            f"the model has {layers} layers and the schedule {pieces} pieces of at least one layer each. Remedy: "
+            f"{pieces} numbers that sum to {layers}, such as {[low + 1] * more + [low] * (pieces - more)}."
         )
-    return tuple(share + more for more in offset)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxpar.errors import MeshError
 from jaxpar.sharding import messages
+from jaxpar.sharding.hardware.torus import take
 
 if TYPE_CHECKING:
     import numpy as np
@@ -35,30 +36,22 @@ def arrange(devices: Sequence[Any], sizes: Mapping[str, int]) -> np.ndarray:
     if len(counts) == 1 or (not by_slice and devices[0].platform == "tpu"):
         return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
     if len(set(counts.values())) > 1:
-        raise MeshError(messages.uneven_groups(groups, counts))
+        shown = ", ".join(f"{i}: {count}" for i, count in sorted(counts.items()))
+        raise MeshError(
+            f"the {groups} have different numbers of devices ({shown}). Remedy: pass build() the same number of "
+            f"devices of each."
+        )
     whole = len(devices) // len(counts)
     for i in range(len(shape)):
         inner = math.prod(shape[i:])
         if inner <= whole and whole % inner:
             block = dict(list(sizes.items())[i:])
-            raise MeshError(messages.torn_block(sizes, block, len(counts), groups, whole))
+            raise MeshError(
+                f"the mesh {messages.product(sizes)} does not fit {len(counts)} {groups} of {whole} devices: "
+                f"{messages.product(block)} would span several {groups}. Remedy: make its size divide {whole}."
+            )
     # There are groups × whole devices, so the outermost axes can always supply every factor of the number of groups.
     dcn = list(take(sizes, len(counts), sizes).values())
     ici = [size // outer for size, outer in zip(shape, dcn, strict=True)]
     options = {"process_is_granule": not by_slice, "allow_split_physical_axes": True}
     return mesh_utils.create_hybrid_device_mesh(ici, dcn, devices, **options)
-
-
-def take(sizes: Mapping[str, int], count: int, order: Iterable[str]) -> dict[str, int]:
-    """Returns the factor of each axis that a level of ``count`` devices holds.
-
-    Each axis, in ``order``, takes the largest factor that it shares with what is left of ``count``.
-
-    >>> take({"data": 4, "model": 4}, 8, ["data", "model"])
-    {'data': 4, 'model': 2}
-    """
-    taken = dict.fromkeys(sizes, 1)
-    for axis in order:
-        taken[axis] = math.gcd(sizes[axis], count)
-        count //= taken[axis]
-    return taken

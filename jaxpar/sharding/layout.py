@@ -7,11 +7,9 @@ function is traced again under another layout, and hits the cache when the first
 from __future__ import annotations
 
 import os
-import re
-import sys
 import threading
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -19,18 +17,17 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxpar.errors import JaxparError, LayoutError, NoLayoutError
+from jaxpar.errors import JaxparError, LayoutError, NoLayoutError, did_you_mean, listing
 from jaxpar.sharding import messages
 from jaxpar.sharding.mesh import AXES, MeshSpec
 from jaxpar.sharding.resolve import Resolved, resolve
 from jaxpar.sharding.rules import Rules
+from jaxpar.utils.call_site import call_site
 from jaxpar.utils.contexts import ambient_layout, hint_observer
 from jaxpar.utils.yaml_config import build, load_yaml
 
 Devices = Sequence[Any] | int | None
 _entered = threading.local()
-# Frames of these modules are skipped, so that errors and reports name the line of the model.
-_LIBRARIES = re.compile(r"(jaxpar(?!\.models)|jax|flax|functools)(\.|$)")
 
 
 @dataclass(frozen=True)
@@ -64,14 +61,24 @@ class Layout:
 
     def __post_init__(self) -> None:
         if not isinstance(self.mesh, Mesh | AbstractMesh) or not isinstance(self.rules, Rules):
-            raise LayoutError(messages.not_a_layout(self.mesh, self.rules))
+            got = f"{type(self.mesh).__name__} and {type(self.rules).__name__}"
+            raise LayoutError(
+                f"Layout() requires a Mesh and Rules, got {got}. Remedy: use Layout(MeshSpec(...).build(), rules)."
+            )
         names = self.mesh.axis_names
         known = tuple(dict.fromkeys([*names, *AXES]))
         unknown = [(where, axis) for where, axis in self.rules.axes() if axis not in known]
-        problems = [messages.unknown_axis(where, axis, known, names) for where, axis in unknown]
+        problems = [
+            f"the rule for {where!r} names the mesh axis {axis!r}, which does not exist.{did_you_mean(axis, known)} "
+            f"The mesh has {listing(names)}. Remedy: correct the rule, or build a mesh with that axis."
+            for where, axis in unknown
+        ]
         kinds = dict(zip(names, self.mesh.axis_types, strict=True))
         if len(set(kinds.values())) > 1 or AxisType.Manual in kinds.values():
-            problems.append(messages.mixed_axis_types({axis: kind.name for axis, kind in kinds.items()}))
+            shown = ", ".join(f"{axis}={kind.name}" for axis, kind in kinds.items())
+            problems.append(
+                f"the mesh has the axis types {shown}. Remedy: use MeshSpec(...).build(): all Auto or all Explicit."
+            )
         if problems:
             raise LayoutError(problems)
 
@@ -180,7 +187,10 @@ def current_layout() -> Layout:
     """
     layout: Layout | None = ambient_layout.value
     if layout is None:
-        raise NoLayoutError(messages.NO_LAYOUT)
+        raise NoLayoutError(
+            "no active layout, but constrain() and hint() need one. Remedy: run inside 'with layout:', or call the "
+            "model through train_step(layout, ...); for one device, Layout(MeshSpec().build(jax.devices()[:1]), rules)."
+        )
     return layout
 
 
@@ -193,19 +203,13 @@ def tracing_under(layout: Layout) -> Iterator[None]:
     """
     outer = ambient_layout.value
     if outer is not None and outer != layout:
-        other_rules = layout.rules != outer.rules
-        raise LayoutError(messages.other_layout(layout.sizes, outer.sizes, other_rules=other_rules))
+        rules = " and other rules" if layout.rules != outer.rules else ""
+        raise LayoutError(
+            f"a step made for the mesh {layout.sizes} runs inside a 'with' of the mesh {outer.sizes}{rules}. Remedy: "
+            f"make the step with the layout it runs under, or leave the 'with'."
+        )
     with jax.sharding.use_abstract_mesh(layout.mesh.abstract_mesh), ambient_layout(layout):
         yield
-
-
-def observing(callback: Callable[[str, Sequence[str | None], Any, Resolved], None]) -> AbstractContextManager[None]:
-    """Returns a context in which ``constrain`` and ``hint`` report to ``callback`` instead of raising.
-
-    Args:
-      callback: it is called as ``callback(call_site, dims, x, resolved)``.
-    """
-    return hint_observer(callback)
 
 
 def constrain[T](x: T, *dims: str | None) -> T:
@@ -254,7 +258,11 @@ def _apply(x: Any, dims: Sequence[str | None], *, lenient: bool, role: str = "ac
         # Inside a shard_map x has the shape of one shard, so the rules are resolved without a shape.
         where = messages.tensor(path, dims, x.shape)
         refused = [(dim, axis) for dim in layout.resolve(dims).dims for axis in dim.axes if axis in manual]
-        found = [f"{where}: {messages.manual_axis(dim.name, axis, dim.rule)}" for dim, axis in refused]
+        found = [
+            f"{where}: the dim {dim.name!r} is sharded over {axis!r}, which is manual inside this shard_map (rule "
+            f"{dim.rule}). Remedy: use hint(), which leaves this axis out."
+            for dim, axis in refused
+        ]
         resolved = replace(resolved, problems=(*resolved.problems, *found))
     if hint_observer.value is not None:
         hint_observer.value(site, dims, x, resolved)
@@ -280,14 +288,6 @@ def manual_axes(layout: Layout, axes: Iterable[str], *, but: Container[str] = ()
     An axis of size 1 that stays automatic would leave its name in the compiled program's shardings.
     """
     return {*axes, *(axis for axis, size in layout.sizes.items() if size == 1 and axis not in but)}
-
-
-def call_site() -> str:
-    """Returns the model code that called ``constrain`` or ``hint``, as ``Attention.__call__ (layers.py:178)``."""
-    frame = sys._getframe()
-    while frame.f_back is not None and _LIBRARIES.match(frame.f_globals.get("__name__", "")):
-        frame = frame.f_back
-    return f"{frame.f_code.co_qualname} ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"
 
 
 def _itemsize(dtype: Any) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from jaxpar.errors import MeshError
+from jaxpar.errors import MeshError, did_you_mean, listing
 from jaxpar.sharding import messages
 from jaxpar.sharding.device_order import arrange
 from jaxpar.sharding.hardware.topology import Topology
@@ -63,7 +63,9 @@ class MeshSpec:
                 raise MeshError(f"the size of the mesh axis {axis!r} must be a positive integer or -1, got {size!r}.")
         free = [axis for axis, size in asked.items() if size == -1]
         if len(free) > 1:
-            raise MeshError(messages.two_free_axes(free))
+            raise MeshError(
+                f"the mesh axes {listing(free)} are -1, but only one can be. Remedy: give the others a size."
+            )
 
     @classmethod
     def from_dict(cls, sizes: Mapping[str, Any]) -> MeshSpec:
@@ -76,7 +78,9 @@ class MeshSpec:
             raise MeshError(f"a mesh must be a mapping of axes to sizes such as {{data: -1}}, got {sizes!r}.")
         for axis in sizes:
             if axis not in AXES:
-                raise MeshError(messages.unknown_mesh_axis(axis, AXES))
+                raise MeshError(
+                    f"unknown mesh axis {axis!r}.{did_you_mean(axis, AXES)} The axes are: {', '.join(AXES)}."
+                )
         return cls(**sizes)
 
     def sizes(self, devices: int) -> dict[str, int]:
@@ -89,7 +93,7 @@ class MeshSpec:
         fixed = math.prod(size for size in asked.values() if size != -1)
         filled = {axis: devices // fixed if size == -1 else size for axis, size in asked.items()}
         if devices < 1 or math.prod(filled.values()) != devices:
-            raise MeshError(messages.mesh_misfit(asked, fixed, devices))
+            raise MeshError(_mesh_misfit(asked, fixed, devices))
         return filled
 
     def build(self, devices: Sequence[Any] | None = None, *, axis_type: AxisType | None = None) -> Mesh:
@@ -109,9 +113,8 @@ class MeshSpec:
         import jax
 
         chosen = list(jax.devices() if devices is None else devices)
-        sizes = self.sizes(len(chosen))
         kinds = (axis_type or jax.sharding.AxisType.Auto,) * len(AXES)
-        return jax.sharding.Mesh(arrange(chosen, sizes), AXES, axis_types=kinds)
+        return jax.sharding.Mesh(arrange(chosen, self.sizes(len(chosen))), AXES, axis_types=kinds)
 
     def abstract(self, devices: int | None = None, *, axis_type: AxisType | None = None) -> AbstractMesh:
         """Returns an ``AbstractMesh``, which has no devices.
@@ -127,7 +130,8 @@ class MeshSpec:
 
         asked = vars(self)
         if devices is None and -1 in asked.values():
-            raise MeshError(messages.open_mesh(asked))
+            shown = messages.product(asked)
+            raise MeshError(f"abstract() of the mesh {shown} requires a number of devices, such as abstract(4096).")
         sizes = self.sizes(math.prod(asked.values()) if devices is None else devices)
         kinds = (axis_type or jax.sharding.AxisType.Auto,) * len(AXES)
         return jax.sharding.AbstractMesh(tuple(sizes.values()), AXES, axis_types=kinds)
@@ -162,3 +166,20 @@ class MeshSpec:
 
 AXES: tuple[str, ...] = tuple(field.name for field in fields(MeshSpec))
 """The canonical mesh axes, outermost (slowest links) first."""
+
+
+def _mesh_misfit(asked: Mapping[str, int], fixed: int, devices: int) -> str:
+    """Says why the sizes do not multiply to the number of devices, and lists each change of one axis that fits."""
+    if devices < 1:
+        return f"a mesh needs at least one device, but the number of devices is {devices}."
+    if -1 in asked.values():
+        why = f"{devices} is not a multiple of {fixed}"
+        divisors = [str(d) for d in range(1, devices + 1) if devices % d == 0]
+        fits = f"other sizes that multiply to {' or '.join(divisors)}"
+    else:
+        why = f"its sizes multiply to {fixed}"
+        can = {axis: devices * n // fixed for axis, n in asked.items() if n > 1 or axis == "data"}
+        sizes = [f"{axis}={n}" for axis, n in can.items() if n * fixed == devices * asked[axis]]
+        fits = " or ".join(sizes) or f"sizes that multiply to {devices}"
+    start = f"the mesh {messages.product(asked)} does not fit {devices} devices"
+    return f"{start}, because {why}. Remedy: use {fits}."

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from jaxpar.errors import listing
+from jaxpar.errors import did_you_mean, listing
 from jaxpar.sharding import messages
 from jaxpar.sharding.rules import Axes, FirstOf, Over, Rule, Rules, Sizes, options
 
@@ -78,9 +78,13 @@ def resolve(
     where = messages.tensor(path, names, shape)
     sizes: Sequence[int | None] = [None] * len(names) if shape is None else shape
     if len(sizes) != len(names):
-        text = messages.wrong_rank(len(sizes), len(names), stackable=role != "activations")
+        stacks = " For stacked layers, see jaxpar.nnx.stacked() or, in Linen, nn.PARTITION_NAME."
         dims = [ResolvedDim(None, size, why="the names do not match the dims") for size in sizes]
-        return Resolved(tuple(dims), (f"{where}: {text}",))
+        text = (
+            f"{where}: the tensor has rank {len(sizes)}, but {len(names)} dim names. Remedy: give each dim a name or "
+            f"None.{stacks if role != 'activations' else ''}"
+        )
+        return Resolved(tuple(dims), (text,))
     table, spread = rules.for_role(role)
     live = {axis: size for axis, size in axis_sizes.items() if size > 1}
     dims = [ResolvedDim(None, size, why="the dim has no name") for size in sizes]
@@ -91,7 +95,7 @@ def resolve(
     # Plain rules claim their axes before any first_of, so a first_of gives way whatever the order of the dims.
     for i, name in sorted(named, key=lambda item: item[1] in choosing):
         if name not in table:
-            problems.append(f"{where}: {messages.unknown_dim(name, table)}")
+            problems.append(f"{where}: {_unknown_dim(name, table)}")
             dims[i] = ResolvedDim(name, sizes[i], why="no rule")
             continue
         source, rule = table[name]
@@ -120,7 +124,7 @@ def _place(
         taken = next((axis for axis in axes if axis in claimed), None)
         if taken is not None:
             rivals.append(claimed[taken])
-            misfits.append(messages.claimed_axis(taken, claimed[taken], name))
+            misfits.append(f"the axis {taken!r} is claimed by the dims {claimed[taken]!r} and {name!r}")
         elif size is not None and size % _ways(axes, live):
             misfits.append(messages.no_multiple(name, size, {axis: live[axis] for axis in axes}))
         elif axes:
@@ -132,7 +136,7 @@ def _place(
         return (), "the axes of the rule have size 1", ""
     if may_stay_whole and not rivals:
         return (), f"{why}; indivisible allows replication", ""
-    return (), why, messages.remedy(name, rivals, chooses=isinstance(rule, FirstOf))
+    return (), why, _remedy(name, rivals, chooses=isinstance(rule, FirstOf))
 
 
 def _spread(dims: list[ResolvedDim], spread: Over, live: Sizes, claimed: Mapping[str, str], nbytes: int) -> str:
@@ -164,3 +168,30 @@ def _spread(dims: list[ResolvedDim], spread: Over, live: Sizes, claimed: Mapping
 
 def _ways(axes: Axes, sizes: Sizes) -> int:
     return math.prod(sizes[axis] for axis in axes)
+
+
+def _unknown_dim(name: str, known: Collection[str]) -> str:
+    """Returns the problem of a dim that the rules do not know."""
+    if not known:
+        return f"the dim is named {name!r}, but the rules table is empty. Remedy: give Rules a rule for {name!r}."
+    return (
+        f"unknown logical dim {name!r}.{did_you_mean(name, known)} The rules know {listing(sorted(known))}. Remedy: "
+        f"correct the annotation, or add {name!r} to the rules (as None to leave it unsharded)."
+    )
+
+
+def _remedy(name: str, rivals: Collection[str], *, chooses: bool) -> str:
+    """Returns the remedy for a dim that does not fit.
+
+    Args:
+      name: the dim.
+      rivals: the dims that claim the same axes.
+      chooses: whether the dim's rule is a ``first_of``.
+    """
+    if chooses:
+        return "add None as the last option, to leave the dim unsharded"
+    if name in rivals:
+        return "give one of the two another name, with its own rule"
+    if rivals:
+        return "give one of the two another axis or None, possibly in one role only (activations, params, ...)"
+    return f"change the size, the rule or the mesh, or leave such dims unsharded: indivisible={{{name!r}: 'replicate'}}"

@@ -141,20 +141,6 @@ class Rules:
         object.__setattr__(self, "unannotated", unannotated)
 
     @classmethod
-    def from_pairs(cls, pairs: Iterable[tuple[str, Any]]) -> Rules:
-        """Returns rules from (dim, rule) pairs, as Flax writes them.
-
-        Raises:
-          RulesError: a dim listed twice. Flax would fall through to the second rule; here ``first_of`` does that.
-        """
-        table: dict[str, Any] = {}
-        for dim, value in pairs:
-            if dim in table:
-                raise RulesError(messages.two_rules(dim, table[dim], value))
-            table[dim] = value
-        return cls(**table)
-
-    @classmethod
     def from_dict(cls, table: Mapping[str, Any]) -> Rules:
         """Returns rules from plain data as YAML gives it.
 
@@ -226,13 +212,17 @@ def options(rule: Rule) -> tuple[Axes, ...]:
 def _known(dims: Iterable[str], base: Mapping[str, Any], where: str) -> None:
     for dim in dims:
         if dim not in base:
-            raise RulesError(messages.not_in_base(where, dim, base))
+            raise RulesError(
+                f"{where} names {dim!r}, which is not in the base table.{did_you_mean(dim, base)} Remedy: correct the "
+                f"name, or add it to the base table."
+            )
 
 
 def _axes(value: Any, where: str) -> Axes:
     axes = () if value is None else (value,) if isinstance(value, str) else value
     if not isinstance(axes, list | tuple) or not all(isinstance(axis, str) and axis for axis in axes):
-        raise RulesError(messages.not_axes(where, value, _RESERVED if isinstance(value, Mapping | Over) else ()))
+        meant = did_you_mean(where, _RESERVED) if isinstance(value, Mapping | Over) else ""
+        raise RulesError(f"{where} must be an axis, a tuple of axes (major to minor) or None, got {value!r}.{meant}")
     if len(set(axes)) < len(axes):
         raise RulesError(f"{where} = {value!r} names an axis twice. Remedy: name each axis once.")
     return tuple(axes)

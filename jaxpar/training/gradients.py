@@ -24,7 +24,6 @@ from jaxpar.parallel.offload.placement import on_host
 from jaxpar.parallel.pipeline.staged_loss import PipelineLoss
 from jaxpar.parallel.precision.fp8_matmul import PRODUCT
 from jaxpar.parallel.precision.policy import FP8, INT8, Precision
-from jaxpar.sharding import messages
 from jaxpar.sharding.layout import Layout, manual_axes, to_spec, with_sharding
 from jaxpar.sharding.resolve import Resolved
 from jaxpar.training.loss import key_of, loss_of
@@ -152,7 +151,15 @@ def rows_apart(layout: Layout, batch: Any) -> Any:
 
     placed = jax.tree_util.tree_map_with_path(rows, batch)
     if problems:
-        raise LayoutError([messages.undivided_rows(arrays, *cause) for cause, arrays in problems.items()])
+        raise LayoutError(
+            [
+                f"{', '.join(arrays)}: {why} (rule {rule}), so every device would compute all rows. Remedy: pad the "
+                f"rows to a multiple and mask the padding out of the loss, drop the remainder, or let every device "
+                f"compute all of them: indivisible={{'batch': 'replicate'}} (YAML: indivisible: {{batch: replicate}}). "
+                f"An array that all rows share has a first dim of 1."
+                for (why, rule), arrays in problems.items()
+            ]
+        )
     return placed
 
 

@@ -14,7 +14,6 @@ from jaxpar.parallel.collectives.bucketing import CollectiveFusion
 from jaxpar.parallel.collectives.gather_reduce import at_least_fp32
 from jaxpar.parallel.pipeline.options import Pipeline
 from jaxpar.parallel.precision.policy import Precision
-from jaxpar.sharding import messages
 from jaxpar.sharding.layout import Layout
 from jaxpar.sharding.resolve import Resolved
 from jaxpar.training.loss import Metrics
@@ -124,7 +123,7 @@ def pieces_of(batch: Any, count: int, num_shards: int, dim: int) -> Any:
 
     undivided = undivided_by(batch, num_shards * count)
     if undivided:
-        raise LayoutError(messages.uncut_rows(undivided, count, num_shards, "grad_accum_steps"))
+        raise LayoutError(uncut_rows(undivided, count, num_shards, "grad_accum_steps"))
 
     def one(x: jax.Array) -> jax.Array:
         if dim == 0:
@@ -232,3 +231,23 @@ def _check_carried(before: Any, after: Any) -> None:
             f"loss_fn changed the shape or dtype of {', '.join(show(('variables', *path)) for path in changed)}, "
             "which must stay the same in the loop over microbatches."
         )
+
+
+def uncut_rows(arrays: Sequence[str], count: int, ways: int, where: str) -> str:
+    """Reports arrays of a batch that cannot be split into ``count`` equal microbatches on each of ``ways`` devices.
+
+    ``where`` is the option that sets the number of microbatches.
+    """
+    number, several = ways * count, len(arrays) > 1
+    dims = "their first dims are not multiples" if several else "its first dim is not a multiple"
+    into = f"the {count} microbatches of the pipeline" if where == "pipeline" else f"{count} microbatches ({where})"
+    other = "a schedule of fewer microbatches" if where == "pipeline" else f"another {where}"
+    if count == 1 and where != "pipeline":
+        return (
+            f"{', '.join(arrays)} cannot be split evenly over {ways} devices: {dims} of {number}. Remedy: pad the rows "
+            f"to a multiple of {number} and mask the padding out of the loss, or drop the remainder."
+        )
+    return (
+        f"{', '.join(arrays)} cannot be split into {into} over {ways} devices: {dims} of {number}. Remedy: use a batch "
+        f"of a multiple of {number} rows, or {other}."
+    )

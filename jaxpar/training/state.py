@@ -24,7 +24,7 @@ from jaxpar.parallel.pipeline.executor.layer_placement import AXIS
 from jaxpar.parallel.precision.policy import Precision, PrecisionLike
 from jaxpar.sharding import messages
 from jaxpar.sharding.hardware.topology import platform_of
-from jaxpar.sharding.layout import Layout, observing, to_spec, tracing_under
+from jaxpar.sharding.layout import Layout, to_spec, tracing_under
 from jaxpar.sharding.names import LAYERS
 from jaxpar.sharding.resolve import Resolved, ResolvedDim
 from jaxpar.training.model import Kind, MakeModel, Names, Path, show, to_path
@@ -32,6 +32,7 @@ from jaxpar.training.model.build import build
 from jaxpar.training.model.fixed_order import FIXED, ONE_CODE, Causes
 from jaxpar.training.optimizers import with_slow_parameters
 from jaxpar.training.self_reducing import SelfReducing
+from jaxpar.utils.contexts import hint_observer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,7 +259,7 @@ def _build(
     # Flax would take the names in its metadata for mesh axes (Linen when it sees a mesh, NNX always); the enclosing jit
     # places the outputs instead. A Linen init runs the model on an example, whose batch (often 1) may not fit.
     no_mesh = jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
-    with tracing_under(layout), no_mesh, nnx.use_eager_sharding(False), observing(_ignore):
+    with tracing_under(layout), no_mesh, nnx.use_eager_sharding(False), hint_observer(_ignore):
         parts, found = build(make_model, model_key)
         if isinstance(tx, SelfReducing):
             opt_state: Any = tx.init(parts.params, dict(parts.dims))
@@ -317,7 +318,7 @@ def problems_of(layout: Layout, tensors: Sequence[PlacedLeaf]) -> list[str]:
     not divide.
     """
     unannotated = {t.path: t.shape for t in tensors if t.role == "params" and t.names is None and t.problems}
-    grouped = (messages.unannotated(list(unannotated.items())),) if unannotated else ()
+    grouped = (_unannotated(list(unannotated.items())),) if unannotated else ()
     stages = layout.sizes.get(AXIS, 1)
     stacks: dict[ResolvedDim, list[str]] = {}
     for tensor in tensors:
@@ -330,7 +331,7 @@ def problems_of(layout: Layout, tensors: Sequence[PlacedLeaf]) -> list[str]:
         if not _undivided(tensor, stages):
             return tensor.problems
         layers = tensor.resolved.dims[0]
-        text = messages.undivided_layers(stacks[layers], layers.size or 0, layers.why, layers.rule, stages)
+        text = _undivided_layers(stacks[layers], layers.size or 0, layers.why, layers.rule, stages)
         return (text, *(other for other in tensor.problems if f": {layers.why} (rule" not in other))
 
     return list(dict.fromkeys(text for tensor in tensors for text in one(tensor)))
@@ -355,7 +356,7 @@ def _model_tensor(layout: Layout, path: Path, names: Names | None, leaf: Any, tx
         # Only an `over` rule can shard a parameter without annotations.
         resolved = layout.resolve((None,) * len(shape), shape, role="params", dtype=dtype, path=full)
         if shape and layout.rules.unannotated == "error":
-            resolved = dataclasses.replace(resolved, problems=(messages.unannotated([(full, shape)]),))
+            resolved = dataclasses.replace(resolved, problems=(_unannotated([(full, shape)]),))
         return PlacedLeaf(part, full, shape, dtype, None, resolved, "not annotated" if shape else "")
     why = "carried by the model, not annotated"
     resolved = Resolved(tuple(ResolvedDim(None, size, why=why) for size in shape))
@@ -412,3 +413,35 @@ def relate(param: tuple[int, ...], names: Names, shape: tuple[int, ...]) -> Name
         return (None, *names)
     dropped = {names[:i] + names[i + 1 :] for i in range(len(param)) if param[:i] + param[i + 1 :] == shape}
     return dropped.pop() if len(dropped) == 1 else None
+
+
+def _undivided_layers(stacks: Sequence[str], size: int, why: str, rule: str, stages: int) -> str:
+    """Reports stacks of ``size`` layers that the pipeline stages do not divide, and offers uneven stages."""
+    fits = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
+    text = (
+        f"{stacks[0]}{f' and {len(stacks) - 1} more' if len(stacks) > 1 else ''}: {why} (rule {rule}). Remedy: use a "
+        f"number of stages that divides {size} ({fits})"
+    )
+    if size < stages:
+        return f"{text}."
+    low, more = divmod(size, stages)
+    each = (*(low + 1,) * more, *(low,) * (stages - more))
+    return (
+        f"{text}; or use stages of different sizes, where every stage stores all layers of every stack: "
+        f"Rules(indivisible={{'layers': 'replicate'}}) and jp.Pipeline(schedule, layers={each}), one number for each "
+        f"piece of the model; in YAML rules: {{indivisible: {{layers: replicate}}}} and parallel: {{pipeline: "
+        f"{{layers_per_stage: {list(each)}}}}}."
+    )
+
+
+def _unannotated(tensors: Sequence[tuple[str, Sequence[int]]], most: int = 4) -> str:
+    """Reports all parameters without names as one problem: usually, either all have names or none has."""
+    shown = ", ".join(f"{path} {list(shape)}" for path, shape in tensors[:most])
+    rest = f" and {len(tensors) - most} more" if len(tensors) > most else ""
+    what = f"{shown} has" if len(tensors) == 1 else f"{len(tensors)} parameters have"
+    which = "" if len(tensors) == 1 else f": {shown}{rest}"
+    it = "it" if len(tensors) == 1 else "them"
+    return (
+        f"{what} no logical dims{which}. Remedy: annotate {it} (jaxpar.nnx.axes, jaxpar.linen.axes, jp.tag), or allow "
+        f"replication with unannotated='replicate' in the rules; over(axis) and jp.Zero then still shard {it}."
+    )

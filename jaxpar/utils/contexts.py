@@ -17,10 +17,11 @@ ambient_layout = jax.make_user_context(None)
 """The :class:`jaxpar.Layout` of ``with layout:``."""
 
 hint_observer = jax.make_user_context(None)
-"""The callback that receives every ``constrain`` and ``hint``."""
+"""The callback ``(call_site, dims, x, resolved)`` that receives every ``constrain`` and ``hint``, which then raise
+nothing."""
 
 attention_observer = jax.make_user_context(None)
-"""The callback that receives every choice of ``attention(impl="auto")``."""
+"""The callback ``(call_site, q, k, choice)`` that receives every choice of ``attention(impl="auto")``."""
 
 step_precision = jax.make_user_context(None)
 """The :class:`jaxpar.Precision` of the step that is being traced."""

@@ -133,7 +133,7 @@ def test_layers_go_over_stages(job_of: Any) -> None:
         "microbatches": 4,
         "virtual_stages": 2,
         "activation_checkpointing": "none",
-        "offset": [1, 0, 0, -1],
+        "layers_per_stage": [5, 4, 4, 3],
     }
     job = job_of(**keys, parallel={"pipeline": asked})
     options = job.step_options()
@@ -150,7 +150,9 @@ def test_layers_go_over_stages(job_of: Any) -> None:
 
 def test_a_pipeline_that_is_not_emptied_has_its_name(job_of: Any) -> None:
     keys = {"layout": str(CONFIGS / "layouts" / "pp_fsdp.yaml"), "mesh": {"pipeline": 2, "data": 4}, "model": LLAMA_16}
-    job = job_of(**keys, parallel={"pipeline": {"schedule": "pipedream_2bw", "microbatches": 4, "offset": [1, -1]}})
+    job = job_of(
+        **keys, parallel={"pipeline": {"schedule": "pipedream_2bw", "microbatches": 4, "layers_per_stage": [9, 7]}}
+    )
     pipeline = jp.pipeline.Asynchronous("pipedream_2bw", stages=2, microbatches=4, layers=(9, 7))
     assert job.step_options()["pipeline"] == pipeline and isinstance(job.loss_fn, jp.pipeline.PipelineLoss)
     text = (
@@ -267,12 +269,12 @@ def test_what_layers_keep_is_split_over_model_unless_a_rule_says_otherwise(job_o
             ),
         ),
         (
-            {**STAGES, "parallel": {"pipeline": {"microbatches": 8, "offset": [1, 0, 0, 0]}}},
+            {**STAGES, "parallel": {"pipeline": {"microbatches": 8, "layers_per_stage": [5, 4, 4, 4]}}},
             ConfigError,
             (
-                "parallel.pipeline: offset is [1, 0, 0, 0], 4 numbers that sum to 1, but 16 layers in 4 pieces require "
-                "4 numbers, a sum that leaves a multiple of 4, and at least one layer in each piece. Remedy: an offset "
-                "such as [1, 0, 0, -1], or a number of layers that is a multiple of 4."
+                "parallel.pipeline: layers_per_stage is [5, 4, 4, 4], 4 numbers that sum to 17, but the model has 16 "
+                "layers and the schedule 4 pieces of at least one layer each. Remedy: 4 numbers that sum to 16, such "
+                "as [4, 4, 4, 4]."
             ),
         ),
         (

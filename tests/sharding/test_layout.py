@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar import Layout, MeshSpec, Rules, constrain, current_layout, hint, over, shard_array
 from jaxpar.errors import ConfigError, JaxparError, LayoutError, MeshError, NoLayoutError
-from jaxpar.sharding.layout import observing, tracing_under
+from jaxpar.sharding.layout import tracing_under
+from jaxpar.utils.contexts import hint_observer
 
 RULES = Rules(batch=("replica", "data"), embed=None, mlp="model", params={"embed": "data"}, optimizer=over("data"))
 AXIS_TYPES = pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
@@ -139,7 +140,7 @@ def test_hint_leaves_manual_axes_out_and_keeps_the_others(
     def shard(x: jax.Array) -> jax.Array:
         return 2 * hint(x, "batch", "mlp")
 
-    with ours, observing(lambda site, dims, x, resolved: places.append(resolved.axes)):
+    with ours, hint_observer(lambda site, dims, x, resolved: places.append(resolved.axes)):
         x = jax.device_put(square(), NamedSharding(ours.mesh, part))
         f = jax.jit(jax.shard_map(shard, in_specs=part, out_specs=part, axis_names=manual))
         assert f(x).sharding.is_equivalent_to(NamedSharding(ours.mesh, outside), x.ndim)
@@ -168,7 +169,7 @@ def test_an_observer_sees_problems_instead_of_an_error() -> None:
     seen = []
     with (
         layout(),
-        observing(
+        hint_observer(
             lambda site, dims, x, resolved: seen.append((site.split(" ")[0], dims, x.shape, len(resolved.problems)))
         ),
     ):
@@ -187,7 +188,7 @@ def test_what_was_traced_under_an_observer_is_not_found_again() -> None:
     seen: list[int] = []
     with layout():
         for _ in range(2):
-            with observing(lambda site, dims, x, resolved: seen.append(len(resolved.problems))):
+            with hint_observer(lambda site, dims, x, resolved: seen.append(len(resolved.problems))):
                 jax.eval_shape(lambda x: inner(x), x)
         assert seen == [1, 1]
         with pytest.raises(LayoutError):

@@ -18,7 +18,7 @@ import numpy as np
 from jaxpar.analysis.hlo.collectives import axes_of
 from jaxpar.analysis.hlo.parser import Instruction, Module
 from jaxpar.errors import AuditError
-from jaxpar.sharding.device_order import take
+from jaxpar.sharding.hardware.torus import take
 
 _HOSTS = '_xla_host_transfer_handler_name="xla_megascale_runtime"'
 _KINDS = {

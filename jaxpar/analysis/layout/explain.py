@@ -18,11 +18,11 @@ from jaxpar.analysis.layout.report import Report, Row
 from jaxpar.analysis.memory.estimate import Memory, estimate
 from jaxpar.analysis.units import device_bytes, show_bytes
 from jaxpar.errors import LayoutError
-from jaxpar.parallel.attention.select import Choice, choosing
+from jaxpar.parallel.attention.select import Choice
 from jaxpar.parallel.offload.placement import no_layers
 from jaxpar.parallel.pipeline.staged_loss import PipelineLoss
 from jaxpar.parallel.precision.policy import INT8, Precision
-from jaxpar.sharding.layout import Layout, observing, tracing_under
+from jaxpar.sharding.layout import Layout, tracing_under
 from jaxpar.sharding.resolve import Resolved
 from jaxpar.sharding.rules import Over
 from jaxpar.training.disk_step import AHEAD
@@ -31,6 +31,7 @@ from jaxpar.training.model import MakeModel, Tagged, show, to_path
 from jaxpar.training.model.fixed_order import FIXED
 from jaxpar.training.offload.disk_state import disk_of, groups_of, refusal, stored_tensors
 from jaxpar.training.state import PlacedLeaf, TrainState, place, problems_of, shape_state_and_causes
+from jaxpar.utils.contexts import attention_observer, hint_observer
 
 
 def explain(
@@ -262,7 +263,7 @@ def _activations(
     def forward(state: Any, batch: Any) -> Any:
         return loss_of(loss_fn, state, batch)(state.params)[0]
 
-    with observing(note), choosing(take), tracing_under(layout):
+    with hint_observer(note), attention_observer(take), tracing_under(layout):
         jax.eval_shape(forward, state, batch)
     return list(found.values()), tuple(attentions)
 

@@ -30,9 +30,10 @@ from jaxpar.parallel.attention.tiled.padding import SAVED
 from jaxpar.parallel.attention.tiled.tile import AttentionArrays, Segments, TileArrays, TileSpec
 from jaxpar.sharding.hardware.links import links_of
 from jaxpar.sharding.hardware.topology import platform_of
-from jaxpar.sharding.layout import call_site, current_layout, hint, with_sharding
+from jaxpar.sharding.layout import current_layout, hint, with_sharding
 from jaxpar.sharding.resolve import resolve
 from jaxpar.sharding.rules import Axes
+from jaxpar.utils.call_site import call_site
 
 Q_DIMS = ("batch", "seq", "heads", "head_dim")
 KV_DIMS = ("batch", "seq", "kv_heads", "head_dim")

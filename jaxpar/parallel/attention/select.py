@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,13 +143,8 @@ def _gathered(q: Any, k: Any, spread: Spread, sizes: Mapping[str, int]) -> float
     return numbers * (q.dtype.itemsize + 4)
 
 
-def choosing(callback: Callable[[str, Any, Any, Choice], None]) -> AbstractContextManager[None]:
-    """While active, each ``auto`` attention calls ``callback(call_site, q, k, choice)``."""
-    return attention_observer(callback)
-
-
 def observed(site: Callable[[], str], q: Any, k: Any, picked: Choice) -> None:
-    """Reports a choice of ``auto`` to the callback of :func:`choosing`, if there is one."""
+    """Reports a choice of ``auto`` to ``attention_observer``, if it is set."""
     if attention_observer.value is not None:
         attention_observer.value(site(), q, k, picked)
 

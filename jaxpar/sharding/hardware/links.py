@@ -31,10 +31,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from jaxpar.errors import MeshError, PlanError
-from jaxpar.sharding.device_order import take
 from jaxpar.sharding.hardware.accelerators import Accelerator, of_device
 from jaxpar.sharding.hardware.topology import Topology, device_of
-from jaxpar.sharding.hardware.torus import Torus
+from jaxpar.sharding.hardware.torus import Torus, take
 
 if TYPE_CHECKING:
     from jax.sharding import AbstractMesh, Mesh

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -156,4 +156,19 @@ def _dims_for(size: int, left: Sequence[int], shape: Sequence[int]) -> list[tupl
         if factor > 1:
             taken.append((dim, factor))
             size //= factor
+    return taken
+
+
+def take(sizes: Mapping[str, int], count: int, order: Iterable[str]) -> dict[str, int]:
+    """Returns the factor of each axis that a level of ``count`` devices holds.
+
+    Each axis, in ``order``, takes the largest factor that it shares with what is left of ``count``.
+
+    >>> take({"data": 4, "model": 4}, 8, ["data", "model"])
+    {'data': 4, 'model': 2}
+    """
+    taken = dict.fromkeys(sizes, 1)
+    for axis in order:
+        taken[axis] = math.gcd(sizes[axis], count)
+        count //= taken[axis]
     return taken

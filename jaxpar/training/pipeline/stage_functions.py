@@ -22,10 +22,9 @@ from jaxpar.parallel.pipeline.executor.layer_placement import AXIS
 from jaxpar.parallel.pipeline.executor.program import Before, PipelineProgram
 from jaxpar.parallel.pipeline.executor.stage import StageLayer
 from jaxpar.parallel.pipeline.staged_loss import PipelineLoss
-from jaxpar.sharding import messages
 from jaxpar.sharding.layout import Layout
 from jaxpar.training.loss import Metrics, unpack
-from jaxpar.training.microbatches import undivided_by
+from jaxpar.training.microbatches import uncut_rows, undivided_by
 from jaxpar.training.model import show, to_path
 from jaxpar.training.model.parts import Path
 from jaxpar.training.pipeline.transfer import ModelSplit, StageTransfer, row_axes, seq_axes
@@ -241,7 +240,7 @@ def check_rows(layout: Layout, batch: Any, microbatches: int) -> None:
     """
     num_shards = math.prod(layout.sizes[axis] for axis in batch_axes(layout))
     if undivided := undivided_by(batch, num_shards * microbatches):
-        raise LayoutError(messages.uncut_rows(undivided, microbatches, num_shards, "pipeline"))
+        raise LayoutError(uncut_rows(undivided, microbatches, num_shards, "pipeline"))
     for keys, x in jax.tree_util.tree_leaves_with_path(batch):
         name = f"{show(('batch', *to_path(keys)))} {list(x.shape)}"
         _, *seq = row_axes(layout, x)

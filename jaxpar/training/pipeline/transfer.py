@@ -353,7 +353,7 @@ def _check_layers(total: int, pieces: int, layers: tuple[int, ...], where: str) 
         balanced = (*(low + 1,) * more, *(low,) * (pieces - more))
         raise ConfigError(
             f"pipeline: the {total} layers of {where} cannot be split into {pieces} equal pieces. Remedy: set "
-            f"layers={balanced}, one number per piece (YAML: offset: {[n - low for n in balanced]}), or use a "
+            f"layers={balanced}, one number per piece (YAML: layers_per_stage: {list(balanced)}), or use a "
             f"schedule with a number of stages and chunks that divides {total}."
         )
     if layers and (len(layers) != pieces or sum(layers) != total or min(layers) < 1):

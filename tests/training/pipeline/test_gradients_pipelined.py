@@ -283,7 +283,7 @@ def test_layers_go_to_their_stages_and_back(data: st.DataObject) -> None:
         data.draw(st.sets(st.integers(1, total - 1), min_size=count - 1, max_size=count - 1)) if total > 1 else []
     )
     each = tuple(b - a for a, b in zip([0, *cuts], [*cuts, total], strict=True))
-    placement: Any = data.draw(st.sampled_from(["loop", "v"]))
+    placement: Any = data.draw(st.sampled_from(["interleaved", "v"]))
     layers = Layers(total, Pieces(stages, chunks, placement), each)
     moves = layers._moves(1)
     assert sorted((stage, at) for stage, at, *_ in moves) == [(s, i) for s in range(stages) for i in range(per)]
@@ -302,7 +302,7 @@ def test_layers_go_to_their_stages_and_back(data: st.DataObject) -> None:
     ("chunks", "each", "kind"), [(4, (2,) * 16, "all-to-all"), (2, (4,) * 8, "collective-permute")]
 )
 def test_as_many_chunks_as_stages_are_exchanged_at_once(chunks: int, each: tuple[int, ...], kind: str) -> None:
-    layers = Layers(32, Pieces(4, chunks, "loop"), each)
+    layers = Layers(32, Pieces(4, chunks, "interleaved"), each)
     mesh = jax.make_mesh((4,), ("pipeline",), devices=jax.devices()[:4], axis_types=(jax.sharding.AxisType.Auto,))
     there = lambda w: layers.cut(w).reshape(-1)
     spec = jax.P("pipeline")
@@ -383,8 +383,8 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ConfigError,
         (
             "pipeline: the 8 layers of blocks cannot be split into 6 equal pieces. Remedy: set layers=(2, 2, 1, 1, 1, "
-            "1), one number per piece (YAML: offset: [1, 1, 0, 0, 0, 0]), or use a schedule with a number of stages "
-            "and chunks that divides 8."
+            "1), one number per piece (YAML: layers_per_stage: [2, 2, 1, 1, 1, 1]), or use a schedule with a number of "
+            "stages and chunks that divides 8."
         ),
     ),
     "numbers of layers": (
@@ -482,7 +482,7 @@ def test_layers_that_stages_do_not_divide_are_one_problem() -> None:
         "(rule layers = pipeline). Remedy: use a number of stages that divides 8 (1, 2, 4, 8); or use stages of "
         "different sizes, where every stage stores all layers of every stack: Rules(indivisible={'layers': "
         "'replicate'}) and jp.Pipeline(schedule, layers=(3, 3, 2)), one number for each piece of the model; in YAML "
-        "rules: {indivisible: {layers: replicate}} and parallel: {pipeline: {offset: [1, 1, 0]}}."
+        "rules: {indivisible: {layers: replicate}} and parallel: {pipeline: {layers_per_stage: [3, 3, 2]}}."
     )
     rules = RULES.replace(vocab=None)
     layout = layout_of(rules, {"pipeline": 3})

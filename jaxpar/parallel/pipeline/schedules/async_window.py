@@ -71,7 +71,7 @@ class AsyncSchedule:
     @property
     def pieces(self) -> Pieces:
         """One piece of the model on each stage."""
-        return Pieces(self.stages, 1, "loop")
+        return Pieces(self.stages, 1, "interleaved")
 
     @property
     def microbatches(self) -> int:

@@ -1,8 +1,8 @@
 """The order of operations on each stage, as plain data.
 
-A model is split into ``chunks * stages`` pieces of layers. ``loop`` gives piece g to stage g mod stages (Narayanan et
-al. 2021, arXiv:2104.04473). ``v`` assigns the first chunk down the stages and the second back up, so that the first
-stage has the first and the last piece (Qi et al. 2024, arXiv:2405.15362).
+A model is split into ``chunks * stages`` pieces of layers. ``interleaved`` gives piece g to stage g mod stages
+(Narayanan et al. 2021, arXiv:2104.04473). ``v`` assigns the first chunk down the stages and the second back up, so that
+the first stage has the first and the last piece (Qi et al. 2024, arXiv:2405.15362).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Kind = Literal["F", "B", "W"]
 KINDS: tuple[Kind, ...] = ("F", "B", "W")
 """Forward; backward, of inputs only if there is a W; gradients of weights."""
 
-Placement = Literal["loop", "v"]
+Placement = Literal["interleaved", "v"]
 
 
 class Op(NamedTuple):
@@ -52,7 +52,7 @@ class Pieces:
 
     stages: int
     chunks: int = 1
-    placement: Placement = "loop"
+    placement: Placement = "interleaved"
 
     @property
     def count(self) -> int:

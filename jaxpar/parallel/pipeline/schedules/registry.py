@@ -45,7 +45,7 @@ def schedule(
         a ``v``.
       sequence_chunks: the number of chunks in each sequence, for ``seq1f1b`` and custom orders. Chunk q of microbatch m
         counts as microbatch ``m * sequence_chunks + q``.
-      placement: for custom orders, how pieces are assigned to stages: ``loop`` (default) or ``v``.
+      placement: for custom orders, how pieces are assigned to stages: ``interleaved`` (default) or ``v``.
       fused: whether a tick may hold a forward, a backward and a W of one stage, which suits one program for all stages,
         or only one operation. The default depends on the name; custom orders are fused.
 
@@ -80,7 +80,7 @@ def schedule(
             raise ScheduleError(f"schedule {label!r}: {what} must be a positive integer, got {value!r}.")
     sizes = Sizes(label, stages, microbatches, chunks, sequence_chunks, fused)
     if named is None:
-        return _custom(name, sizes, placement or "loop").validate()
+        return _custom(name, sizes, placement or "interleaved").validate()
     _check_sizes(named, sizes, placement)
     return named.make(sizes).validate()
 
@@ -96,7 +96,7 @@ class Sizes(NamedTuple):
     fused: bool | None
 
     def schedule(
-        self, orders: Orders, *, placement: Placement = "loop", fused: bool = True, **options: bool
+        self, orders: Orders, *, placement: Placement = "interleaved", fused: bool = True, **options: bool
     ) -> Schedule:
         """Builds a schedule of these sizes from its orders; the caller's ``fused``, if set, overrides the argument."""
         pieces = Pieces(self.stages, self.chunks, placement)
@@ -140,7 +140,7 @@ def _check_sizes(named: Named, sizes: Sizes, placement: Placement | None) -> Non
 
 def _custom(orders: Sequence[Sequence[Op | str]], sizes: Sizes, placement: Placement) -> Schedule:
     if placement not in get_args(Placement):
-        raise ScheduleError(f"schedule 'own': placement must be 'loop' or 'v', got {placement!r}.")
+        raise ScheduleError(f"schedule 'own': placement must be 'interleaved' or 'v', got {placement!r}.")
     listed = [order.split() if isinstance(order, str) else order for order in orders]
     read = tuple(tuple(_op(op, stage, at) for at, op in enumerate(order)) for stage, order in enumerate(listed))
     kinds = {op.kind for order in read for op in order}

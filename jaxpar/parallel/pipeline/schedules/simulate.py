@@ -121,7 +121,7 @@ def _by_ticks(schedule: ScheduleSpec, cost: Mapping[str, float]) -> list[list[Sp
 
 def _by_neighbours(schedule: ScheduleSpec, cost: Mapping[str, float]) -> list[list[Span]]:
     stages, pieces = range(schedule.stages), schedule.pieces
-    round_trip = pieces.placement == "loop" and pieces.chunks > 1
+    round_trip = pieces.placement == "interleaved" and pieces.chunks > 1
     spans: list[list[Span]] = [[] for _ in stages]
     ends = [0.0 for _ in stages]
     for row in schedule.ticks.rows:

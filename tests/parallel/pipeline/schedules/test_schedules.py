@@ -384,7 +384,7 @@ ONCE = "Remedy: each stage must do each operation once, F before B before W."
             "operation 3 of stage 0 must be a kind (F, B, W), a microbatch and, if it is not 0, a chunk, such as "
             "'F0' or 'B3.1', got 'X1'."
         )),
-        (["", ""], {"placement": "u"}, "placement must be 'loop' or 'v', got 'u'."),
+        (["", ""], {"placement": "u"}, "placement must be 'interleaved' or 'v', got 'u'."),
     ],
     ids=str,
 )  # fmt: skip

@@ -1,0 +1,18 @@
+"""Where in a model a library function was called."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+
+# Frames of these modules are skipped, so that errors and reports name the line of the model.
+_LIBRARIES = re.compile(r"(jaxpar(?!\.models)|jax|flax|functools)(\.|$)")
+
+
+def call_site() -> str:
+    """Returns the model code that called the library, as ``Attention.__call__ (layers.py:178)``."""
+    frame = sys._getframe()
+    while frame.f_back is not None and _LIBRARIES.match(frame.f_globals.get("__name__", "")):
+        frame = frame.f_back
+    return f"{frame.f_code.co_qualname} ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"
