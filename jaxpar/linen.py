@@ -18,7 +18,7 @@ from jaxpar.sharding.rules import options
 
 
 def axes(init: Callable[..., Any]) -> Callable[..., Callable[..., Any]]:
-    """Wraps an initializer so that its arrays carry logical dims: ``kernel_init=axes(init)("embed", "mlp")``.
+    """Returns an initializer whose arrays carry logical dims: ``kernel_init=axes(init)("embed", "mlp")``.
 
     ``nn.scan`` and ``nn.vmap`` name the dim that they add by ``metadata_params={nn.PARTITION_NAME: "layers"}``.
 
@@ -27,7 +27,9 @@ def axes(init: Callable[..., Any]) -> Callable[..., Callable[..., Any]]:
 
     Returns:
       A function that takes one logical dim (or ``None``) per dim of the array, and returns the annotated initializer.
-      It raises :class:`AnnotationError` for anything else.
+
+    Raises:
+      AnnotationError: the returned function receives a dim that is neither a string nor ``None``.
 
     >>> import jax
     >>> box = axes(nn.initializers.lecun_normal())("embed", "mlp")(jax.random.key(0), (4, 8))
@@ -44,8 +46,15 @@ def axes(init: Callable[..., Any]) -> Callable[..., Callable[..., Any]]:
 def unbox(box: Any, where: str) -> tuple[Any, Names]:
     """Returns the array and the names in an ``nn.Partitioned`` or ``nn.LogicallyPartitioned`` box.
 
+    Args:
+      box: the box, as Flax puts it around a parameter.
+      where: the path of the parameter, for errors.
+
     Raises:
       AnnotationError: another kind of box; the text begins with ``where``.
+
+    >>> unbox(nn.Partitioned(1.0, names=("embed",)), "params/bias")
+    (1.0, ('embed',))
     """
     if not isinstance(box, nn.Partitioned):
         raise AnnotationError(
@@ -57,7 +66,7 @@ def unbox(box: Any, where: str) -> tuple[Any, Names]:
 
 @contextmanager
 def flax_rules() -> Iterator[None]:
-    """Lets ``nn.with_logical_constraint`` read the ambient layout's activation rules while the context is active.
+    """Returns a context in which ``nn.with_logical_constraint`` reads the ambient layout's activation rules.
 
     It is for models that constrain their activations with Flax's own functions. Wrap the ``apply`` inside ``loss_fn``
     in it. jaxpar does not enter it by itself, because Flax also reads these rules when ``nn.DenseGeneral`` initialises
@@ -65,6 +74,11 @@ def flax_rules() -> Iterator[None]:
 
     Raises:
       NoLayoutError: no layout is ambient.
+
+    >>> import jaxpar as jp
+    >>> with jp.Layout(jp.MeshSpec(data=-1).build(), jp.Rules(batch="data", embed=None)), flax_rules():
+    ...     nn.logical_to_mesh_axes(("batch", "embed"))
+    P('data', None)
     """
     layout = current_layout()
     table, _ = layout.rules.for_role("activations")

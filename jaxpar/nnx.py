@@ -20,14 +20,16 @@ DIMS = "logical_dims"
 
 
 def axes(init: Callable[..., Any]) -> Callable[..., Callable[..., Any]]:
-    """Wraps an initializer so that its arrays carry logical dims: ``kernel_init=axes(init)("embed", "mlp")``.
+    """Returns an initializer whose arrays carry logical dims: ``kernel_init=axes(init)("embed", "mlp")``.
 
     Args:
       init: an initializer, called as ``init(key, shape, dtype)``.
 
     Returns:
       A function that takes one logical dim (or ``None``) per dim of the array, and returns the annotated initializer.
-      It raises :class:`AnnotationError` for anything else.
+
+    Raises:
+      AnnotationError: the returned function receives a dim that is neither a string nor ``None``.
 
     >>> from flax import nnx
     >>> linear = nnx.Linear(4, 8, kernel_init=axes(nnx.initializers.lecun_normal())("embed", "mlp"), rngs=nnx.Rngs(0))
@@ -53,8 +55,15 @@ def stacked(dim: str = "layers") -> dict[str, str]:
 def names_of(metadata: dict[str, Any], where: str) -> Names | None:
     """Returns the logical dims in a variable's metadata: those of jaxpar's key, else those of Flax's, else ``None``.
 
+    Args:
+      metadata: as ``variable.get_metadata()`` returns it.
+      where: the path of the variable, for errors.
+
     Raises:
       AnnotationError: the value is not a tuple of strings and ``None``; the text begins with ``where``.
+
+    >>> names_of({"logical_dims": ("embed", None)}, "kernel"), names_of({}, "bias")
+    (('embed', None), None)
     """
     if metadata.get(DIMS) is not None:
         return check_names(metadata[DIMS], where)

@@ -45,6 +45,7 @@ def assert_matches_single_device(
 
     Raises:
       VerificationError: a difference exceeds ``bound``. The text names the first module that diverges.
+      LayoutError, ModelError, AnnotationError, ConfigError: as for :func:`jaxpar.init` and :func:`jaxpar.train_step`.
 
     >>> import jax, numpy as np, optax
     >>> import jaxpar as jp
@@ -83,6 +84,13 @@ def assert_wire_bytes(
       VerificationError: the bytes differ, or the trip count of a loop is unknown. The text lists the collectives that
         were counted, with their sources.
       AuditError: an unknown kind or axis, or a program that cannot be read.
+
+    >>> import jax, jax.numpy as jnp, jaxpar as jp
+    >>> from jax.sharding import NamedSharding, PartitionSpec as P
+    >>> mesh = jp.MeshSpec(data=-1).build()
+    >>> x = jax.ShapeDtypeStruct((16, 32), jnp.float32, sharding=NamedSharding(mesh, P("data")))
+    >>> program = jax.jit(lambda x: (x * x).sum(0)).lower(x).compile()
+    >>> _ = assert_wire_bytes(program, mesh, 2 * 7 / 8 * 32 * 4)  # an all-reduce of 32 floats over 8 devices
     """
     report = _certain(program, mesh)
     found = report.wire_bytes(kind, axis)
@@ -157,6 +165,15 @@ def assert_no_collective_in_conditional(program: Any, mesh: Any) -> Audit:
 
     Raises:
       VerificationError: a branch holds a collective. The text lists them all, with their sources.
+      AuditError: a program that cannot be read, or a mesh of another size.
+
+    >>> import jax, jax.numpy as jnp, jaxpar as jp
+    >>> from jax.sharding import NamedSharding, PartitionSpec as P
+    >>> mesh = jp.MeshSpec(data=-1).build()
+    >>> x = jax.ShapeDtypeStruct((16, 32), jnp.float32, sharding=NamedSharding(mesh, P("data")))
+    >>> program = jax.jit(lambda x: (x * x).sum(0)).lower(x).compile()
+    >>> assert_no_collective_in_conditional(program, mesh).count()
+    1
     """
     report = program if isinstance(program, Audit) else audit(program, mesh=mesh)
     inside = [c for c in (*report.collectives, *report.other_arms) if c.conditional]

@@ -154,7 +154,7 @@ class _Comparison:
     def step(
         self, right: TrainState, own: TrainState, batches: Sequence[Any], *, search: bool
     ) -> tuple[_Differences, TrainState]:
-        """Return the differences of one step from the same state, and the reference's state after it."""
+        """Returns the differences of one step from the same state, and the reference's state after it."""
         after, metrics = self.reference(right, batches[0])
         other, others = self.other(own, batches[1])
         want, got = jax.device_get((metrics["grads"], others["grads"]))
@@ -182,7 +182,7 @@ class _Comparison:
         return _Differences(loss, grads[gradient], gradient, updates[leaf], where), after
 
     def _last_bit(self, state: TrainState, batch: Any, grads: Any, rest: Any) -> dict[str, float]:
-        """Return path → largest change of a gradient or variable when parameters and inputs change by one fp32 bit."""
+        """Returns path → largest change of a gradient or variable when parameters and inputs change by one fp32 bit."""
         most: dict[str, float] = {}
         for sample in range(SAMPLES):
             near = functools.partial(_one_bit_off, np.random.default_rng(sample))
@@ -202,7 +202,7 @@ def _one_bit_off(rng: np.random.Generator, x: jax.Array) -> jax.Array:
 
 
 def _copied(state: TrainState, own: TrainState) -> TrainState:
-    """Return ``state`` with the shardings of ``own``.
+    """Returns ``state`` with the shardings of ``own``.
 
     The loss scale, and arrays of another shape in ``own`` (one per device), remain those of ``own``.
     """
@@ -228,7 +228,7 @@ def _numbers(want: Any, got: Any) -> Iterator[tuple[str, np.ndarray, np.ndarray]
 
 
 def _gaps(want: Any, got: Any, least: Mapping[str, float] | None = None) -> dict[str, float]:
-    """Return path → the largest difference of each array, relative to its largest entry or to ``least``."""
+    """Returns path → the largest difference of each array, relative to its largest entry or to ``least``."""
     tiny = float(np.finfo(np.float32).tiny)
     return {
         path: _number(
@@ -239,7 +239,7 @@ def _gaps(want: Any, got: Any, least: Mapping[str, float] | None = None) -> dict
 
 
 def gradient_gaps(want: Any, got: Any, least: Mapping[str, float] | None = None) -> dict[str, float]:
-    """Return path → the largest difference of each gradient tensor, relative to its size (see ``FLOOR``).
+    """Returns path → the largest difference of each gradient tensor, relative to its size (see ``FLOOR``).
 
     A difference that is not finite counts as infinite.
 
@@ -260,5 +260,5 @@ def gradient_gaps(want: Any, got: Any, least: Mapping[str, float] | None = None)
 
 
 def _number(x: float) -> float:
-    """Return infinity for NaN, so that NaN never passes a comparison."""
+    """Returns infinity for NaN, so that NaN never passes a comparison."""
     return math.inf if math.isnan(x) else x

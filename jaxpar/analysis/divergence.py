@@ -24,7 +24,7 @@ def first_divergence(
     loss_fn: Callable[..., Any],
     bound: float,
 ) -> str | None:
-    """Return the first activation of the forward pass that differs between two layouts, as text; ``None`` if all agree.
+    """Returns the first activation of the forward pass that differs between two layouts, as text; ``None`` if all agree.
 
     The model's ``constrain`` and ``hint`` calls are the probes. The forward pass runs without jit, so a scan runs its
     body once per layer and the calls come in program order.
@@ -60,7 +60,7 @@ def first_divergence(
 def first_nonfinite(
     layout: Layout, state: Any, batch: Any, loss_fn: Callable[..., Any], precision: Precision | None = None
 ) -> str:
-    """Return the first place at which a step's numbers are not finite, as text.
+    """Returns the first place at which a step's numbers are not finite, as text.
 
     The places are, in order: parameters, activations, loss, gradients, the norm of the gradients. The probes are the
     model's ``constrain`` and ``hint`` calls, as for :func:`first_divergence`.

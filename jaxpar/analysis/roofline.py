@@ -86,6 +86,11 @@ class Roofline:
       tokens_per_second: over all devices; ``None`` unless the tokens of a step were given.
       missing: what the audit could not count. If there is any, ``step`` is a lower bound, and ``mfu`` and
         ``tokens_per_second`` are upper bounds.
+
+    >>> from jaxpar.analysis import Audit
+    >>> found = roofline(Audit({"data": 4}, 2 * 1024**3, 0, 0, (), (), (), (), {}), "v5e:2x2", model_flops=4 * 1024**3)
+    >>> found.bound, f"{found.mfu:.0%}"
+    ('compute', '50%')
     """
 
     topology: str
@@ -108,7 +113,7 @@ class Roofline:
     missing: tuple[str, ...]
 
     def headline(self) -> str:
-        """Return the step in one or two lines, with bounds marked as such."""
+        """Returns the step in one or two lines, with bounds marked as such."""
         least, most = ("≥ ", "≤ ") if self.missing else ("", "")
         text = (
             f"step {least}{show_time(self.step)} on {self.topology} "
@@ -122,7 +127,7 @@ class Roofline:
         return text
 
     def rows(self) -> list[tuple[str, ...]]:
-        """Return table cells: resource, its time, of which hidden, stalled and exposed, and what it does."""
+        """Returns table cells: resource, its time, of which hidden, stalled and exposed, and what it does."""
         hbm = f"at most {show_bytes(self.hbm_bytes)}"
         rows: list[tuple[str, ...]] = [
             ("compute", show_time(self.compute), "", "", "", f"{self.flops:.4g} FLOPs"),
@@ -150,12 +155,12 @@ class Roofline:
         return f"<div><b>{head}</b><table>{table}</table></div>"
 
     def to_json(self) -> str:
-        """Return every field as JSON."""
+        """Returns every field as JSON."""
         return json.dumps(asdict(self), indent=1)
 
 
 def show_time(seconds: float) -> str:
-    """Return a duration as text, in a suitable unit.
+    """Returns a duration as text, in a suitable unit.
 
     >>> show_time(0.00123), show_time(2.5), show_time(0)
     ('1.23 ms', '2.5 s', '0 s')
@@ -172,7 +177,7 @@ def roofline(
     model_flops: float | None = None,
     dtype: str = "bf16",
 ) -> Roofline:
-    """Estimate how long one run of an audited program takes on a topology, and what bounds it.
+    """Returns an estimate of how long one run of an audited program takes on a topology, and of what bounds it.
 
     The module's docstring describes the model.
 
@@ -234,7 +239,7 @@ def roofline(
 
 
 def time_each(report: Audit, topology: Topology | str, *, dtype: str = "bf16") -> tuple[Transfers, ...]:
-    """Return the time of each of ``report.collectives`` in one step by the same model, in their order.
+    """Returns the time of each of ``report.collectives`` in one step by the same model, in their order.
 
     Arguments and errors are those of :func:`roofline`.
 
@@ -320,7 +325,7 @@ def _by_axes(timed: list[_Timed]) -> tuple[Transfers, ...]:
 
 
 def _busiest(timed: list[_Timed]) -> tuple[float, float]:
-    """Return the seconds of overlapped transfers, and of their stalls, each on its busiest link."""
+    """Returns the seconds of overlapped transfers, and of their stalls, each on its busiest link."""
     busy: dict[str, float] = {}
     stalled: dict[str, float] = {}
     for one in timed:

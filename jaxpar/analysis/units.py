@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def device_bytes(shape: Sequence[int], itemsize: int, ways: Sequence[int]) -> int:
-    """Return the bytes of the largest shard of an array.
+    """Returns the bytes of the largest shard of an array.
 
     Args:
       shape: the global shape.
@@ -18,7 +18,7 @@ def device_bytes(shape: Sequence[int], itemsize: int, ways: Sequence[int]) -> in
 
 
 def show_bytes(n: int) -> str:
-    """Return a byte count as text, in binary units.
+    """Returns a byte count as text, in binary units.
 
     >>> show_bytes(1536), show_bytes(3 * 2**30)
     ('1.50 KiB', '3.00 GiB')
@@ -29,7 +29,7 @@ def show_bytes(n: int) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the rows of a table as lines with aligned columns.
+    """Returns the rows of a table as lines with aligned columns.
 
     >>> aligned([("kind", "count"), ("all-gather", "2")])
     ['kind        count', 'all-gather  2']

@@ -57,7 +57,7 @@ class Job:
     pipeline: jp.Pipeline | jp.pipeline.Asynchronous | None = None
 
     def layout(self, devices: Sequence[Any] | int | None = None) -> jp.Layout:
-        """Return the layout, including optimizer parallelism.
+        """Returns the layout, including optimizer parallelism.
 
         Args:
           devices: the devices of its mesh (default: all); an integer gives an abstract mesh of that many devices.
@@ -324,7 +324,7 @@ def _precision(config: RunConfig) -> jp.Precision:
 
 
 def in_fp32(job: Job) -> Job:
-    """Return the same job with compute and parameters in fp32."""
+    """Returns the same job with compute and parameters in fp32."""
     model = replace(job.model, dtype="float32", param_dtype="float32")
     make_model, loss = llama.make_llama(model), _loss(model, job.pipeline)
     return replace(job, model=model, make_model=make_model, loss_fn=loss, precision=jp.Precision())
@@ -347,7 +347,7 @@ def _model(data: Mapping[str, Any], precision: jp.Precision) -> llama.LlamaConfi
 
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """Return the named optax optimizer, or ``one_bit_adam``, with linear warmup and cosine decay over ``steps``.
+    """Returns the named optax optimizer, or ``one_bit_adam``, with linear warmup and cosine decay over ``steps``.
 
     Raises:
       ConfigError: there is no such optimizer, it lacks one of ``options``, or ``one_bit_adam`` lacks ``warmup``.

@@ -14,7 +14,7 @@ from jaxpar.parallel.pipeline.schedules.async_window import ASYNCHRONOUS
 def make_pipeline(
     config: PipelineConfig | None, mesh: Mapping[str, Any], layers: int
 ) -> jp.Pipeline | jp.pipeline.Asynchronous | None:
-    """Return the pipeline that ``parallel.pipeline`` configures, or ``None`` without one.
+    """Returns the pipeline that ``parallel.pipeline`` configures, or ``None`` without one.
 
     Args:
       config: the table ``parallel.pipeline``, or ``None``.

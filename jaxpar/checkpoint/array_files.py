@@ -60,7 +60,7 @@ def _names(path: str) -> list[str]:
 
 
 def entry(here: Path, leaf: Leaf, dims: Any, spec: str) -> TensorRecord:
-    """Return a leaf's record, without checksums, with the pieces that orbax chose."""
+    """Returns a leaf's record, without checksums, with the pieces that orbax chose."""
     folder, chunk = f"{ARRAYS}/{'.'.join(_names(leaf.path))}", leaf.shape
     if leaf.value.size:
         found = json.loads((here / folder / ".zarray").read_text())

@@ -112,19 +112,19 @@ class CheckpointManager:
             self._failed(None, f"{self.directory} cannot be written: {error.strerror}.")
 
     def steps(self) -> list[int]:
-        """The steps that have a manifest, oldest first; their data is not verified."""
+        """Returns the steps that have a manifest, oldest first; their data is not verified."""
         return steps_in(self.directory)
 
     def latest(self) -> int | None:
-        """The newest of :meth:`steps`, or ``None``."""
+        """Returns the newest of :meth:`steps`, or ``None``."""
         return next(reversed(self.steps()), None)
 
     def best(self) -> int | None:
-        """The step with the best metric, or ``None`` if no step has one."""
+        """Returns the step with the best metric; ``None`` if ``best`` is not set or no step has a metric."""
         return next(iter(self._ranked()), None)
 
     def due(self, step: int, *, overdue: bool | None = None) -> bool:
-        """Whether to save after ``step``: by step count, by the clock, or to retry a failed save.
+        """Returns whether to save after ``step``: by step count, by the clock, or to retry a failed save.
 
         Args:
           step: the number of the last step.
@@ -153,9 +153,11 @@ class CheckpointManager:
         metadata: Mapping[str, Any] | None = None,
         disk: Any = None,
     ) -> bool:
-        """Save a step; arguments are those of :func:`jaxpar.save`. If ``asynchronous``, return after the copy.
+        """Returns whether the save of a step has succeeded so far; if ``asynchronous``, once the state is copied.
 
         Args:
+          step: the number of the step, which names the folder.
+          state, layout, metadata, disk: as for :func:`jaxpar.save`.
           metric: the value that ``best`` ranks steps by.
 
         Returns:
@@ -183,7 +185,7 @@ class CheckpointManager:
         return True if self._asynchronous else self.wait()
 
     def wait(self) -> bool:
-        """Block until the pending save has ended; returns whether it succeeded."""
+        """Returns whether the pending save succeeded, after it has ended; true if there is none."""
         if self._saving is None:
             return True
         (step, saving), self._saving = self._saving, None
@@ -208,7 +210,15 @@ class CheckpointManager:
     def restore(
         self, step: int, like: Any, *, only: Sequence[str] = (), rename: Mapping[str, str] | None = None
     ) -> Restored:
-        """Restore one step; arguments and errors as for :func:`jaxpar.restore`."""
+        """Returns the state and the manifest of one step, after waiting for a pending save.
+
+        Args:
+          step: one of :meth:`steps`.
+          like, only, rename: as for :func:`jaxpar.restore`.
+
+        Raises:
+          CheckpointError, DamagedError: as for :func:`jaxpar.restore`.
+        """
         self.wait()
         folder = self.directory / str(step)
         return Restored(restore(folder, like, only=only, rename=rename, step=step), step, read(folder))
@@ -221,9 +231,10 @@ class CheckpointManager:
         rename: Mapping[str, str] | None = None,
         before: int | None = None,
     ) -> Restored | None:
-        """Restore the newest undamaged step, and report the damage of each newer one through ``tell``.
+        """Returns the newest undamaged step, and reports the damage of each newer one through ``tell``.
 
         Args:
+          like, only, rename: as for :func:`jaxpar.restore`.
           before: consider only steps before this one.
 
         Returns:

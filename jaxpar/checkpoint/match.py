@@ -32,7 +32,7 @@ def match(
     only: Sequence[str] = (),
     rename: Mapping[str, str] | None = None,
 ) -> dict[str, Source]:
-    """Return a source for every leaf whose path begins with an entry of ``only`` (every leaf if ``only`` is empty).
+    """Returns a source for every leaf whose path begins with an entry of ``only`` (every leaf if ``only`` is empty).
 
     Separate layers (``blocks/0/w``, ``blocks/1/w``, or ``block_0/w``, ...) are stacked along a new leading dim
     (``blocks/w``, ``block/w``), and a stack is split into separate layers, where the path itself is missing and the

@@ -32,7 +32,7 @@ def restore(
     rename: Mapping[str, str] | None = None,
     step: int | None = None,
 ) -> Any:
-    """Return the state in a checkpoint, bitwise equal, sharded as ``like`` is, whatever layout it was saved in.
+    """Returns the state in a checkpoint, bitwise equal, sharded as ``like`` is, whatever layout it was saved in.
 
     Every piece that is read is compared with its checksum. A process reads only the pieces that its devices need (16
     MiB or less each), and each device receives only its own shard.
@@ -52,9 +52,18 @@ def restore(
 
     Raises:
       CheckpointError: there is no checkpoint, or it is of another model: missing, extra and mis-shaped tensors are
-        listed.
+        listed; ``only`` or ``rename`` has a path that does not exist; or ``like`` is on an abstract mesh.
       DamagedError: bytes were changed after they were written, with the name of the tensor and the file; or another
         ``step``.
+
+    >>> import tempfile, jax, jax.numpy as jnp
+    >>> import jaxpar as jp
+    >>> layout = jp.Layout(jp.MeshSpec(data=-1).build(), jp.Rules(batch="data"))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     jp.save(f"{folder}/one", {"w": jnp.arange(8.0)})
+    ...     like = {"w": jax.ShapeDtypeStruct((8,), "float32", sharding=layout.sharding(("batch",)))}
+    ...     restore(f"{folder}/one", like)["w"].sharding.spec
+    P('data',)
     """
     root, manifest = Path(directory), read(directory)
     if step is not None and manifest.step != step:

@@ -77,7 +77,7 @@ def save(
     disk: Any = None,
     verify: bool = True,
 ) -> None:
-    """Write a checkpoint: all tensors of a state, and a manifest with a checksum of every piece.
+    """Writes a checkpoint: all tensors of a state, and a manifest with a checksum of every piece.
 
     The folder gets its name when it is complete; an existing checkpoint of that name is replaced then. Every process
     calls ``save``, outside of any mesh context.
@@ -92,8 +92,8 @@ def save(
       verify: read the files back and compare them with the arrays in memory.
 
     Raises:
-      CheckpointError: a leaf is not an array, the disk failed or is full, or the files read back differ from the
-        arrays.
+      CheckpointError: a leaf is not an array, ``metadata`` is not JSON, the disk failed or is full, or the files read
+        back differ from the arrays.
 
     >>> import tempfile, jax, jax.numpy as jnp
     >>> import jaxpar as jp

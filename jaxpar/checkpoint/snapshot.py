@@ -55,7 +55,7 @@ class Leaf:
 
 
 def leaves_of(state: Any) -> list[Leaf]:
-    """Return the tensors of a state or other pytree of arrays or shapes, in the order of ``jax.tree.leaves``.
+    """Returns the tensors of a state or other pytree of arrays or shapes, in the order of ``jax.tree.leaves``.
 
     Raises:
       CheckpointError: a leaf is neither a jax array nor a ``ShapeDtypeStruct``, or two leaves have the same path.

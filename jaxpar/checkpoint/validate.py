@@ -38,7 +38,7 @@ def opened(file: Path) -> FileIO:
 
 
 def table(data: Any, key: str) -> dict[str, Any]:
-    """Return ``data[key]``, which must be a dict."""
+    """Returns ``data[key]``, which must be a dict."""
     found = data[key]
     if not isinstance(found, dict):
         raise ValueError(f"{key} must be a JSON object, got {type(found).__name__}")  # noqa: TRY004
@@ -46,21 +46,21 @@ def table(data: Any, key: str) -> dict[str, Any]:
 
 
 def text(value: Any, key: str) -> str:
-    """Return a value that must be a string."""
+    """Returns a value that must be a string."""
     if not isinstance(value, str):
         raise ValueError(f"{key} must be a string, got {value!r:.40}")  # noqa: TRY004
     return value
 
 
 def count(value: Any, key: str, most: int) -> int:
-    """Return a value that must be an integer from 0 to ``most``."""
+    """Returns a value that must be an integer from 0 to ``most``."""
     if not is_count(value, 0) or value > most:
         raise ValueError(f"{key} must be an integer from 0 to {most}, got {value!r:.40}")
     return value
 
 
 def counts(value: Any, key: str, most: int) -> tuple[int, ...]:
-    """Return a value that must be a list of integers from 0 to ``most``, as a tuple."""
+    """Returns a value that must be a list of integers from 0 to ``most``, as a tuple."""
     if not isinstance(value, list):
         raise ValueError(f"{key} must be a list of integers, got {value!r:.40}")  # noqa: TRY004
     return tuple(count(item, key, most) for item in value)

@@ -84,7 +84,7 @@ def problems_of(folder: str | os.PathLike[str], manifest: Manifest | None = None
 
 
 def check(folder: str | os.PathLike[str], step: int | None = None) -> Manifest:
-    """Return the manifest of a checkpoint after verifying every byte of it.
+    """Returns the manifest of a checkpoint after verifying every byte of it.
 
     Raises:
       CheckpointError: there is no checkpoint.
@@ -108,7 +108,7 @@ def wrong_step(folder: Path, manifest: Manifest, step: int) -> str:
 
 
 def steps_in(folder: str | os.PathLike[str]) -> list[int]:
-    """Return the steps whose folder has a manifest, oldest first; their data is not verified.
+    """Returns the steps whose folder has a manifest, oldest first; their data is not verified.
 
     Raises:
       CheckpointError: the folder exists but cannot be read, so an empty list would be wrong.
@@ -118,7 +118,7 @@ def steps_in(folder: str | os.PathLike[str]) -> list[int]:
 
 
 def unfinished_in(folder: str | os.PathLike[str]) -> list[str]:
-    """Return folders of steps without a manifest, and leftovers of interrupted saves. Raises as :func:`steps_in`."""
+    """Returns folders of steps without a manifest, and leftovers of interrupted saves. Raises as :func:`steps_in`."""
     with _readable(Path(folder)):
         found = [p for p in _entries(Path(folder)) if p.is_dir()]
         return sorted(
@@ -157,7 +157,7 @@ def health(folder: str | os.PathLike[str]) -> Iterator[Health]:
 
 
 def locate(root: Path, name: str) -> Path:
-    """Return the path of a file that the manifest names.
+    """Returns the path of a file that the manifest names.
 
     Raises:
       DamagedError: a symbolic link points outside the checkpoint's folder.
@@ -169,7 +169,7 @@ def locate(root: Path, name: str) -> Path:
 
 
 def file_problem(root: Path, name: str, manifest: Manifest) -> str | None:
-    """Return the problem of a file that holds no tensor's values, or ``None``."""
+    """Returns the problem of a file that holds no tensor's values, or ``None``."""
     size, total = manifest.files[name]
     try:
         file = locate(root, name)
@@ -189,7 +189,7 @@ def file_problem(root: Path, name: str, manifest: Manifest) -> str | None:
 def piece_problem(
     root: Path, name: str, manifest: Manifest, path: str, tensor: TensorRecord, bounds: Bounds, total: int
 ) -> str | None:
-    """Return the problem of a file that holds a piece of a tensor, in its bytes or its values, or ``None``."""
+    """Returns the problem of a file that holds a piece of a tensor, in its bytes or its values, or ``None``."""
     buffer = np.empty(tensor.piece_bytes, np.uint8)
     try:
         load(root, name, manifest, path, memoryview(buffer))
@@ -250,7 +250,7 @@ def check_values(
 
 
 def crc_of(file: Path) -> tuple[int, int]:
-    """Return the size in bytes and the CRC-32 of a file."""
+    """Returns the size in bytes and the CRC-32 of a file."""
     size = total = 0
     with opened(file) as f:
         while block := f.read(_BLOCK_BYTES):

@@ -20,7 +20,7 @@ _CHUNK = 1 << 20
 
 
 def unigram_entropy(tokens: npt.ArrayLike, vocab: int = 256) -> float:
-    """Return the empirical entropy of one token in nats: a lower bound for any context-free model of this text.
+    """Returns the empirical entropy of one token in nats: a lower bound for any context-free model of this text.
 
     With ``c_a`` the number of times token ``a`` occurs among the ``n`` tokens::
 
@@ -48,7 +48,7 @@ def unigram_entropy(tokens: npt.ArrayLike, vocab: int = 256) -> float:
 
 
 def bigram_entropy(tokens: npt.ArrayLike, vocab: int = 256) -> float:
-    """Return the empirical entropy H(x_t | x_{t-1}) in nats: a lower bound for any bigram model of this text.
+    """Returns the empirical entropy H(x_t | x_{t-1}) in nats: a lower bound for any bigram model of this text.
 
     With ``c_ab`` the number of times ``b`` directly follows ``a`` among the ``n - 1`` neighbouring pairs, and
     ``c_a = sum_b c_ab``::
@@ -93,7 +93,7 @@ def bigram_entropy(tokens: npt.ArrayLike, vocab: int = 256) -> float:
 
 
 def _checked(tokens: npt.ArrayLike, vocab: int, least: int) -> np.ndarray:
-    """Return ``tokens`` as an integer array [n], ``n >= least``, with values in ``[0, vocab)``; or raise DataError."""
+    """Returns ``tokens`` as an integer array [n], ``n >= least``, with values in ``[0, vocab)``; or raise DataError."""
     array = np.asarray(tokens)
     if array.ndim != 1 or array.size < least:
         raise DataError(f"tokens must have shape [n] with n >= {least} to measure an entropy, got {array.shape}.")

@@ -39,7 +39,7 @@ def batches(
     separator: int | None = None,
     arrange: Arrange | None = None,
 ) -> Batches:
-    """Return an iterator over training batches whose position can be saved and restored.
+    """Returns an iterator over training batches whose position can be saved and restored.
 
     Each epoch visits the windows in a different order, fixed by ``seed``, and drops the windows left over after its
     last full global batch. Process ``p`` gets rows ``p * rows`` to ``(p + 1) * rows`` of the global batch, where ``rows
@@ -88,7 +88,7 @@ def eval_batches(
     separator: int | None = None,
     arrange: Arrange | None = None,
 ) -> list[Batch]:
-    """Return full batches of windows spread evenly over a text, in text order; does not need grain.
+    """Returns full batches of windows spread evenly over a text, in text order; does not need grain.
 
     Every call with the same arguments returns the same batches.
 
@@ -123,6 +123,9 @@ def eval_batches(
 class Batches(Iterator[Batch]):
     """Iterator over the training batches of one process; :func:`batches` makes it.
 
+    Raises:
+        MissingExtraError: grain is not installed.
+
     >>> import json
     >>> import numpy as np
     >>> def stream():
@@ -142,7 +145,7 @@ class Batches(Iterator[Batch]):
 
     @property
     def steps_per_epoch(self) -> int:
-        """Global batches in one pass over the text."""
+        """The number of global batches in one pass over the text."""
         return self._plan.steps
 
     def __iter__(self) -> Batches:
@@ -153,11 +156,11 @@ class Batches(Iterator[Batch]):
         return result
 
     def get_state(self) -> dict[str, Any]:
-        """Return the position after the last batch taken, as JSON-able data, with a fingerprint of the stream."""
+        """Returns the position after the last batch taken, as JSON-able data, with a fingerprint of the stream."""
         return {"fingerprint": dict(self._fingerprint), "position": self._iterator.get_state()}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Move to a saved position: the next batch is the one that followed ``get_state``.
+        """Moves to a saved position: the next batch is the one that followed ``get_state``.
 
         ``epochs`` may differ from the run that saved the position, so that a finished run can be continued.
 
@@ -188,7 +191,7 @@ class Batches(Iterator[Batch]):
             ) from error
 
     def close(self) -> None:
-        """Stop reading ahead. No batch can be taken afterwards; closing twice is harmless."""
+        """Stops reading ahead. No batch can be taken afterwards; closing twice is harmless."""
         self._iterator.close()
 
     @cached_property
@@ -224,7 +227,7 @@ class Batches(Iterator[Batch]):
 
 
 def _grain_iterator(plan: Plan, seed: int, shuffle: bool, epochs: int | None) -> Any:
-    """Return the grain iterator over one process's batches.
+    """Returns the grain iterator over one process's batches.
 
     Batching window numbers before reading keeps every process on the same global batch although it reads only its own
     tokens. Batching before repeating keeps epochs apart.
@@ -239,7 +242,7 @@ def _grain_iterator(plan: Plan, seed: int, shuffle: bool, epochs: int | None) ->
 
 
 def _spread(seed: int) -> int:
-    """Return a 32-bit seed unrelated to that of ``seed + 1``.
+    """Returns a 32-bit seed unrelated to that of ``seed + 1``.
 
     grain shuffles epoch ``e`` with ``seed + e``. With the plain seed, seed 1 would repeat the order of seed 0 one epoch
     ahead, and runs with neighbouring seeds would not be independent.

@@ -45,6 +45,10 @@ class Text:
         vocab: number of possible tokens: 256.
         files: total number of files, held-out ones included.
         heldout_files: number of held-out files.
+
+    >>> text = load_text("synthetic")
+    >>> text.name, text.train.dtype, text.vocab
+    ('synthetic', dtype('uint8'), 256)
     """
 
     name: str
@@ -62,7 +66,7 @@ def load_text(
     patterns: Sequence[str] = DEFAULT_PATTERNS,
     seed: int = 0,
 ) -> Text:
-    """Load a text as bytes and split it, file by file, into training and held-out parts.
+    """Returns a text as bytes, split file by file into training and held-out parts.
 
     A file is held out when the hash of ``seed`` and of its path relative to the folder falls in the lowest
     ``heldout_fraction`` of the hash's range. No other file affects this, so adding or removing files never moves a file
@@ -121,7 +125,7 @@ def load_text(
 def _documents(
     source: str | os.PathLike[str], patterns: tuple[str, ...], seed: int
 ) -> tuple[str, list[tuple[str, bytes]]]:
-    """Return the text's name and its ``(relative path, content)`` pairs, sorted and without empty files."""
+    """Returns the text's name and its ``(relative path, content)`` pairs, sorted and without empty files."""
     if source == "synthetic":
         return "synthetic", list(_synthetic(seed))
     if source == "stdlib":
@@ -131,7 +135,7 @@ def _documents(
 
 
 def _folder(source: str) -> Path:
-    """Return the folder ``source``, or raise a DataError that tells a mistyped name from a wrong path."""
+    """Returns the folder ``source``, or raise a DataError that tells a mistyped name from a wrong path."""
     folder = Path(source).expanduser()
     if source and folder.is_dir():
         return folder
@@ -146,7 +150,7 @@ def _folder(source: str) -> Path:
 
 
 def _read(folder: Path, patterns: tuple[str, ...]) -> list[tuple[str, bytes]]:
-    """Return every non-empty file below ``folder`` whose name matches, sorted by relative POSIX path."""
+    """Returns every non-empty file below ``folder`` whose name matches, sorted by relative POSIX path."""
     paths = sorted(_matching(folder, patterns), key=lambda found: found[0])
     documents = [(relative, content) for relative, path in paths if (content := path.read_bytes())]
     if not documents:

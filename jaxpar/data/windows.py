@@ -60,7 +60,7 @@ class Plan:
         return self.windows // self.batch
 
     def read(self, numbers: np.ndarray) -> Batch:
-        """Return this process's rows of the global batch that consists of the windows ``numbers`` [batch]."""
+        """Returns this process's rows of the global batch that consists of the windows ``numbers`` [batch]."""
         rows = self.batch // self.process_count
         mine = numbers[self.process_index * rows : (self.process_index + 1) * rows]
         span = self.tokens[mine[:, None] * self.seq + np.arange(self.seq + 1)].astype(np.int32)
@@ -75,12 +75,12 @@ class Plan:
         return found
 
     def _documents(self, numbers: np.ndarray) -> npt.NDArray[np.int32]:
-        """Return the document of each token [rows, seq], numbered from 0 per row; a separator ends its document."""
+        """Returns the document of each token [rows, seq], numbered from 0 per row; a separator ends its document."""
         ends = self.tokens[numbers[:, None] * self.seq + np.arange(self.seq)] == self.separator
         return np.cumsum(ends, axis=1, dtype=np.int32) - ends
 
     def content_hash(self) -> str:
-        """Return a hash of the token ids that does not depend on their integer type or byte order."""
+        """Returns a hash of the token ids that does not depend on their integer type or byte order."""
         digest = hashlib.sha256()
         for start in range(0, self.tokens.size, _HASH_CHUNK):
             digest.update(np.ascontiguousarray(self.tokens[start : start + _HASH_CHUNK], "<i4"))
@@ -96,7 +96,7 @@ def plan_windows(
     separator: int | None = None,
     arrange: Arrange | None = None,
 ) -> Plan:
-    """Return the plan for these sizes, checked together.
+    """Returns the plan for these sizes, checked together.
 
     Args:
         tokens: the text's token ids, integers of shape ``[n]``; kept, not copied.
@@ -144,7 +144,7 @@ def plan_windows(
 
 
 def _token_vector(tokens: npt.ArrayLike) -> np.ndarray:
-    """Return ``tokens`` as an array [n] whose values fit int32, or raise a DataError."""
+    """Returns ``tokens`` as an array [n] whose values fit int32, or raise a DataError."""
     array = np.asarray(tokens)
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise DataError(f"tokens must be integers of shape [n], got dtype {array.dtype} and shape {array.shape}.")
@@ -157,7 +157,7 @@ def _token_vector(tokens: npt.ArrayLike) -> np.ndarray:
 
 
 def as_integer(name: str, value: Any, least: int | None = None) -> int:
-    """Return ``value`` as an int (JSON has no numpy integers) of at least ``least``, or raise a DataError."""
+    """Returns ``value`` as an int (JSON has no numpy integers) of at least ``least``, or raise a DataError."""
     try:
         number = operator.index(value)
     except TypeError:

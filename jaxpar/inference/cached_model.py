@@ -59,6 +59,18 @@ class DecoderFns:
       stack: the forward passes layer by layer. With it, a mesh that shards the layers over ``pipeline`` keeps weights
         and cache on their stages; without it, each step gathers them.
       sequence: logical dims that have size 1 in a step and are therefore not sharded there.
+
+    >>> import jax.numpy as jnp
+    >>> bigram = DecoderFns(
+    ...     cache=lambda batch, slots: {},
+    ...     prefill=lambda model, tokens, slots: (model["table"][tokens], {}),
+    ...     step=lambda model, tokens, positions, cache: (model["table"][tokens], cache),
+    ...     logits=lambda model, x: x,
+    ...     vocab=4,
+    ... )
+    >>> x, cache = bigram.step({"table": jnp.eye(4)}, jnp.array([2]), jnp.array([0]), {})
+    >>> x.argmax(-1).tolist()
+    [2]
     """
 
     cache: Callable[[int, int], Any]

@@ -170,19 +170,21 @@ class Generator:
         return self._state.params
 
     def prepare(self, params: Any) -> Any:
-        """Return the parameters in the form that each step reads fastest: in the compute dtype, or in int8.
+        """Returns the parameters in the form that each step reads fastest: in the compute dtype, or in int8.
 
-        The original parameters are kept.
+        Args:
+          params: parameters of the model, as :func:`jaxpar.init` or :func:`jaxpar.restore` returned them. They are not
+            changed.
         """
         place = jax.tree.map(lambda x: x.sharding, self.prepared)
         return jax.jit(self.cached.prepare, out_shardings=place)(params)
 
     def explain(self) -> Report:
-        """Explain the sharding of each prepared parameter and each cache array, as :func:`jaxpar.explain` does."""
+        """Returns a report, as of :func:`jaxpar.explain`, on each prepared parameter and each cache array."""
         return placement.report(self.layout, self._tensors)
 
     def prompts(self, requests: Sequence[Request]) -> dict[str, Any]:
-        """Return requests as the arrays that ``prefill`` takes.
+        """Returns requests as the arrays that ``prefill`` takes.
 
         Args:
           requests: at most ``batch`` requests; the remaining rows count as ended.
@@ -211,7 +213,7 @@ class Generator:
         seeds: Sequence[int] | None = None,
         first: int = 0,
     ) -> Iterator[list[int]]:
-        """Yield the tokens of each step: one per request, -1 where a request has ended.
+        """Returns an iterator over the tokens of each step: one per request, -1 where a request has ended.
 
         Args:
           params: parameters of the model; those of :meth:`prepare` are fastest.
@@ -224,7 +226,8 @@ class Generator:
           ConfigError: a prompt is empty, does not fit the cache with the tokens it requests, or has tokens outside the
             vocabulary; there are too many requests; the parameters are not prepared although the model keeps int8
             weights; or the arguments differ between processes.
-          DivergedError: the logits are not finite.
+          LayoutError: another layout is ambient.
+          DivergedError: the logits are not finite; the iterator raises it.
         """
         requests = self._checked_requests(params, prompts, most, seeds, single_batch=True)
         return self._stream(params, requests, first)
@@ -237,7 +240,7 @@ class Generator:
         most: int | Sequence[int],
         seeds: Sequence[int] | None = None,
     ) -> list[list[int]]:
-        """Return the tokens that each request generates, without its prompt and without the stop token.
+        """Returns the tokens that each request generates, without its prompt and without the stop token.
 
         Runs ``batch`` requests at a time. Arguments and errors are those of :meth:`stream`, but the number of prompts
         is not limited.
@@ -402,7 +405,7 @@ class Generator:
         return jax.tree.map(self._pipeline.dims, cache, is_leaf=lambda x: isinstance(x, Tagged))
 
     def _abstract(self, cache: Any) -> Decoding:
-        """Return the decode state as shapes with shardings; ``cache`` already has them."""
+        """Returns the decode state as shapes with shardings; ``cache`` already has them."""
         row = self._short.sharding(("batch",), (self.batch,))
         number = jax.ShapeDtypeStruct((self.batch,), jnp.int32, sharding=row)
         key = jax.eval_shape(lambda: jax.random.key(0)).dtype
@@ -411,7 +414,7 @@ class Generator:
         return Decoding(cache, number, number, number, keys, moving)
 
     def _moving(self, decoder: PipelinedDecoder) -> Any:
-        """Return the shapes and shardings of the activations between stages, as a prefill returns them."""
+        """Returns the shapes and shardings of the activations between stages, as a prefill returns them."""
         with _under(self.layout, self._short):
             merged = lambda params: self._state.metadata.kind.merge(params, self._state.variables)
             shapes = jax.eval_shape(lambda params: decoder.initial_activations(merged(params)), self.prepared)
@@ -422,7 +425,7 @@ class Generator:
         return {name: sharded(x, specs[name]) for name, x in shapes.items()}
 
     def _padded(self, longest: int) -> int:
-        """Return the padded prompt length, which the rules can shard."""
+        """Returns the padded prompt length, which the rules can shard."""
         num_shards = 1
         for dim in self.cached.sequence:
             found = self.layout.resolve((dim,))
@@ -432,14 +435,14 @@ class Generator:
 
 
 def _processes(mesh: Any) -> int:
-    """Return how many processes hold the devices of a mesh; 1 for an abstract mesh."""
+    """Returns how many processes hold the devices of a mesh; 1 for an abstract mesh."""
     if not isinstance(mesh, jax.sharding.Mesh):
         return 1
     return len({device.process_index for device in mesh.devices.flat})
 
 
 def _with_cache(layout: Layout) -> Layout:
-    """Return the layout with a rule for the cache's slots."""
+    """Returns the layout with a rule for the cache's slots."""
     table = layout.rules.table
     if CACHE_SEQ in table:
         return layout

@@ -32,10 +32,18 @@ NEW_DIMS = ("batch", None, "kv_heads", "head_dim")
 
 
 def init_cache(layers: int, batch: int, kv_heads: int, slots: int, head_dim: int, dtype: Any) -> dict[str, Any]:
-    """Return the shapes of ``keys`` and ``values`` with their logical dims, for :class:`jaxpar.inference.DecoderFns`.
+    """Returns the shapes of ``keys`` and ``values`` with their logical dims, for :class:`jaxpar.inference.DecoderFns`.
 
-    Each has the shape [layers, batch, kv_heads, slots, head_dim]. With dtype int8 each is an
-    :class:`jaxpar.inference.Int8` with a scale per token and head.
+    Args:
+      layers, batch, kv_heads, slots, head_dim: the sizes of the dims, in this order.
+      dtype: dtype of the cache. With int8, keys and values are each an :class:`jaxpar.inference.Int8` with a scale per
+        token and head.
+
+    Returns:
+      ``keys`` and ``values``: tagged shapes [layers, batch, kv_heads, slots, head_dim].
+
+    >>> init_cache(layers=2, batch=8, kv_heads=4, slots=128, head_dim=64, dtype="bfloat16")["keys"].dims
+    (None, 'batch', 'kv_heads', 'cache_seq', 'head_dim')
     """
     shape = (layers, batch, kv_heads, slots, head_dim)
     made: Any = tag(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)), *CACHE_DIMS)
@@ -45,7 +53,7 @@ def init_cache(layers: int, batch: int, kv_heads: int, slots: int, head_dim: int
 
 
 def fill_cache(x_BSKD: jax.Array, slots: int, dtype: Any = None) -> CachePart:
-    """Return one layer of a cache that holds the keys or values of full prompts.
+    """Returns one layer of a cache that holds the keys or values of full prompts.
 
     Args:
       x_BSKD: keys or values [batch, seq, kv_heads, head_dim].
@@ -54,6 +62,17 @@ def fill_cache(x_BSKD: jax.Array, slots: int, dtype: Any = None) -> CachePart:
 
     Returns:
       [batch, kv_heads, slots, head_dim]; for int8 an :class:`jaxpar.inference.Int8`.
+
+    Raises:
+      NoLayoutError: no layout is ambient.
+      LayoutError: the rules cannot place the cache.
+
+    >>> import jax.numpy as jnp
+    >>> import jaxpar as jp
+    >>> rules = jp.Rules(batch="data", kv_heads=None, cache_seq=None, head_dim=None)
+    >>> with jp.Layout(jp.MeshSpec(data=-1).build(), rules):
+    ...     fill_cache(jnp.ones((8, 3, 2, 4)), slots=16).shape
+    (8, 2, 16, 4)
     """
     x_BKSD = jnp.swapaxes(x_BSKD[:, :slots], 1, 2)
     missing = slots - x_BKSD.shape[2]
@@ -70,7 +89,7 @@ def cached_attention(
     at_B: jax.Array,
     group: tuple[Any, int] = (0, 1),
 ) -> tuple[jax.Array, CachedKeys]:
-    """Write a token's keys and values into one layer of the cache, and attend to all tokens up to its position.
+    """Returns a token's attention to all tokens up to its position, and the cache with its keys and values written.
 
     No device reads another device's slots. Where slots are sharded, each device attends to its own, and three small
     reductions merge the results by the sums of their softmax weights. The softmax is computed in at least fp32.
@@ -90,8 +109,19 @@ def cached_attention(
       The output [batch, 1, heads, head_dim], and the updated cache.
 
     Raises:
+      NoLayoutError: no layout is ambient.
       LayoutError: the mesh axes do not divide the cache or the heads; or all axes are manual, and queries and their
         keys are sharded over different devices.
+
+    >>> import jax, jax.numpy as jnp
+    >>> import jaxpar as jp
+    >>> rules = jp.Rules(batch="data", heads=None, kv_heads=None, cache_seq=None, head_dim=None)
+    >>> cache = dict.fromkeys(("keys", "values"), jnp.zeros((1, 8, 2, 16, 4)))
+    >>> token = jnp.ones((8, 1, 2, 4))
+    >>> with jp.Layout(jp.MeshSpec(data=-1).build(), rules):
+    ...     y, cache = jax.eval_shape(cached_attention, token, token, token, cache, 0, jnp.zeros(8, int))
+    >>> y.shape, cache["keys"].shape
+    ((8, 1, 2, 4), (1, 8, 2, 16, 4))
     """
     layout = current_layout()
     places: list[Resolved] = [
@@ -150,7 +180,7 @@ def cached_attention(
 
 
 def _group(x_LBKT: jax.Array, layer: Any, number: Any, groups: int) -> jax.Array:
-    """Return a group's rows of one layer."""
+    """Returns a group's rows of one layer."""
     if groups == 1:
         return jax.lax.dynamic_index_in_dim(x_LBKT, layer, 0, keepdims=False)
     x_LRGKT = x_LBKT.reshape(x_LBKT.shape[0], -1, groups, *x_LBKT.shape[2:])
@@ -205,7 +235,7 @@ def _attended(q_B1HD: jax.Array, keys: CachePart, values: CachePart, last_B: jax
 
 
 def _split_scales(x: CachePart, dtype: Any) -> tuple[jax.Array, jax.Array | None]:
-    """Return the values in ``dtype`` and, for int8, the scale of each slot [batch, kv_heads, 1, slots]."""
+    """Returns the values in ``dtype`` and, for int8, the scale of each slot [batch, kv_heads, 1, slots]."""
     return (x.values.astype(dtype), x.scales[:, :, None]) if isinstance(x, Int8) else (x.astype(dtype), None)
 
 

@@ -34,7 +34,7 @@ LAYERS = "layers"
 
 
 def stages_of(layout: Layout, cached: DecoderFns) -> int:
-    """Return the number of pipeline stages that shard the model's layers.
+    """Returns the number of pipeline stages that shard the model's layers.
 
     It is 1 without an axis ``pipeline`` for the layers, and for a model without
     :class:`jaxpar.inference.cached_model.Stack`.
@@ -60,7 +60,7 @@ class PipelinedDecoder:
 
     @classmethod
     def of(cls, cached: DecoderFns, stages: int, batch: int) -> PipelinedDecoder | None:
-        """Return the decoder for ``batch`` rows, or ``None`` if there is only one stage.
+        """Returns the decoder for ``batch`` rows, or ``None`` if there is only one stage.
 
         Raises:
           ConfigError: ``stages`` does not divide ``batch``.
@@ -76,28 +76,28 @@ class PipelinedDecoder:
         return cls(cached.stack, stages, batch // stages)
 
     def dims(self, tagged: Tagged) -> Tagged:
-        """Return an array of the cache with its layers sharded over stages."""
+        """Returns an array of the cache with its layers sharded over stages."""
         return Tagged(tagged.value, (LAYERS, *tagged.dims[1:]))
 
     def take(self, x_B: jax.Array, group: Any) -> jax.Array:
-        """Return the rows of one group, [rows, ...], out of ``x_B`` [batch, ...]."""
+        """Returns the rows of one group, [rows, ...], out of ``x_B`` [batch, ...]."""
         x_R: jax.Array = jax.lax.dynamic_index_in_dim(
             x_B.reshape(self.rows, self.stages, *x_B.shape[1:]), group, 1, False
         )
         return x_R
 
     def put(self, x_B: jax.Array, x_R: jax.Array, group: Any) -> jax.Array:
-        """Return ``x_B`` [batch, ...] with the rows of one group replaced by ``x_R`` [rows, ...]."""
+        """Returns ``x_B`` [batch, ...] with the rows of one group replaced by ``x_R`` [rows, ...]."""
         x_RP = x_B.reshape(self.rows, self.stages, *x_B.shape[1:])
         return jax.lax.dynamic_update_index_in_dim(x_RP, x_R.astype(x_B.dtype), group, 1).reshape(x_B.shape)
 
     def initial_activations(self, model: Any) -> Any:
-        """Return the activations between stages after a prefill: zeros, and a tick count ``ticks`` of 0."""
+        """Returns the activations between stages after a prefill: zeros, and a tick count ``ticks`` of 0."""
         one = jax.eval_shape(lambda: self.stack.before(model, jnp.zeros((self.rows, 1), jnp.int32)))
         return {"x": self._shard(jnp.zeros((self.stages, *one.shape), one.dtype)), "ticks": jnp.int32(0)}
 
     def spec(self, layout: Layout) -> PartitionSpec:
-        """Return the partition spec of the activations between stages, [stages, rows, ...]."""
+        """Returns the partition spec of the activations between stages, [stages, rows, ...]."""
         return PartitionSpec(AXIS, layout.resolve(("batch",), (self.rows,)).axes[0] or None)
 
     def _shard(self, x_PRSE: jax.Array) -> jax.Array:
@@ -189,7 +189,7 @@ class PipelinedDecoder:
 
 
 def last_of(x_BSE: jax.Array, lengths_B: jax.Array) -> jax.Array:
-    """Return the activations of each row's last token, [batch, ...].
+    """Returns the activations of each row's last token, [batch, ...].
 
     It is a masked sum and not an index, because the sequence may be sharded.
     """

@@ -20,7 +20,7 @@ from jaxpar.training.state import PlacedLeaf, TrainState, place
 
 
 def prepared(layout: Layout, state: TrainState, prepare: Callable[[Any], Any]) -> tuple[Any, list[PlacedLeaf]]:
-    """Return the parameters after ``prepare`` as shapes with shardings, and as leaves for :func:`report`.
+    """Returns the parameters after ``prepare`` as shapes with shardings, and as leaves for :func:`report`.
 
     A plain array keeps its sharding. An :class:`jaxpar.inference.Int8` shards its integers by the parameter's logical
     dims, and its scales by those of the dims that remain.
@@ -60,7 +60,7 @@ def prepared(layout: Layout, state: TrainState, prepare: Callable[[Any], Any]) -
 
 
 def placed_cache(layout: Layout, cache: Any) -> tuple[Any, list[PlacedLeaf]]:
-    """Return a model's cache as shapes with shardings, and as leaves for :func:`report`.
+    """Returns a model's cache as shapes with shardings, and as leaves for :func:`report`.
 
     Raises:
       LayoutError: the mesh does not divide all arrays of the cache; it lists every problem.
@@ -79,7 +79,7 @@ def placed_cache(layout: Layout, cache: Any) -> tuple[Any, list[PlacedLeaf]]:
 
 
 def report(layout: Layout, tensors: list[PlacedLeaf]) -> Report:
-    """Return the report of :meth:`jaxpar.Generator.explain`."""
+    """Returns the report of :meth:`jaxpar.Generator.explain`."""
     sizes = {axis: size for axis, size in layout.sizes.items() if size > 1}
     rows = tuple(_row(layout, tensor, tensor.role) for tensor in tensors)
     return Report(sizes, layout.mesh.size, rows, (), False, ())

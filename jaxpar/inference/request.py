@@ -25,7 +25,7 @@ class Request:
     seed: int = 0
 
     def summary(self) -> str:
-        """Return one line that differs whenever two requests differ.
+        """Returns one line that differs whenever two requests differ.
 
         >>> Request((1, 2, 3), 5).summary()
         '3 tokens (sha256 8a6ae1512200), most=5, seed=0'
@@ -43,7 +43,7 @@ def check_requests(
     vocab: int,
     spell: Spell = "{}={}".format,
 ) -> list[Request]:
-    """Return the requests after checking that they fit the cache and the vocabulary.
+    """Returns the requests after checking that they fit the cache and the vocabulary.
 
     Args:
       prompts: the tokens of each request.
@@ -130,7 +130,7 @@ def _integers(name: str, values: Any) -> list[int]:
 
 
 def _integer(value: Any) -> int | None:
-    """Return ``value`` as an int if it is an integer of any kind (numpy's too), else ``None``."""
+    """Returns ``value`` as an int if it is an integer of any kind (numpy's too), else ``None``."""
     try:
         return operator.index(value)
     except TypeError:

@@ -32,6 +32,9 @@ class Sampling:
 
     Raises:
       ConfigError: a value is out of range, or ``top_k`` or ``top_p`` is set at temperature 0.
+
+    >>> Sampling(temperature=0.8, top_p=0.95)
+    Sampling(temperature=0.8, top_k=None, top_p=0.95)
     """
 
     temperature: float = 0.0
@@ -61,7 +64,7 @@ class Sampling:
 
 
 def next_tokens(sampling: Sampling, logits_BV: jax.Array, keys_B: jax.Array, at_B: jax.Array) -> jax.Array:
-    """Return the next token of each row, [batch] int32; ``BROKEN`` where the logits are not finite.
+    """Returns the next token of each row, [batch] int32; ``BROKEN`` where the logits are not finite.
 
     The token at position ``at`` is drawn with the row's key folded with ``at``. It is therefore the same in every
     layout and does not depend on the other requests of the batch.
@@ -88,7 +91,7 @@ def next_tokens(sampling: Sampling, logits_BV: jax.Array, keys_B: jax.Array, at_
 
 
 def _mask_unlikely(sampling: Sampling, z_BV: jax.Array) -> jax.Array:
-    """Return the logits with -inf for tokens that ``top_k`` and ``top_p`` exclude."""
+    """Returns the logits with -inf for tokens that ``top_k`` and ``top_p`` exclude."""
     if sampling.top_k is not None and sampling.top_k < z_BV.shape[1]:
         z_BV = jnp.where(z_BV < jax.lax.top_k(z_BV, sampling.top_k)[0][:, -1:], -jnp.inf, z_BV)
     if sampling.top_p < 1:

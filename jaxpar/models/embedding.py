@@ -31,7 +31,7 @@ STAGES = "pipeline"
 
 
 def lookup(table_VE: jax.Array, tokens_BS: jax.Array, dtype: Any, *, by_hand: bool = False) -> jax.Array:
-    """Return rows of an embedding table in ``dtype``, [batch, residual_seq, embed].
+    """Returns rows of an embedding table in ``dtype``, [batch, residual_seq, embed].
 
     Args:
       table_VE: the table [vocab, embed], with these logical dims.

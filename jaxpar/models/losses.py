@@ -19,7 +19,7 @@ _GRAD_DIMS = ("batch", "seq", None, None, "vocab")
 
 
 def cross_entropy(logits_BSV: jax.Array, targets_BS: jax.Array, mask_BS: jax.Array | None = None) -> jax.Array:
-    """Return the mean cross entropy, exact and vocabulary-parallel: the vocabulary dim is reduced, never gathered.
+    """Returns the mean cross entropy, exact and vocabulary-parallel: the vocabulary dim is reduced, never gathered.
 
     Args:
       logits_BSV: [batch, seq, vocab] in any layout; reduced in at least fp32.
@@ -28,6 +28,7 @@ def cross_entropy(logits_BSV: jax.Array, targets_BS: jax.Array, mask_BS: jax.Arr
 
     Returns:
       A scalar in nats: the mean weighted by ``mask_BS``, or 0 if all weights are 0.
+
     >>> import jax.numpy as jnp
     >>> float(cross_entropy(jnp.zeros((1, 2, 4)), jnp.zeros((1, 2), int)))  # log 4
     1.3862943649291992
@@ -48,7 +49,7 @@ def cross_entropy(logits_BSV: jax.Array, targets_BS: jax.Array, mask_BS: jax.Arr
 def linear_cross_entropy(
     x_BSE: jax.Array, head_EV: jax.Array, targets_BS: jax.Array, mask_BS: jax.Array | None = None
 ) -> jax.Array:
-    """Return ``cross_entropy(x_BSE @ head_EV, ...)``, turning logits into their gradients piece by piece.
+    """Returns ``cross_entropy(x_BSE @ head_EV, ...)``, turning logits into their gradients piece by piece.
 
     The logits of all tokens never exist at the same time. The forward pass computes the gradient of the logits in the
     dtype of ``x_BSE``, so nothing is recomputed. The backward pass applies 1 / tokens and the loss scale to its results
@@ -79,7 +80,7 @@ def linear_cross_entropy(
 
 @jax.custom_vjp
 def _weighted_nll(x_BSE: jax.Array, head_EV: jax.Array, targets_BS: jax.Array, weight_BS: jax.Array) -> jax.Array:
-    """Return the weighted sum of the losses of all positions."""
+    """Returns the weighted sum of the losses of all positions."""
     x, targets, weight = _pieces(x_BSE), _pieces(targets_BS), _pieces(weight_BS)
 
     nll_PBWT = jax.lax.map(lambda p: _nll(_piece(x, p) @ head_EV, _piece(targets, p))[0], jnp.arange(x.shape[2]))
@@ -106,7 +107,7 @@ def _forward(x_BSE: jax.Array, head_EV: jax.Array, targets_BS: jax.Array, weight
 
 
 def _backward(saved: tuple[jax.Array, ...], grad: jax.Array) -> tuple[jax.Array | None, ...]:
-    """Return the stored gradients times ``grad``, which holds 1 / tokens and the loss scale, in at least fp32.
+    """Returns the stored gradients times ``grad``, which holds 1 / tokens and the loss scale, in at least fp32.
 
     In fp16 the scale must not touch the logits' gradients: 1 / tokens rounds those of rare tokens to 0, and a loss
     scale of 2^16 exceeds the range of fp16. Both matmuls therefore accumulate in fp32 and are scaled before they are
@@ -137,7 +138,7 @@ def _backward(saved: tuple[jax.Array, ...], grad: jax.Array) -> tuple[jax.Array 
 
 
 def _unit(dtype: Any) -> float:
-    """Return the scale of a logit's gradient while it is stored."""
+    """Returns the scale of a logit's gradient while it is stored."""
     return _FP16_UNIT if dtype == jnp.float16 else 1.0
 
 
@@ -145,7 +146,7 @@ _weighted_nll.defvjp(_forward, _backward)
 
 
 def _nll(logits_BWTV: jax.Array, targets_BWT: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return negative log likelihoods, probabilities, and a mask of the target class, in at least fp32."""
+    """Returns negative log likelihoods, probabilities, and a mask of the target class, in at least fp32."""
     logits_BWTV = hint(logits_BWTV, "batch", "seq", None, "vocab")
     logits_BWTV = logits_BWTV.astype(jnp.promote_types(logits_BWTV.dtype, jnp.float32))
     lse_BWT1 = jax.nn.logsumexp(logits_BWTV, axis=-1, keepdims=True)
@@ -170,7 +171,7 @@ def _piece(x_BWP: jax.Array, p: jax.Array) -> jax.Array:
 
 
 def next_token_loss(model: Any, batch: dict[str, jax.Array]) -> jax.Array:
-    """Return the mean next-token loss of a language model; a ``loss_fn`` for :func:`jaxpar.train_step`.
+    """Returns the mean next-token loss of a language model; a ``loss_fn`` for :func:`jaxpar.train_step`.
 
     Args:
       model: has ``hidden(tokens)`` and ``unembedding()``. A model with a method ``laid`` chooses the order of its
@@ -180,6 +181,22 @@ def next_token_loss(model: Any, batch: dict[str, jax.Array]) -> jax.Array:
 
     Returns:
       A scalar in nats.
+
+    Raises:
+      NoLayoutError: no layout is ambient.
+      LayoutError: the rules cannot place the logits.
+
+    >>> import jax, jax.numpy as jnp
+    >>> import jaxpar as jp
+    >>> class Uniform:
+    ...     def hidden(self, tokens):
+    ...         return jnp.ones((*tokens.shape, 2))
+    ...     def unembedding(self):
+    ...         return jnp.zeros((2, 4))
+    >>> batch = dict.fromkeys(("tokens", "targets"), jnp.zeros((8, 16), int))
+    >>> with jp.Layout(jp.MeshSpec(data=-1).build(), jp.Rules(batch="data", seq=None, embed=None, vocab=None)):
+    ...     round(float(next_token_loss(Uniform(), batch)), 4)  # log 4
+    1.3863
     """
     tokens, targets = batch["tokens"], batch["targets"]
     if not hasattr(model, "laid"):

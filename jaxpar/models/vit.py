@@ -24,7 +24,23 @@ _ONES = nn.initializers.ones
 
 @dataclass(frozen=True)
 class ViTConfig:
-    """Sizes of a ViT. Images [batch, image, image, channels] are cut into (image / patch)² patches."""
+    """Sizes of a ViT. Images [batch, image, image, channels] are cut into (image / patch)² patches.
+
+    Attributes:
+      image: height and width of an image, in pixels; a multiple of ``patch``.
+      patch: height and width of a patch, in pixels.
+      channels: channels of a pixel.
+      classes: number of classes.
+      embed: width of the residual stream; a multiple of ``heads``.
+      layers: number of encoder blocks.
+      heads: attention heads.
+      mlp: hidden width of the MLP.
+      dtype: the compute dtype; parameters are fp32.
+
+    >>> config = ViTConfig(image=32, patch=8)
+    >>> (config.image // config.patch) ** 2
+    16
+    """
 
     image: int = 16
     patch: int = 4
@@ -96,15 +112,35 @@ def _dense(features: int, dtype: Any, *dims: str | None) -> nn.Dense:
 
 
 def make_vit(config: ViTConfig) -> Callable[[jax.Array], Any]:
-    """Return the ``make_model`` of a :class:`ViT` for :func:`jaxpar.init`; it makes the Linen variables."""
+    """Returns the ``make_model`` of a :class:`ViT` for :func:`jaxpar.init`; it makes the Linen variables.
+
+    >>> import jax, optax
+    >>> import jaxpar as jp
+    >>> layout = jp.Layout.from_yaml("configs/layouts/dp.yaml", devices=8)
+    >>> jp.abstract_state(layout, make_vit(ViTConfig(layers=1)), optax.sgd(0.1)).params["positions"].shape
+    (16, 64)
+    """
     example = jnp.zeros((1, config.image, config.image, config.channels))
     return lambda key: ViT(config).init(key, example)
 
 
 def vit_loss(config: ViTConfig) -> Callable[[Any, dict[str, jax.Array]], tuple[jax.Array, dict[str, jax.Array]]]:
-    """Return a ``loss_fn`` on batches of ``images`` and ``labels`` [batch] int.
+    """Returns a ``loss_fn`` on batches of ``images`` and ``labels`` [batch] int.
 
-    The auxiliary output holds ``accuracy``, the fraction of correct predictions.
+    Args:
+      config: the sizes of the model.
+
+    Returns:
+      ``loss_fn(variables, batch) -> (loss, aux)``. ``images`` are [batch, image, image, channels] float. The loss is
+      the mean cross entropy in nats; ``aux`` holds ``accuracy``, the fraction of correct predictions.
+
+    >>> import jax, jax.numpy as jnp, optax
+    >>> import jaxpar as jp
+    >>> layout, config = jp.Layout.from_yaml("configs/layouts/dp.yaml", devices=8), ViTConfig(layers=1)
+    >>> state = jp.abstract_state(layout, make_vit(config), optax.sgd(0.1))
+    >>> batch = {"images": jnp.ones((8, 16, 16, 3)), "labels": jnp.zeros(8, int)}
+    >>> sorted(jax.eval_shape(jp.eval_step(layout, vit_loss(config)), state, batch))
+    ['accuracy', 'loss']
     """
 
     def loss_fn(variables: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:

@@ -27,7 +27,8 @@ def shard_array(layout: Layout, x: Any, *dims: str | None, path: str = "batch") 
       A ``jax.Array`` with the dtype of ``x`` and the global shape.
 
     Raises:
-      LayoutError: the mesh axes do not divide the global sizes, or the mesh is abstract.
+      LayoutError: the mesh is abstract, or the rules cannot place the array: an unknown dim, a rank other than the
+        number of names, mesh axes that do not divide a global size, or an axis that two dims claim.
 
     >>> import numpy as np, jaxpar as jp
     >>> layout = jp.Layout(jp.MeshSpec(data=-1).build(), jp.Rules(batch="data", seq=None))

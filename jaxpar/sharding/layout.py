@@ -106,7 +106,19 @@ class Layout:
 
     @classmethod
     def from_yaml(cls, path: str | os.PathLike[str], *, devices: Devices = None) -> Layout:
-        """Returns a layout from a YAML file with the keys ``mesh`` and ``rules``; see :meth:`from_dict`."""
+        """Returns a layout from a YAML file with the keys ``mesh`` and ``rules``.
+
+        Args:
+          path: the file.
+          devices: as for :meth:`from_dict`.
+
+        Raises:
+          ConfigError: the file cannot be read, or is not YAML.
+          JaxparError: as :meth:`from_dict` raises.
+
+        >>> Layout.from_yaml("configs/layouts/fsdp.yaml", devices=16).sizes["data"]
+        16
+        """
         return cls.from_dict(load_yaml(path), devices=devices, where=os.fspath(path))
 
     @property
@@ -145,6 +157,7 @@ class Layout:
         Raises:
           LayoutError: an unknown dim, a rank other than the number of names, an indivisible dim, or an axis that two
             dims claim. The error lists all problems.
+          RulesError: an unknown role.
         """
         resolved = self.resolve(dims, shape, **options)
         if resolved.problems:
@@ -152,7 +165,12 @@ class Layout:
         return to_spec(resolved)
 
     def sharding(self, dims: Sequence[str | None], shape: Sequence[int] | None = None, **options: Any) -> NamedSharding:
-        """Returns the ``NamedSharding`` of a tensor with these logical dims; raises as :meth:`spec` does."""
+        """Returns the ``NamedSharding`` of a tensor with these logical dims. Options are those of :meth:`resolve`.
+
+        Raises:
+          LayoutError: as :meth:`spec`.
+          RulesError: an unknown role.
+        """
         return NamedSharding(self.mesh, self.spec(dims, shape, **options))
 
     def on_one_device(self) -> Layout:
@@ -184,6 +202,11 @@ def current_layout() -> Layout:
 
     Raises:
       NoLayoutError: no layout is ambient.
+
+    >>> import jaxpar as jp
+    >>> with jp.Layout(jp.MeshSpec(data=4, model=2).build(), jp.Rules(batch="data")):
+    ...     current_layout().sizes["model"]
+    2
     """
     layout: Layout | None = ambient_layout.value
     if layout is None:
@@ -213,35 +236,49 @@ def tracing_under(layout: Layout) -> Iterator[None]:
 
 
 def constrain[T](x: T, *dims: str | None) -> T:
-    """Shards ``x`` by the ambient layout's activation rules for its logical dims.
+    """Returns ``x`` sharded by the ambient layout's activation rules for its logical dims.
 
     Args:
       x: an array, inside or outside jit.
       *dims: one logical dim (or ``None``) per dim of ``x``.
 
-    Returns:
-      ``x`` with that sharding.
-
     Raises:
       NoLayoutError: no layout is ambient.
       LayoutError: an unknown dim, a rank other than the number of names, an indivisible dim, an axis that two dims
         claim, or an axis that an enclosing ``shard_map`` has made manual.
+
+    >>> import jax.numpy as jnp
+    >>> import jaxpar as jp
+    >>> with jp.Layout(jp.MeshSpec(data=-1).build(), jp.Rules(batch="data", embed=None)):
+    ...     constrain(jnp.ones((8, 4)), "batch", "embed").sharding.spec
+    P('data', None)
     """
     return _apply(x, dims, lenient=False)
 
 
 def hint[T](x: T, *dims: str | None, role: str = "activations") -> T:
-    """Shards ``x`` as :func:`constrain` does, but ignores axes that an enclosing ``shard_map`` has made manual.
-
-    All other problems raise as they do in :func:`constrain`.
+    """Returns ``x`` sharded as by :func:`constrain`, but ignores axes that an enclosing ``shard_map`` has made manual.
 
     Args:
       x: an array, inside or outside jit.
       *dims: one logical dim (or ``None``) per dim of ``x``.
       role: the role whose rules apply; see :class:`jaxpar.Rules`.
 
-    Returns:
-      ``x`` with that sharding.
+    Raises:
+      NoLayoutError: no layout is ambient.
+      LayoutError: as :func:`constrain`, except for manual axes.
+      RulesError: an unknown role.
+
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import jaxpar as jp
+    >>> from jax.sharding import PartitionSpec as P
+    >>> layout = jp.Layout(jp.MeshSpec(data=4, model=2).build(), jp.Rules(batch="data", embed="model"))
+    >>> with layout:  # in the shard_map over ``data``, ``batch`` is local and ``embed`` is sharded
+    ...     double = jax.shard_map(lambda x: 2 * hint(x, "batch", "embed"), in_specs=P("data"), out_specs=P("data"),
+    ...                            axis_names={"data"})
+    ...     jax.jit(double)(jnp.ones((8, 4))).sharding.spec
+    P('data', 'model')
     """
     return _apply(x, dims, lenient=True, role=role)
 

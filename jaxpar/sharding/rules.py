@@ -60,7 +60,8 @@ def first_of(*options: str | Sequence[str] | None) -> FirstOf:
       *options: each an axis, a tuple of axes (major to minor) or, as the last, ``None``.
 
     Raises:
-      RulesError: no options, or ``None`` before the last one.
+      RulesError: no options, ``None`` before the last one, or an option that is not an axis or a tuple of distinct
+        axes.
 
     >>> str(Rules(kv_heads=first_of("model", None)).table["kv_heads"])
     'first_of(model, None)'
@@ -81,7 +82,7 @@ def over(axis: str | Sequence[str], min_bytes: int | str = 64 * 1024) -> Over:
       min_bytes: smaller tensors stay as the table says; bytes as a number, or a text such as ``"64KiB"``.
 
     Raises:
-      RulesError: no axis, or a size that cannot be read.
+      RulesError: no axis, an axis twice, or a size that cannot be read.
 
     >>> over("data", min_bytes="64KiB").min_bytes
     65536
@@ -109,7 +110,7 @@ class Rules:
 
     Raises:
       RulesError: a value that is not a rule, an axis twice in one rule, or an overlay for a dim that the base table
-        lacks.
+        lacks, or another value of ``indivisible`` or ``unannotated``.
 
     >>> from jaxpar.sharding.resolve import resolve
     >>> rules = Rules(batch="data", embed=None, mlp="model", params={"embed": "data"})
@@ -158,6 +159,9 @@ class Rules:
     def replace(self, **changes: Any) -> Rules:
         """Returns the same table with some entries changed; the dict of a role is merged rule by rule.
 
+        Raises:
+          RulesError: as :class:`Rules`.
+
         >>> Rules(embed=None, mlp="model").replace(params={"embed": "data"}).to_dict()
         {'embed': None, 'mlp': 'model', 'params': {'embed': 'data'}}
         """
@@ -197,7 +201,7 @@ class Rules:
         return table, spread
 
     def axes(self) -> Iterator[tuple[str, str]]:
-        """Yields a (place in the table, axis) pair for every axis that the table names."""
+        """Returns an iterator over a (place in the table, axis) pair for every axis that the table names."""
         for role, own in (("", self.base), *self.overlays):
             for dim, rule in (("over", own.axes),) if isinstance(own, Over) else own:
                 for option in options(rule):

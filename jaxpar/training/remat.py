@@ -89,11 +89,15 @@ class RematPolicy:
 
     @classmethod
     def of(cls, value: str | RematPolicy) -> RematPolicy:
-        """Returns the policy of this name, or ``value`` if it is a policy already."""
+        """Returns the policy of this name, or ``value`` if it is a policy already.
+
+        Raises:
+          ConfigError: no policy has this name.
+        """
         return value if isinstance(value, RematPolicy) else cls(value)
 
     def segments(self, layers: int) -> list[tuple[int, int, bool]]:
-        """Splits the layers into runs ``(first, end, recomputes)``; layers that do not recompute keep everything.
+        """Returns the layers as runs ``(first, end, recomputes)``; layers that do not recompute keep everything.
 
         Args:
           layers: number of layers of the model.

@@ -68,6 +68,14 @@ class TrainState:
       metadata: the parts that are not arrays.
       loss_scale: the loss scale and its counters (:class:`jaxpar.parallel.precision.policy.LossScale`); ``None``
         without one.
+
+    >>> import jax, optax
+    >>> import jaxpar as jp
+    >>> layout = jp.Layout(jp.MeshSpec(data=8).abstract(), jp.Rules(embed="data"))
+    >>> make_model = lambda key: {"w": jp.tag(jax.random.normal(key, (16,)), "embed")}
+    >>> state = jp.abstract_state(layout, make_model, optax.adam(1e-3))
+    >>> state.params["w"].shape, len(jax.tree.leaves(state))
+    ((16,), 6)
     """
 
     step: Any
@@ -121,7 +129,7 @@ def init(
     seed: int = 0,
     precision: PrecisionLike = None,
 ) -> TrainState:
-    """Builds model and optimizer state in shards: one jit with ``out_shardings``, so no device holds a full array.
+    """Returns model and optimizer state, built in shards by one jitted function, so no device holds a full array.
 
     Parameters are bitwise equal in every layout: float sums in an initializer, such as ``w - w.mean(0)``, are evaluated
     in a fixed order (:mod:`jaxpar.training.model.fixed_order`). A few other operations, such as matmuls, have no fixed
@@ -140,6 +148,9 @@ def init(
     Raises:
       LayoutError: the rules cannot place some tensors; the error lists all of them.
       ModelError: ``make_model`` returned something that holds no parameters.
+      AnnotationError: ``make_model`` returned a malformed annotation.
+      ConfigError: ``precision`` has no valid value, or the optimizer offloads parameters to host memory, but no
+        parameter is a stack of layers.
 
     >>> import jax, optax
     >>> import jaxpar as jp
@@ -193,7 +204,14 @@ def abstract_state(
 
     Raises:
       LayoutError: the rules cannot place some tensors; the error lists all of them.
-      ConfigError: the optimizer offloads parameters to host memory, but no parameter is a stack of layers.
+      ModelError, AnnotationError, ConfigError: as for :func:`init`.
+
+    >>> import jax, optax
+    >>> import jaxpar as jp
+    >>> layout = jp.Layout(jp.MeshSpec(data=4096).abstract(), jp.Rules(embed="data", mlp=None))
+    >>> make_model = lambda key: {"w": jp.tag(jax.random.normal(key, (8192, 512)), "embed", "mlp")}
+    >>> abstract_state(layout, make_model, optax.adam(1e-3)).params["w"].sharding.spec
+    P('data', None)
     """
     return _abstract(layout, make_model, tx, precision)[0]
 

@@ -94,11 +94,22 @@ def train_step(
         ``indivisible={"batch": "replicate"}``), or another layout is ambient.
       ModelError: ``loss_fn`` returned no scalar, or a metric with a reserved name; or the step would change the shape
         or dtype of a parameter or of a carried array.
-      ConfigError: an argument is incompatible with the state's :func:`jaxpar.one_bit_adam` optimizer.
+      ConfigError: an argument is incompatible with the state's optimizer (such as :func:`jaxpar.one_bit_adam`), with
+        weights in host memory, with the model's dtypes or with the stages of the pipeline.
 
     Raises (immediately):
       ConfigError: ``grad_accum_steps``, ``weight_gather``, ``grad_reduction`` or ``precision`` has no valid value, or
-        ``fusion`` has a size that the compiler for the layout's devices does not support.
+        ``fusion`` has a size that the compiler for the layout's devices does not support; or ``pipeline`` is
+        asynchronous.
+
+    >>> import jax, optax
+    >>> import jaxpar as jp
+    >>> layout = jp.Layout(jp.MeshSpec(data=-1).build(), jp.Rules(batch="data", embed="data"))
+    >>> make_model = lambda key: {"w": jp.tag(jax.numpy.ones(8), "embed")}
+    >>> step = train_step(layout, lambda model, batch: (batch["x"] @ model["w"]).mean())
+    >>> state, metrics = step(jp.init(layout, make_model, optax.sgd(0.5)), {"x": jax.numpy.ones((8, 8))})
+    >>> float(metrics["loss"]), state.params["w"].sharding.spec, float(state.params["w"][0])
+    (8.0, P('data',), 0.5)
     """
     how = step_config(grad_accum_steps, weight_gather, grad_reduction, precision, skip_nonfinite, fusion)
     if isinstance(pipeline, Asynchronous):
@@ -274,6 +285,20 @@ def eval_step(
     Raises (when traced):
       LayoutError: the batch's rows cannot be split into that many microbatches; or, without ``pipeline``, the batch's
         axes do not divide its rows and the rules do not have ``indivisible={"batch": "replicate"}``.
+      ModelError: ``loss_fn`` returned no scalar, or a metric with a reserved name.
+      ConfigError: the layers cannot be split over the stages.
+
+    Raises (immediately):
+      ConfigError: ``precision`` has no valid value.
+
+    >>> import jax, optax
+    >>> import jaxpar as jp
+    >>> layout = jp.Layout(jp.MeshSpec(data=8).abstract(), jp.Rules(batch="data", embed="data"))
+    >>> make_model = lambda key: {"w": jp.tag(jax.numpy.ones(8), "embed")}
+    >>> evaluate = eval_step(layout, lambda model, batch: ((batch["x"] @ model["w"]).mean(), {"rows": 8}))
+    >>> state = jp.abstract_state(layout, make_model, optax.sgd(0.5))
+    >>> sorted(jax.eval_shape(evaluate, state, {"x": jax.numpy.ones((8, 8))}))
+    ['loss', 'rows']
     """
     how, options = Precision.of(precision), Pipeline(pipeline) if isinstance(pipeline, Schedule) else pipeline
 

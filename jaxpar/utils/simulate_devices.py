@@ -12,8 +12,16 @@ from jaxpar.errors import MeshError
 def simulate_devices(count: int) -> None:
     """Makes jax run on ``count`` simulated CPU devices in this process. Call it before jax runs anything.
 
+    Args:
+      count: the number of devices.
+
     Raises:
       MeshError: jax already runs on other devices.
+
+    >>> simulate_devices(8)
+    >>> import jax
+    >>> jax.device_count()
+    8
     """
     flag = f"--xla_force_host_platform_device_count={count}"
     if "jax" not in sys.modules:

@@ -85,7 +85,7 @@ class Checkup:
         return self.memory is not None and self.memory.fits
 
     def headline(self) -> str:
-        """Return one line that says whether the step fits, and by how much."""
+        """Returns one line that says whether the step fits, and by how much."""
         if self.memory is None:
             return f"DOES NOT FIT {self.topology}: {self.findings[0].text}"
         m = self.memory
@@ -99,7 +99,7 @@ class Checkup:
         )
 
     def categories(self) -> list[tuple[str, int]]:
-        """Return (category, bytes on one device) pairs; for a rejected program, only those of its arguments."""
+        """Returns (category, bytes on one device) pairs; for a rejected program, only those of its arguments."""
         if self.memory is None:
             sums = dict.fromkeys(CATEGORIES, 0)
             for h in self.held:
@@ -109,7 +109,7 @@ class Checkup:
         return [*((name, size) for name, size in rows if size), ("host", self.memory.host)]
 
     def largest(self) -> list[tuple[str, str, str, str]]:
-        """Return the bytes, shape, category and origin of the largest tensors at the peak, as text."""
+        """Returns the bytes, shape, category and origin of the largest tensors at the peak, as text."""
         if self.memory is None:
             return []
         rows = []
@@ -146,7 +146,7 @@ class Checkup:
         return f"{count} finding{'s' * (count > 1)}" + (f", the worst {WORST}:" if count > WORST else ":")
 
     def to_json(self) -> str:
-        """Return everything as JSON. The keys are those of ``Audit.to_json`` and those of this report."""
+        """Returns everything as JSON. The keys are those of ``Audit.to_json`` and those of this report."""
         facts: dict[str, Any] = dict.fromkeys(("matmul_flops", "kernel_flops", "wire_bytes", "compile_cpu_seconds"))
         facts |= {"topology": self.topology, "mesh": dict(self.mesh), "fits": self.fits, "collectives": None}
         if self.audit is not None:
@@ -180,7 +180,7 @@ def check_up(
     compiler_options: CompilerOptions | None = None,
     **options: Any,
 ) -> Checkup:
-    """Compile a run's step for a topology and analyze it.
+    """Returns an analysis of a run's step, compiled for a topology.
 
     Args:
       topology, layout, make_model, tx, loss_fn, batch, compiler_options, options: as for
@@ -192,6 +192,16 @@ def check_up(
 
     Raises:
       The errors of :func:`jaxpar.analysis.compile.ahead_of_time.compile_for`, except for a program that is too large.
+
+    >>> import jax, jax.numpy as jnp, optax
+    >>> import jaxpar as jp
+    >>> layout = jp.Layout(jp.MeshSpec(data=4).on("v5e:2x2"), jp.Rules(batch="data", embed=None))
+    >>> make_model = lambda key: {"w": jp.tag(jax.random.normal(key, (16, 16)), "embed", "embed")}
+    >>> loss_fn = lambda model, batch: ((batch["x"] @ model["w"]) ** 2).mean()
+    >>> batch = {"x": jp.tag(jax.ShapeDtypeStruct((8, 16), jnp.float32), "batch", "embed")}
+    >>> run = ("v5e:2x2", layout, make_model, optax.sgd(0.1), loss_fn, batch)
+    >>> check_up(*run).fits  # doctest: +SKIP
+    True
     """
     parsed = Topology.parse(str(topology))
     aimed = aim(layout, parsed)
@@ -258,7 +268,7 @@ def examine(
 
 
 def too_large(text: str, remat: str = "", held: Sequence[HeldTensor] = ()) -> Finding | None:
-    """Return a finding if a compiler's error message says that the program exceeds the memory; else ``None``.
+    """Returns a finding if a compiler's error message says that the program exceeds the memory; else ``None``.
 
     Args:
       text: the error message.
@@ -292,7 +302,7 @@ def too_large(text: str, remat: str = "", held: Sequence[HeldTensor] = ()) -> Fi
 
 
 def _named(report: Audit, held: Sequence[HeldTensor]) -> Audit:
-    """Return the audit with tensor paths instead of the names of an exported program, such as ``args[7]``."""
+    """Returns the audit with tensor paths instead of the names of an exported program, such as ``args[7]``."""
 
     def name(text: str) -> str:
         found = re.fullmatch(r"\w+\[(\d+)\]", text)

@@ -88,16 +88,16 @@ class Evidence:
         return self.audit.mesh
 
     def of_step(self, seconds: float) -> float:
-        """Return a time in seconds as a share of the step."""
+        """Returns a time in seconds as a share of the step."""
         return seconds / self.roofline.step if self.roofline.step else 0.0
 
     def of_memory(self, size: float) -> float:
-        """Return bytes as a share of the device's memory, or of the peak if that memory is unknown."""
+        """Returns bytes as a share of the device's memory, or of the peak if that memory is unknown."""
         return size / (self.memory.limit or self.memory.total or 1)
 
 
 def find(evidence: Evidence) -> tuple[Finding, ...]:
-    """Return all findings, the worst first.
+    """Returns all findings, the worst first.
 
     >>> from jaxpar.analysis.roofline import roofline
     >>> empty = Audit({"data": 4}, 0, 0, 0, (), (), (), (), {})
@@ -128,7 +128,7 @@ def _does_not_fit(e: Evidence) -> Iterator[Finding]:
 
 
 def knob(category: str, remat: str = "") -> str:
-    """Return the remedy that makes a category of memory smaller.
+    """Returns the remedy that makes a category of memory smaller.
 
     Args:
       category: one of ``jaxpar.analysis.checkup.footprint.CATEGORIES``.
@@ -183,14 +183,14 @@ def _exposed(e: Evidence) -> Iterator[Finding]:
 
 
 def _places(collectives: Iterable[Collective]) -> str:
-    """Return the first three places, and how many more there are."""
+    """Returns the first three places, and how many more there are."""
     places = list(dict.fromkeys(c.place for c in collectives))
     more = f", and {len(places) - 3} more" if len(places) > 3 else ""
     return ", ".join(places[:3]) + more
 
 
 def _for_exposed(c: Collective, e: Evidence) -> str:
-    """Return the remedy that makes a collective shorter or hides it."""
+    """Returns the remedy that makes a collective shorter or hides it."""
     axes, backward = "+".join(c.axes), "transpose(" in c.op_name
     batch_axes = _axes_of(e.held, "batch")
     tensor_parallel = bool(batch_axes) and set(c.axes) <= _axes_of(e.held, "parameters") - batch_axes
@@ -230,7 +230,7 @@ def _for_exposed(c: Collective, e: Evidence) -> str:
 
 
 def _axes_of(held: Sequence[HeldTensor], category: str) -> set[str]:
-    """Return the mesh axes that shard the tensors of a category."""
+    """Returns the mesh axes that shard the tensors of a category."""
     return {axis for h in held if h.category == category for axes in h.spec for axis in axes}
 
 

@@ -94,7 +94,7 @@ class Footprint:
 
 
 def held_by(layout: Layout, state: TrainState, batch: Any) -> tuple[HeldTensor, ...]:
-    """Return the arrays that a step receives, in the order of the compiled program's arguments.
+    """Returns the arrays that a step receives, in the order of the compiled program's arguments.
 
     Args:
       layout: of the run.
@@ -141,7 +141,7 @@ def footprint(
     sizes: Mapping[str, int],
     device: Accelerator | None,
 ) -> Footprint:
-    """Return the memory at a program's peak, by category.
+    """Returns the memory at a program's peak, by category.
 
     Args:
       peak: the buffers alive at the peak.
@@ -184,7 +184,7 @@ def _category(buffer: Buffer, gradients: frozenset[tuple[int, ...]], held: tuple
 
 
 def _shapes(parameter: HeldTensor, sizes: Mapping[str, int]) -> set[tuple[int, ...]]:
-    """Return the shapes of a parameter's gradient under any subset of its axes, of all layers or of one."""
+    """Returns the shapes of a parameter's gradient under any subset of its axes, of all layers or of one."""
     if len(parameter.shape) < 2:  # a vector's shape is ambiguous
         return set()
     axes = [axis for entry in parameter.spec for axis in entry]

@@ -26,7 +26,7 @@ _EXACT = ("matmul_flops", "kernel_flops")
 
 
 def facts_of(report: Audit, topology: str, versions: Mapping[str, str]) -> dict[str, Any]:
-    """Return the contents of a program's golden file.
+    """Returns the contents of a program's golden file.
 
     Args:
       report: the program's audit, with the compiler's memory figures.
@@ -63,7 +63,7 @@ def write(file: Path, facts: Mapping[str, Any]) -> None:
 
 
 def against(file: Path, facts: Mapping[str, Any]) -> list[str]:
-    """Return the differences between a program and a golden file, one line each; empty if there are none.
+    """Returns the differences between a program and a golden file, one line each; empty if there are none.
 
     Args:
       file: the golden file.
@@ -84,7 +84,7 @@ def against(file: Path, facts: Mapping[str, Any]) -> list[str]:
 
 
 def differences(golden: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
-    """Return the lines of :func:`against`.
+    """Returns the lines of :func:`against`.
 
     >>> row = {"kind": "all-gather", "axes": "model", "from": "Attention.__call__ (layers.py)"}
     >>> row |= {"count": 2, "wire_bytes": 2**30}

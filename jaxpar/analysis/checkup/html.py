@@ -19,7 +19,7 @@ td, th { padding: 2px 10px 2px 0; text-align: left; vertical-align: top }
 
 
 def page(found: Checkup, title: str, layout: str = "") -> str:
-    """Return a checkup as HTML: whether it fits, findings, figures, tables.
+    """Returns a checkup as HTML: whether it fits, findings, figures, tables.
 
     Args:
       found: the checkup.

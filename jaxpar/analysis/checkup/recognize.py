@@ -61,7 +61,7 @@ def is_scores(buffer: Buffer, held: Sequence[HeldTensor], sizes: Mapping[str, in
 
 
 def _products(sizes: Mapping[str, int]) -> set[int]:
-    """Return the numbers of shards that the mesh's axes can make of a dim."""
+    """Returns the numbers of shards that the mesh's axes can make of a dim."""
     found = {1}
     for size in sizes.values():
         found |= {size * n for n in found}

@@ -31,7 +31,7 @@ class Piece:
 
 
 def bars(rows: Sequence[tuple[str, Sequence[Piece], str]], end: float, mark: tuple[float, str] | None = None) -> str:
-    """Return horizontal bars as SVG text.
+    """Returns horizontal bars as SVG text.
 
     Args:
       rows: for each bar, the label on its left, its segments, and the text on its right.
@@ -66,7 +66,7 @@ def bars(rows: Sequence[tuple[str, Sequence[Piece], str]], end: float, mark: tup
 
 
 def memory_picture(memory: Footprint) -> str:
-    """Return one bar for each category, and one for their sum, compared with the device's memory."""
+    """Returns one bar for each category, and one for their sum, compared with the device's memory."""
     rows: list[tuple[str, list[Piece], str]] = []
     whole: list[Piece] = []
     sizes = {**memory.categories, "not attributed": max(memory.unattributed, 0)}
@@ -84,7 +84,7 @@ def memory_picture(memory: Footprint) -> str:
 
 
 def wire_picture(report: Audit) -> str:
-    """Return the bytes on the wire by mesh axes, with a segment for each kind of collective."""
+    """Returns the bytes on the wire by mesh axes, with a segment for each kind of collective."""
     kinds = sorted({c.kind for c in report.collectives})
     colours = dict(zip(kinds, _COLOURS, strict=False))
     by_axes: dict[str, dict[str, float]] = {}
@@ -103,7 +103,7 @@ def wire_picture(report: Audit) -> str:
 
 
 def overlap_picture(line: Roofline) -> str:
-    """Return the overlap of compute and transfers in a step, by the roofline; sorted, not in program order.
+    """Returns the overlap of compute and transfers in a step, by the roofline; sorted, not in program order.
 
     First come the device's work and the transfers that it hides. The transfers that outlast their compute follow, while
     the device is stalled. The exposed transfers come last, one after the other.
@@ -127,7 +127,7 @@ def overlap_picture(line: Roofline) -> str:
 
 
 def legend(entries: Sequence[tuple[str, str]]) -> str:
-    """Return the names next to their colours, as HTML.
+    """Returns the names next to their colours, as HTML.
 
     >>> legend([("work", "red")])
     '<p class="legend"><span><i style="background:red"></i>work</span></p>'

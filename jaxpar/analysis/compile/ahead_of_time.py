@@ -70,11 +70,11 @@ class AheadOfTime:
     warnings: tuple[str, ...] = ()
 
     def as_text(self) -> str:
-        """Return the optimized HLO, like ``jax.stages.Compiled.as_text``."""
+        """Returns the optimized HLO, like ``jax.stages.Compiled.as_text``."""
         return self.text
 
     def memory_analysis(self) -> SimpleNamespace:
-        """Return the figures under the names of ``jax.stages.Compiled.memory_analysis``.
+        """Returns the figures under the names of ``jax.stages.Compiled.memory_analysis``.
 
         A figure that the compiler does not report is ``None``.
         """
@@ -94,7 +94,7 @@ def compile_for(
     compiler_options: CompilerOptions | None = None,
     **options: Any,
 ) -> AheadOfTime:
-    """Compile the train step of a run for a topology.
+    """Returns the train step of a run, compiled for a topology.
 
     With the optimizer state on disk, only the program that computes the gradients is compiled.
 
@@ -117,9 +117,20 @@ def compile_for(
     Raises:
       MeshError: unknown topology, or a mesh of another size or for another accelerator.
       LayoutError: the layout does not fit the model or the batch.
+      ModelError, AnnotationError, ConfigError: as for :func:`jaxpar.init` and the step.
       MissingExtraError: there is no compiler for the topology's devices.
       CompileError: the compiler does not match this jax, or it rejects the program. The message quotes the compiler,
         for example that the program exceeds the memory of a TPU. The compiler for GPUs does not check memory.
+
+    >>> import jax, jax.numpy as jnp, optax
+    >>> import jaxpar as jp
+    >>> layout = jp.Layout(jp.MeshSpec(data=4).on("v5e:2x2"), jp.Rules(batch="data", embed=None))
+    >>> make_model = lambda key: {"w": jp.tag(jax.random.normal(key, (16, 16)), "embed", "embed")}
+    >>> loss_fn = lambda model, batch: ((batch["x"] @ model["w"]) ** 2).mean()
+    >>> batch = {"x": jp.tag(jax.ShapeDtypeStruct((8, 16), jnp.float32), "batch", "embed")}
+    >>> run = ("v5e:2x2", layout, make_model, optax.sgd(0.1), loss_fn, batch)
+    >>> compile_for(*run).device_kind  # doctest: +SKIP
+    'TPU v5 lite'
     """
     parsed = Topology.parse(str(topology))
     layout = aim(layout, parsed)
@@ -138,7 +149,7 @@ def step_for(
     batch: Any,
     **options: Any,
 ) -> tuple[Callable[..., Any], TrainState, Any]:
-    """Return the step that :func:`compile_for` compiles, and the placed shapes of its state and batch.
+    """Returns the step that :func:`compile_for` compiles, and the placed shapes of its state and batch.
 
     Arguments are those of :func:`compile_for`.
     """
@@ -151,7 +162,7 @@ def step_for(
 
 
 def aim(layout: Layout, topology: Topology) -> Layout:
-    """Return ``layout`` on an abstract mesh that carries the topology's device.
+    """Returns ``layout`` on an abstract mesh that carries the topology's device.
 
     Code that is traced under the result finds its target in ``jax.sharding.get_abstract_mesh().abstract_device``, or
     with :func:`jaxpar.sharding.hardware.topology.platform_of`. The result does not compare equal to ``layout``: create
@@ -187,7 +198,7 @@ def aim(layout: Layout, topology: Topology) -> Layout:
 
 
 def placed(layout: Layout, batch: Any) -> Any:
-    """Return the tagged shapes of the batch with their shardings."""
+    """Returns the tagged shapes of the batch with their shardings."""
     return jax.tree.map(lambda leaf: _placed(layout, leaf), batch, is_leaf=lambda x: isinstance(x, Tagged))
 
 
@@ -291,7 +302,7 @@ def _run(compiler: Compiler, program: jax.export.Exported, request: dict[str, An
 
 
 def _memory(given: dict[str, int]) -> dict[str, int]:
-    """Return the figures that the compiler reports, under jaxpar's names."""
+    """Returns the figures that the compiler reports, under jaxpar's names."""
     names: dict[str, tuple[str, ...]] = {name: (f"{name}_size",) for name in ("argument", "output", "temp", "alias")}
     names |= {"peak": ("peak_memory",), "host": ("host_argument_size", "host_temp_size")}
     found = {name: sum(given[part] for part in parts) for name, parts in names.items() if given.keys() >= set(parts)}
@@ -324,7 +335,7 @@ def _compile(compiler: Compiler, program: bytes, request: dict[str, Any], cache_
 
 
 def warnings_in(log: str) -> list[str]:
-    """Return the warnings of involuntary rematerialization in a compiler's log, without duplicates.
+    """Returns the warnings of involuntary rematerialization in a compiler's log, without duplicates.
 
     >>> warnings_in(
     ...     "W1121 17:27:36.4 2173 spmd_partitioner.cc:666] "
@@ -338,7 +349,7 @@ def warnings_in(log: str) -> list[str]:
 
 
 def cache_folder() -> Path:
-    """Return the folder of compiled programs, which only this user can read.
+    """Returns the folder of compiled programs, which only this user can read.
 
     It is ``$JAXPAR_CACHE/compiled``, or ``~/.cache/jaxpar/compiled`` if the variable is unset.
     """

@@ -92,7 +92,7 @@ COMPILERS = {
 
 
 def versions_of(compiler: Compiler) -> dict[str, str]:
-    """Return the versions of jax and of all packages that affect the compiled program, in the compiler's interpreter.
+    """Returns the versions of jax and of all packages that affect the compiled program, in the compiler's interpreter.
 
     Raises:
       MissingExtraError: that interpreter has no compiler.
@@ -132,13 +132,13 @@ def versions_of(compiler: Compiler) -> dict[str, str]:
 
 
 def _required_versions(compiler: Compiler, requirements: list[str]) -> str:
-    """Return the compiler versions that jax's metadata requires, as ``==0.0.50.*``; empty if it requires none."""
+    """Returns the compiler versions that jax's metadata requires, as ``==0.0.50.*``; empty if it requires none."""
     pattern = rf"{re.escape(compiler.plugin)}(?:\[[^]]*\])?\s*([^;\s]*)\s*;\s*extra == ['\"]{compiler.jax_extra}['\"]"
     return next((found[1] for found in map(re.compile(pattern).fullmatch, requirements) if found), "")
 
 
 def description_of(topology: Topology, versions: dict[str, str]) -> dict[str, Any]:
-    """Return the keyword arguments of ``jax.experimental.topologies.get_topology_desc`` for a topology.
+    """Returns the keyword arguments of ``jax.experimental.topologies.get_topology_desc`` for a topology.
 
     Args:
       topology: the target.
@@ -160,7 +160,7 @@ def description_of(topology: Topology, versions: dict[str, str]) -> dict[str, An
 
 
 def environment_of(compiler: Compiler) -> dict[str, str]:
-    """Return the environment of a compiling process.
+    """Returns the environment of a compiling process.
 
     It is that of this process, without the flags that would silently change the program.
     """

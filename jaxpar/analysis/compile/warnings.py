@@ -94,7 +94,7 @@ def _dims(sharding: str) -> list[list[tuple[str, int]]] | None:
 
 
 def _shard_counts(sharding: str) -> list[int] | None:
-    """Return the number of shards of each dim."""
+    """Returns the number of shards of each dim."""
     dims = _dims(sharding)
     if dims is not None:
         return [math.prod(size for _, size in axes) for axes in dims]

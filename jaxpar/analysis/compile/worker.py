@@ -76,7 +76,7 @@ def _compile(root: Path, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _arranged(devices: Sequence[Any], sizes: Mapping[str, int]) -> Any:
-    """Return the devices as an array of the mesh's shape, with the slow links outermost.
+    """Returns the devices as an array of the mesh's shape, with the slow links outermost.
 
     Ahead of time, all GPUs report slice 0, although NVLink joins only those of one host. Each host is therefore treated
     as a slice.

@@ -41,6 +41,11 @@ class Audit:
         bounds.
       silent_kernels: custom kernels that state no FLOPs and are missing from ``kernel_flops``.
       memory: argument, output, temp, alias, peak and host bytes, if the executable reports them.
+
+    >>> import jax, jax.numpy as jnp
+    >>> report = audit(jax.jit(lambda x, y: x @ y).lower(jnp.ones((8, 16)), jnp.ones((16, 4))).compile())
+    >>> report.matmul_flops, report.count(), report.certain
+    (1024, 0, True)
     """
 
     mesh: Mapping[str, int]
@@ -54,7 +59,7 @@ class Audit:
     memory: Mapping[str, int]
 
     def select(self, kind: str | None = None, axis: str | None = None) -> list[Collective]:
-        """Return the collectives of a kind and over an axis.
+        """Returns the collectives of a kind and over an axis.
 
         Args:
           kind: one of ``jaxpar.analysis.hlo.collectives.KINDS``; ``None`` selects all kinds.
@@ -72,19 +77,19 @@ class Audit:
         return [c for c in self.collectives if kind in (None, c.kind) and (axis is None or axis in c.axes)]
 
     def wire_bytes(self, kind: str | None = None, axis: str | None = None) -> float:
-        """Return the bytes that one device sends in one run. ``kind`` and ``axis`` are as for :meth:`select`."""
+        """Returns the bytes that one device sends in one run. Arguments and errors are those of :meth:`select`."""
         return sum(c.total_wire_bytes for c in self.select(kind, axis))
 
     def count(self, kind: str | None = None, axis: str | None = None) -> int:
-        """Return how many times collectives execute in one run. ``kind`` and ``axis`` are as for :meth:`select`."""
+        """Returns how many times collectives execute in one run. Arguments and errors are those of :meth:`select`."""
         return sum(c.count for c in self.select(kind, axis))
 
     def exposed(self, kind: str | None = None, axis: str | None = None) -> float:
-        """Return the bytes sent that overlap with no compute. ``kind`` and ``axis`` are as for :meth:`select`."""
+        """Returns the bytes sent that overlap with no compute. Arguments and errors are those of :meth:`select`."""
         return sum(c.exposed_bytes * c.count for c in self.select(kind, axis))
 
     def through_other_arms(self) -> Audit:
-        """Return the audit with the other arms of conditionals counted.
+        """Returns the audit with the other arms of conditionals counted.
 
         They replace the arms that send most. FLOPs and memory traffic stay the same. The result is correct for
         conditionals with two arms.
@@ -99,7 +104,7 @@ class Audit:
         return not self.unknown_loops
 
     def rows(self) -> list[tuple[str, ...]]:
-        """Return the collectives as table cells, largest first; equal ones from one source share a row."""
+        """Returns the collectives as table cells, largest first; equal ones from one source share a row."""
         groups: dict[tuple[Any, ...], list[Collective]] = {}
         for c in self.collectives:
             key = (c.kind, c.form, c.axes, c.dtype, c.place, _notes(c))
@@ -115,14 +120,14 @@ class Audit:
         return rows
 
     def table(self) -> str:
-        """Return :meth:`rows` as a text table with a header."""
+        """Returns :meth:`rows` as a text table with a header."""
         return "\n".join(aligned([_COLUMNS, *self.rows()])) + "\n"
 
     def __str__(self) -> str:
         return f"{self.headline()}\n{self.table()}"
 
     def headline(self) -> str:
-        """Return the totals in one line, which says so if they are lower bounds."""
+        """Returns the totals in one line, which says so if they are lower bounds."""
         text = (
             f"matmul {self.matmul_flops:.4g} FLOPs, kernels {self.kernel_flops:.4g} FLOPs, wire "
             f"{show_bytes(round(self.wire_bytes()))} ({show_bytes(round(self.exposed()))} exposed) in {self.count()} "
@@ -149,7 +154,7 @@ class Audit:
         return f"<div><b>{html.escape(self.headline())}</b><table>{rows}</table></div>"
 
     def to_json(self) -> str:
-        """Return all fields as JSON, plus the bytes on the wire by kind and by axes.
+        """Returns all fields as JSON, plus the bytes on the wire by kind and by axes.
 
         The key of a collective over several axes joins their names, as ``data+model``.
         """
@@ -190,7 +195,7 @@ def _notes(c: Collective) -> str:
 
 
 def audit(program: Any, *, mesh: Any = None) -> Audit:
-    """Count the FLOPs, memory traffic and collectives of a compiled program.
+    """Returns the FLOPs, memory traffic and collectives of a compiled program.
 
     Args:
       program: the result of ``jitted.lower(...).compile()``, or its optimized HLO text.
@@ -229,7 +234,7 @@ def audit(program: Any, *, mesh: Any = None) -> Audit:
 
 
 def _mesh(module: Module, mesh: Any) -> tuple[dict[str, int], Slices | None]:
-    """Return the mesh as axis → size, and its split over slices if the program is for several slices."""
+    """Returns the mesh as axis → size, and its split over slices if the program is for several slices."""
     num_slices = slices_named(module)
     given = {"devices": module.partitions * max(num_slices, 1)} if mesh is None else getattr(mesh, "shape", mesh)
     sizes = {str(axis): int(size) for axis, size in given.items()}
@@ -247,7 +252,7 @@ def _mesh(module: Module, mesh: Any) -> tuple[dict[str, int], Slices | None]:
 
 
 def _text(program: Any) -> str:
-    """Return the HLO text of an executable, or the text itself."""
+    """Returns the HLO text of an executable, or the text itself."""
     if isinstance(program, str):
         return program
     if not hasattr(program, "as_text"):
@@ -270,7 +275,7 @@ def _text(program: Any) -> str:
 
 
 def _memory(program: Any) -> dict[str, int]:
-    """Return bytes by use, as far as the executable reports them; ``host`` is what it keeps in host memory."""
+    """Returns bytes by use, as far as the executable reports them; ``host`` is what it keeps in host memory."""
     stats = program.memory_analysis() if hasattr(program, "memory_analysis") else None
     if stats is None:
         return {}

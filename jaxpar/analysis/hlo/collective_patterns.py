@@ -37,7 +37,7 @@ class Part:
 def parts_of(
     kind: str, instruction: Instruction, where: Computation, flow: Flow, group: int, *, fused: bool
 ) -> list[Part]:
-    """Return the arrays that a collective moves, as one part for each kind.
+    """Returns the arrays that a collective moves, as one part for each kind.
 
     An all-reduce has two parts if some of its arrays are used in full, while each device keeps only its own slice of
     the others. Every other collective has one.
@@ -64,7 +64,7 @@ def parts_of(
 
 
 def part_between(kind: str, send: Instruction, where: Computation, group: int) -> Part:
-    """Return the arrays that a transfer between slices moves, among groups of ``group`` devices."""
+    """Returns the arrays that a transfer between slices moves, among groups of ``group`` devices."""
     arrays = where[send.operands[0]].types
     if kind == "collective-permute":
         operand_bytes = sum(array.bytes for array in arrays)
@@ -73,7 +73,7 @@ def part_between(kind: str, send: Instruction, where: Computation, group: int) -
 
 
 def _plain(kind: str, arrays: tuple[ArrayType, ...], group: int) -> Part:
-    """Return a collective of the kind that the program states, for these operands on each device."""
+    """Returns a collective of the kind that the program states, for these operands on each device."""
     operand_bytes = sum(array.bytes for array in arrays)
     full_bytes = operand_bytes * group if kind == "all-gather" else operand_bytes
     result = full_bytes // group if kind == "reduce-scatter" else full_bytes
@@ -81,7 +81,7 @@ def _plain(kind: str, arrays: tuple[ArrayType, ...], group: int) -> Part:
 
 
 def _scatter(sliced: Sequence[tuple[ArrayType, int]], group: int, *, fused: bool) -> Part:
-    """Return an all-reduce whose result is sliced; in one fusion, both send only the bytes of a reduce-scatter."""
+    """Returns an all-reduce whose result is sliced; in one fusion, both send only the bytes of a reduce-scatter."""
     arrays = tuple(array for array, _ in sliced)
     operand_bytes = sum(array.bytes for array in arrays)
     result = sum(array.bytes * kept // array.size for array, kept in sliced)
@@ -91,7 +91,7 @@ def _scatter(sliced: Sequence[tuple[ArrayType, int]], group: int, *, fused: bool
 
 
 def _kept(k: int, instruction: Instruction, where: Computation, flow: Flow) -> int | None:
-    """Return the elements that each device keeps of result ``k`` of an all-reduce, if it keeps only its own slice."""
+    """Returns the elements that each device keeps of result ``k`` of an all-reduce, if it keeps only its own slice."""
     done = [user for user in flow.users(instruction.name, where) if user.opcode == "all-reduce-done"]
     finished = done[0] if done else instruction
     if len(finished.types) == 1:
@@ -106,7 +106,7 @@ def _kept(k: int, instruction: Instruction, where: Computation, flow: Flow) -> i
 
 
 def loop_role(body: str) -> str | None:
-    """Return the collective that a windowed einsum's loop implements, by the compiler's name of the loop's body."""
+    """Returns the collective that a windowed einsum's loop implements, by the compiler's name of the loop's body."""
     found = _WINDOW.search(body)
     return _ROLES[found[1]] if found else None
 
@@ -114,7 +114,7 @@ def loop_role(body: str) -> str | None:
 def ring_role(
     instruction: Instruction, pairs: Sequence[tuple[int, int]], where: Computation, flow: Flow, window: str | None
 ) -> str | None:
-    """Return the collective that a permute of a windowed einsum implements; ``None`` for any other permute.
+    """Returns the collective that a permute of a windowed einsum implements; ``None`` for any other permute.
 
     A permute of a windowed einsum was made by the partitioner, has the name of a matmul, and moves data around complete
     rings. A gather passes the same shard on. A reduce-scatter starts with zeros and adds a partial product to what it

@@ -94,12 +94,12 @@ class Collective:
 
 
 def kind_of(instruction: Instruction) -> str | None:
-    """Return the kind of the collective that an instruction starts, or ``None``."""
+    """Returns the kind of the collective that an instruction starts, or ``None``."""
     return _OPCODES.get(instruction.opcode)
 
 
 def groups_of(instruction: Instruction, devices: int) -> np.ndarray:
-    """Return the device groups of a collective, an array ``[groups, size]``, from any notation of ``replica_groups``.
+    """Returns the device groups of a collective, an array ``[groups, size]``, from any notation of ``replica_groups``.
 
     Args:
       instruction: the collective.
@@ -170,14 +170,14 @@ def _device_ids(text: str) -> np.ndarray:
 
 
 def pairs_of(instruction: Instruction) -> list[tuple[int, int]]:
-    """Return the (source, target) pairs of a permute, without pairs of a device with itself."""
+    """Returns the (source, target) pairs of a permute, without pairs of a device with itself."""
     text = instruction.attribute("source_target_pairs") or ""
     pairs = [(int(a), int(b)) for a, b in re.findall(r"\{(\d+),(\d+)\}", text)]
     return [(a, b) for a, b in pairs if a != b]
 
 
 def axes_of(groups: np.ndarray | Sequence[Sequence[int]], sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Return the mesh axes along which the members of a group differ; none for groups of one device.
+    """Returns the mesh axes along which the members of a group differ; none for groups of one device.
 
     Args:
       groups: device numbers ``[groups, size]``.
@@ -194,7 +194,7 @@ def axes_of(groups: np.ndarray | Sequence[Sequence[int]], sizes: Mapping[str, in
 def along(
     pairs: Sequence[tuple[int, int]], axes: Sequence[str], sizes: Mapping[str, int]
 ) -> tuple[tuple[int, int], ...]:
-    """Return pairs of devices as positions along ``axes``, each pair of positions once.
+    """Returns pairs of devices as positions along ``axes``, each pair of positions once.
 
     Args:
       pairs: (source, target) device numbers.
@@ -210,7 +210,7 @@ def along(
 
 
 def wire_bytes(kind: str, size: int, group: int) -> float:
-    """Return the bytes that one device sends in a collective, by a ring algorithm.
+    """Returns the bytes that one device sends in a collective, by a ring algorithm.
 
     With n devices in a group, all-gather and reduce-scatter send (n − 1)/n of the full array and all-reduce sends twice
     that. All-to-all sends (n − 1)/n of the device's data (Thakur et al. 2005). In a broadcast every device except the

@@ -36,7 +36,7 @@ class Work:
         return Work(*(round(figure * times) for figure in figures))
 
     def worst(self, other: Work) -> Work:
-        """Return the larger of each figure."""
+        """Returns the larger of each figure."""
         return Work(
             max(self.matmul_flops, other.matmul_flops),
             max(self.kernel_flops, other.kernel_flops),
@@ -52,14 +52,14 @@ class Costs:
         self._done: dict[str, Work] = {}
 
     def computation(self, name: str) -> Work:
-        """Return the work of one run of a computation."""
+        """Returns the work of one run of a computation."""
         if name not in self._done:
             where = self.module[name]
             self._done[name] = sum((self.of(i, where) for i in where), Work())
         return self._done[name]
 
     def of(self, instruction: Instruction, where: Computation) -> Work:
-        """Return the work of one instruction, including what it calls.
+        """Returns the work of one instruction, including what it calls.
 
         A loop with an unknown trip count counts as one run.
         """
@@ -82,7 +82,7 @@ class Costs:
 
     @staticmethod
     def _calls(instruction: Instruction) -> list[str]:
-        """Return the computations whose work is the instruction's own, without the tiny ones of a reduce or a sort."""
+        """Returns the computations whose work is the instruction's own, without the tiny ones of a reduce or a sort."""
         if instruction.opcode == "while":
             return instruction.called("body")
         if instruction.opcode == "conditional":
@@ -90,7 +90,7 @@ class Costs:
         return instruction.called("calls", "to_apply") if instruction.opcode in CALLS else []
 
     def _bytes(self, instruction: Instruction, where: Computation) -> int:
-        """Return the bytes that an unfused instruction reads and writes.
+        """Returns the bytes that an unfused instruction reads and writes.
 
         A slice touches only what it takes, an update only what it changes.
         """
@@ -123,7 +123,7 @@ class Costs:
         return read + written
 
     def _read(self, value: Instruction, inner: Computation) -> int:
-        """Return the bytes that a fusion reads of one of its parameters, or of a view of it."""
+        """Returns the bytes that a fusion reads of one of its parameters, or of a view of it."""
         return min(value.bytes, sum(self._read_by(user, value, inner) for user in self.flow.users(value.name, inner)))
 
     def _read_by(self, user: Instruction, value: Instruction, inner: Computation) -> int:
@@ -142,12 +142,12 @@ class Costs:
 
 
 def _main(types: tuple[ArrayType, ...]) -> int:
-    """Return the bytes of the arrays in main memory; TPU programs keep others in on-chip memory."""
+    """Returns the bytes of the arrays in main memory; TPU programs keep others in on-chip memory."""
     return sum(array.bytes for array in types if array.space == 0)
 
 
 def _written(result: Instruction, inner: Computation) -> int:
-    """Return the bytes that a fusion writes for one result."""
+    """Returns the bytes that a fusion writes for one result."""
     while result.opcode in ("bitcast", "copy"):
         result = inner[result.operands[0]]
     if result.opcode == "dynamic-update-slice":

@@ -32,7 +32,7 @@ class Flow:
                     self.callers.setdefault(name, []).append((instruction, where))
 
     def users(self, name: str, where: Computation) -> list[Instruction]:
-        """Return the instructions of ``where`` that read this value."""
+        """Returns the instructions of ``where`` that read this value."""
         if where.name not in self._users:
             found: dict[str, list[Instruction]] = {}
             for instruction in where:
@@ -51,12 +51,12 @@ class Flow:
                 yield user
 
     def inner(self, instruction: Instruction) -> Computation | None:
-        """Return the computation that a fusion or a call runs, or ``None``."""
+        """Returns the computation that a fusion or a call runs, or ``None``."""
         names = instruction.called("calls", "to_apply") if instruction.opcode in CALLS else []
         return self.module[names[0]] if names else None
 
     def origin(self, name: str, where: Computation) -> tuple[Instruction, Computation]:
-        """Return the origin of a value, through copies, slices, tuples, loops and fusions that only move data.
+        """Returns the origin of a value, through copies, slices, tuples, loops and fusions that only move data.
 
         The search ends at an instruction that computes, at an argument of the program, or at a value that a loop
         changes.
@@ -84,13 +84,13 @@ class Flow:
         return self._through(inner.root, inner, instruction, where) if inner else None
 
     def _sent(self, done: Instruction, where: Computation) -> tuple[str, Computation] | None:
-        """Return the value that the other slices of a TPU program send: all slices run the same program."""
+        """Returns the value that the other slices of a TPU program send: all slices run the same program."""
         name = rendezvous(where[done.operands[0]])
         sends = (i for i in where if i.opcode == "send" and rendezvous(i) == name)
         return next(((i.operands[0], where) for i in sends), None) if name else None
 
     def received(self, send: Instruction, where: Computation) -> Instruction | None:
-        """Return the array that a program receives from other slices in exchange for the array that it sends."""
+        """Returns the array that a program receives from other slices in exchange for the array that it sends."""
         name = rendezvous(send)
         for done in where:
             if done.opcode == "recv-done" and rendezvous(where[done.operands[0]]) == name:
@@ -100,13 +100,13 @@ class Flow:
     def _through(
         self, value: Instruction, inner: Computation, fusion: Instruction, where: Computation
     ) -> tuple[str, Computation] | None:
-        """Return the operand of a fusion that one of its results only copies or slices."""
+        """Returns the operand of a fusion that one of its results only copies or slices."""
         while value.opcode in _MOVES or value.opcode in _SLICES:
             value = inner[value.operands[0]]
         return (fusion.operands[int(value.arguments)], where) if value.opcode == "parameter" else None
 
     def _element(self, index: int, source: Instruction, where: Computation) -> tuple[str, Computation] | None:
-        """Return the origin of element ``index`` of a tuple-valued instruction."""
+        """Returns the origin of element ``index`` of a tuple-valued instruction."""
         if source.opcode in ("tuple", "opt-barrier") and index < len(source.operands):
             return source.operands[index], where
         if source.opcode == "while":
@@ -122,7 +122,7 @@ class Flow:
         return None
 
     def _argument(self, number: int, where: Computation) -> tuple[str, Computation] | None:
-        """Return the operand that a parameter of a fusion or a call stands for."""
+        """Returns the operand that a parameter of a fusion or a call stands for."""
         callers = self.callers.get(where.name, [])
         if len(callers) != 1 or callers[0][0].opcode not in CALLS:
             return None
@@ -131,7 +131,7 @@ class Flow:
         return (instruction.operands[number], outside) if number < len(instruction.operands) else None
 
     def _carried(self, index: int, loop: Instruction, where: Computation) -> tuple[str, Computation] | None:
-        """Return the initial value of element ``index`` of a loop's carry."""
+        """Returns the initial value of element ``index`` of a loop's carry."""
         carry = where[loop.operands[0]]
         while carry.opcode in ("copy", "opt-barrier") and len(carry.operands) == 1:
             carry = where[carry.operands[0]]
@@ -167,7 +167,7 @@ class Flow:
         return any(self.by_device(operand, where, seen) for operand in instruction.operands)
 
     def _computed(self, instruction: Instruction, where: Computation) -> tuple[str, Computation] | None:
-        """Return the instruction inside a fusion that computes this result."""
+        """Returns the instruction inside a fusion that computes this result."""
         element = instruction.opcode == "get-tuple-element"
         inner = self.inner(where[instruction.operands[0]] if element else instruction)
         if inner is None:
@@ -175,7 +175,7 @@ class Flow:
         return (inner.root.operands[instruction.index] if element else inner.root.name), inner
 
     def kept(self, name: str, where: Computation) -> int | None:
-        """Return the size of the largest slice taken of a value, if every use is a slice at the device's own offset.
+        """Returns the size of the largest slice taken of a value, if every use is a slice at the device's own offset.
 
         The size is a number of elements. Copies and elementwise arithmetic before the slice do not count as uses.
         Return ``None`` if an instruction uses the full value.

@@ -23,7 +23,7 @@ _MATMULS = {"fwd": 2, "forward": 2, "dq": 3, "dkv": 4, "preprocess": 0, "backwar
 
 
 def matmul_flops(instruction: Instruction, where: Computation) -> int:
-    """Return the FLOPs (2 × multiply-adds) of a ``dot``, a ``convolution`` or a library's matmul call; 0 for others.
+    """Returns the FLOPs (2 × multiply-adds) of a ``dot``, a ``convolution`` or a library's matmul call; 0 for others.
 
     A convolution counts only the window positions that fall on data: TPU compilers print batched matmuls as
     convolutions whose windows are mostly in the padding.
@@ -53,12 +53,12 @@ def matmul_flops(instruction: Instruction, where: Computation) -> int:
 
 
 def target(instruction: Instruction) -> str:
-    """Return the target of a custom call; empty for other instructions."""
+    """Returns the target of a custom call; empty for other instructions."""
     return (instruction.attribute("custom_call_target") or "").strip('"')
 
 
 def kernel_flops(instruction: Instruction) -> int | None:
-    """Return the FLOPs of a custom kernel; ``None`` if the kernel does not state them.
+    """Returns the FLOPs of a custom kernel; ``None`` if the kernel does not state them.
 
     The result is 0 for instructions that are not kernels, and for calls that :func:`matmul_flops` counts.
     """
@@ -71,7 +71,7 @@ def kernel_flops(instruction: Instruction) -> int | None:
 
 
 def _stated_by_scope(instruction: Instruction) -> int | None:
-    """Return the FLOPs of an attention kernel whose caller states the cost of one of its matmuls in a scope's name.
+    """Returns the FLOPs of an attention kernel whose caller states the cost of one of its matmuls in a scope's name.
 
     The forward kernel has two matmuls (scores, output). The gradient kernels also recompute the scores: the kernel for
     queries has three matmuls, for keys and values four, for both seven. A second number in the name is the cost in

@@ -28,7 +28,7 @@ _Place = tuple[Instruction, Computation]
 
 
 def gathered_stacks(loop: Instruction, flow: Flow) -> frozenset[int]:
-    """Return the elements of a ``while``'s carry that its body fills by gathering arrays that it does not change.
+    """Returns the elements of a ``while``'s carry that its body fills by gathering arrays that it does not change.
 
     A gather of anything that changes between iterations, such as activations, does not count.
     """
@@ -41,7 +41,7 @@ def gathered_stacks(loop: Instruction, flow: Flow) -> frozenset[int]:
 
 
 def _slice(value: Instruction, where: Computation, flow: Flow) -> _Place | None:
-    """Return the value that an in-place update writes."""
+    """Returns the value that an in-place update writes."""
     while value.opcode in ("bitcast", "copy"):
         value = where[value.operands[0]]
     if value.opcode == "dynamic-update-slice":
@@ -51,7 +51,7 @@ def _slice(value: Instruction, where: Computation, flow: Flow) -> _Place | None:
 
 
 def _gather(value: Instruction, where: Computation, flow: Flow) -> _Place | None:
-    """Return the all-gather that a value is a copy of, in this iteration of a loop or in the previous one."""
+    """Returns the all-gather that a value is a copy of, in this iteration of a loop or in the previous one."""
     seen: set[tuple[str, str]] = set()
     while (where.name, value.name) not in seen:
         seen.add((where.name, value.name))
@@ -84,7 +84,7 @@ def _back(value: Instruction, where: Computation, flow: Flow) -> _Place | None:
 
 
 def _element(index: int, source: Instruction, where: Computation, flow: Flow) -> _Place | None:
-    """Return element ``index`` of a tuple; of a loop's carry, the value from the previous iteration."""
+    """Returns element ``index`` of a tuple; of a loop's carry, the value from the previous iteration."""
     if source.opcode.endswith("-done") and source.operands:
         source = where[source.operands[0]]
     if kind_of(source) == "all-gather":

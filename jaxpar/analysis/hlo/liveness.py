@@ -73,7 +73,7 @@ class Peak:
 
 
 def peak(module: Module) -> Peak:
-    """Return the buffers that are alive when most bytes are, in the schedule of the program's entry computation."""
+    """Returns the buffers that are alive when most bytes are, in the schedule of the program's entry computation."""
     buffers = tuple(sorted(_Scan(module).run(module.entry, ""), key=lambda b: -b.bytes))
     return Peak(sum(b.bytes for b in buffers), buffers)
 
@@ -99,7 +99,7 @@ class _Scan:
         self._done: dict[str, tuple[Buffer, ...]] = {}
 
     def run(self, name: str, scope: str) -> tuple[Buffer, ...]:
-        """Return the buffers of a computation at its peak; a called computation counts only its own buffers."""
+        """Returns the buffers of a computation at its peak; a called computation counts only its own buffers."""
         if name in self._done:
             return self._done[name]
         where, entry = self.module[name], name == self.module.entry
@@ -122,7 +122,7 @@ class _Scan:
         return self._done[name]
 
     def _inner(self, instruction: Instruction, scope: str) -> tuple[Buffer, ...]:
-        """Return the buffers that the computations run by an instruction add, at their peak."""
+        """Returns the buffers that the computations run by an instruction add, at their peak."""
         if instruction.opcode == "while":
             return self.run(instruction.called("body")[0], instruction.name)
         if instruction.opcode == "call":
@@ -152,7 +152,7 @@ class _Scan:
         return held
 
     def _new(self, instruction: Instruction, where: Computation, held: dict[str, _Held]) -> _Held:
-        """Return the arrays of a result: an operand if it is updated in place, else new arrays in main memory."""
+        """Returns the arrays of a result: an operand if it is updated in place, else new arrays in main memory."""
         target = _updated(instruction, self.module)
         if target is not None and len(instruction.types) == 1:
             return held[instruction.operands[target]]
@@ -196,7 +196,7 @@ class _Scan:
 
 
 def own_line(frames: Sequence[Location]) -> str:
-    """Return the innermost line of model or kernel code as text; empty if there is none.
+    """Returns the innermost line of model or kernel code as text; empty if there is none.
 
     Lines of libraries and of other code of jaxpar do not count.
 
@@ -208,7 +208,7 @@ def own_line(frames: Sequence[Location]) -> str:
 
 
 def _in_place(held: dict[str, _Held], where: Computation, aliased: frozenset[int]) -> dict[str, _Held]:
-    """Return ``held`` without the results that take the memory of a donated argument."""
+    """Returns ``held`` without the results that take the memory of a donated argument."""
     replaced = {made for i, group in enumerate(held[where.root.name]) if i in aliased for made in group}
     replaced -= {made for p in where.parameters for group in held[p.name] for made in group}
     return {
@@ -218,7 +218,7 @@ def _in_place(held: dict[str, _Held], where: Computation, aliased: frozenset[int
 
 
 def _last_uses(where: Computation, held: dict[str, _Held], entry: bool) -> dict[_Made, int]:
-    """Return the last instruction that reads each array; results and the program's arguments stay to the end."""
+    """Returns the last instruction that reads each array; results and the program's arguments stay to the end."""
     last: dict[_Made, int] = {}
     for i, instruction in enumerate(where):
         stays = instruction.root or (entry and instruction.opcode == "parameter")
@@ -234,7 +234,7 @@ def _last_uses(where: Computation, held: dict[str, _Held], entry: bool) -> dict[
 
 
 def _element(given: Sequence[tuple[_Made, ...]], source: Instruction, instruction: Instruction) -> _Held:
-    """Return one element of a tuple, or all of the tuple if it is nested and the element cannot be identified."""
+    """Returns one element of a tuple, or all of the tuple if it is nested and the element cannot be identified."""
     flat = len(given) == len(source.types) and instruction.index < len(given)
     if flat and (source.types[instruction.index],) == instruction.types:
         return (given[instruction.index],)
@@ -242,7 +242,7 @@ def _element(given: Sequence[tuple[_Made, ...]], source: Instruction, instructio
 
 
 def _finished(given: Sequence[tuple[_Made, ...]], start: Instruction, instruction: Instruction) -> _Held:
-    """Return the arrays of a finished asynchronous operation: those of its start that have the types of its result."""
+    """Returns the arrays of a finished asynchronous operation: those of its start that have the types of its result."""
     result_types = list(instruction.types)
     if len(given) != len(start.types):
         return tuple(given)
@@ -254,7 +254,7 @@ def _finished(given: Sequence[tuple[_Made, ...]], start: Instruction, instructio
 
 
 def _updated(instruction: Instruction, module: Module) -> int | None:
-    """Return the index of the operand that an in-place update overwrites, or ``None``."""
+    """Returns the index of the operand that an in-place update overwrites, or ``None``."""
     if instruction.opcode == "dynamic-update-slice":
         return 0
     if instruction.opcode not in FUSIONS:

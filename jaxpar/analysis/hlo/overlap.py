@@ -44,7 +44,7 @@ class HloOrder:
         return fused and not any(target(i) == "AsyncCollectiveStart" and instruction.name in i.operands for i in where)
 
     def overlapping_work(self, start: Instruction, where: Computation) -> Work:
-        """Return the compute between the start of a collective and its end; none for a synchronous collective.
+        """Returns the compute between the start of a collective and its end; none for a synchronous collective.
 
         A collective that ends in the loop's next iteration is in flight until the end of this one.
         """
@@ -60,7 +60,7 @@ class HloOrder:
         return work
 
     def span(self, start: Instruction, where: Computation) -> tuple[int, int]:
-        """Return the places in a computation's schedule between which an asynchronous collective is in flight."""
+        """Returns the places in a computation's schedule between which an asynchronous collective is in flight."""
         later = list(self._after(start, where))
         steps = next((n for n, i in enumerate(later, 1) if self._ends_it(i, start, None, where)), len(later))
         begin = self._places[where.name][start.name]
@@ -74,7 +74,7 @@ class HloOrder:
         return (order[n] for n in range(self._places[where.name][start.name] + 1, len(order)))
 
     def _fused_mark(self, start: Instruction) -> _Mark | None:
-        """Return the mark of the collective that a fusion starts asynchronously."""
+        """Returns the mark of the collective that a fusion starts asynchronously."""
         if start.opcode != "fusion":
             return None
         inner = self._module[start.called("calls")[0]]
@@ -98,7 +98,7 @@ class HloOrder:
 
 
 def _mark(instruction: Instruction) -> _Mark:
-    """Return the attributes that all copies of one asynchronous collective have in common."""
+    """Returns the attributes that all copies of one asynchronous collective have in common."""
     return (
         instruction.opcode,
         instruction.attribute("channel_id"),

@@ -94,11 +94,11 @@ class Instruction:
         return {name.strip(): value for name, _, value in pairs}
 
     def attribute(self, name: str) -> str | None:
-        """Return the text of one attribute, including brackets, or ``None``."""
+        """Returns the text of one attribute, including brackets, or ``None``."""
         return self._values.get(name)
 
     def called(self, *names: str) -> list[str]:
-        """Return the computations that these attributes name, in order; by default, those of all attributes."""
+        """Returns the computations that these attributes name, in order; by default, those of all attributes."""
         texts = [text for name in names or _CALLING if (text := self.attribute(name)) is not None]
         return [called for text in texts for called in re.findall(r"%?([\w.\-]+)", text)]
 
@@ -150,7 +150,7 @@ class Computation:
         return self.instructions[name]
 
     def inputs(self, instruction: Instruction) -> list[Instruction]:
-        """Return the instructions whose results this one reads, in order."""
+        """Returns the instructions whose results this one reads, in order."""
         return [self[name] for name in instruction.operands]
 
 
@@ -192,7 +192,7 @@ class Module:
         return self.computations[name]
 
     def frames(self, instruction: Instruction) -> list[Location]:
-        """Return the Python stack that made an instruction, innermost first; empty if the program does not have it."""
+        """Returns the Python stack that made an instruction, innermost first; empty if the program does not have it."""
         metadata = instruction.attribute("metadata") or ""
         frame = re.search(r"stack_frame_id=(\d+)", metadata)
         if frame is None:
@@ -269,7 +269,7 @@ def _joined_lines(body: str) -> Iterator[str]:
 
 
 def types_of(text: str) -> tuple[ArrayType, ...]:
-    """Return the arrays in a printed type, with tuples flattened.
+    """Returns the arrays in a printed type, with tuples flattened.
 
     >>> types_of("(f32[2,3]{1,0}, bf16[8]{0:T(256)S(1)})")
     (ArrayType(dtype='f32', shape=(2, 3), space=0), ArrayType(dtype='bf16', shape=(8,), space=1))
@@ -300,7 +300,7 @@ def _instruction(line: str, where: str) -> Instruction:
 
 
 def _closing(text: str, start: int) -> int:
-    """Return the index of the bracket that closes the one at ``start``, or -1. Strings are skipped."""
+    """Returns the index of the bracket that closes the one at ``start``, or -1. Strings are skipped."""
     depth = 0
     for token in _TOKENS.finditer(text, start):
         depth += (token[0] in "([{") - (token[0] in ")]}")

@@ -63,7 +63,7 @@ class Slices:
         return cls(across, {axis: size // across[axis] for axis, size in sizes.items()})
 
     def axes(self, groups: np.ndarray) -> tuple[str, ...]:
-        """Return the mesh axes of transfers between slices.
+        """Returns the mesh axes of transfers between slices.
 
         The program numbers devices in hardware order, not in mesh order. The axes that a group covers inside a slice
         therefore follow from its number of members there. If that is neither 1 nor the inside part of the axes that
@@ -87,19 +87,19 @@ def crosses(instruction: Instruction) -> bool:
 
 
 def rendezvous(instruction: Instruction) -> str | None:
-    """Return the name that a ``send`` and its ``recv`` have in common."""
+    """Returns the name that a ``send`` and its ``recv`` have in common."""
     found = re.search(r'_xla_host_transfer_rendezvous="([^"]*)"', instruction.attribute("frontend_attributes") or "")
     return found[1] if found else None
 
 
 def slices_named(module: Module) -> int:
-    """Return the highest slice number in any transfer, counted from 1; 0 in a program for one slice."""
+    """Returns the highest slice number in any transfer, counted from 1; 0 in a program for one slice."""
     groups = (groups_between(i)[1] for where in module.computations.values() for i in where if crosses(i))
     return max((int(found.max()) + 1 for found in groups), default=0)
 
 
 def groups_between(send: Instruction) -> tuple[str, np.ndarray]:
-    """Return the kind of a transfer, and its groups ``[groups, members]`` as slice numbers from 0, one for each device.
+    """Returns the kind of a transfer, and its groups ``[groups, members]`` as slice numbers from 0, one for each device.
 
     Raises:
       AuditError: unknown kind of transfer, or unknown notation of its groups.

@@ -17,7 +17,7 @@ _SAME = frozenset(("copy", "bitcast", "convert", "reshape", "opt-barrier"))
 
 
 def trip_count(loop: Instruction, where: Computation, flow: Flow) -> int | Fraction | None:
-    """Return how often a ``while`` runs its body, or ``None`` if the program does not show it.
+    """Returns how often a ``while`` runs its body, or ``None`` if the program does not show it.
 
     The compiler's ``known_trip_count`` is used if it is printed. Otherwise the loop's condition must compare a counter
     with a bound. Each run of the body must change the counter by the same step and leave the bound unchanged; a body
@@ -61,7 +61,7 @@ def _counted(loop: Instruction, where: Computation, flow: Flow) -> int | None:
 
 
 def _runs(direction: str, start: int, bound: int, step: int) -> int | None:
-    """Return the runs of a loop with counter start, start + step, … while ``counter direction bound`` holds."""
+    """Returns the runs of a loop with counter start, start + step, … while ``counter direction bound`` holds."""
     if direction in ("GT", "GE"):
         direction, start, bound, step = _MIRROR[direction], -start, -bound, -step
     if direction == "NE":
@@ -75,7 +75,7 @@ def _runs(direction: str, start: int, bound: int, step: int) -> int | None:
 
 
 def _comparison(condition: Computation, flow: Flow) -> tuple[str, _Scalar, _Scalar] | None:
-    """Return the direction and the two sides of the comparison in a loop's condition."""
+    """Returns the direction and the two sides of the comparison in a loop's condition."""
     root, where = condition.root, condition
     known: Mapping[str, _Scalar | None] = {}
     while root.opcode in _SAME or flow.inner(root) is not None:
@@ -93,7 +93,7 @@ def _comparison(condition: Computation, flow: Flow) -> tuple[str, _Scalar, _Scal
 
 
 def _step(value: _Scalar, body: Computation, flow: Flow) -> int | None:
-    """Return by how much one run of the body changes this value; ``None`` if the change is not a constant."""
+    """Returns by how much one run of the body changes this value; ``None`` if the change is not a constant."""
     element, _ = value
     if element is None:
         return 0
@@ -105,7 +105,7 @@ def _step(value: _Scalar, body: Computation, flow: Flow) -> int | None:
 
 
 def _start(value: _Scalar, loop: Instruction, where: Computation, flow: Flow) -> int | None:
-    """Return the value before the first run, if it is a constant."""
+    """Returns the value before the first run, if it is a constant."""
     element, added = value
     if element is None:
         return added
@@ -128,7 +128,7 @@ def _start(value: _Scalar, loop: Instruction, where: Computation, flow: Flow) ->
 
 
 def _scalar(name: str, where: Computation, flow: Flow, known: Mapping[str, _Scalar | None]) -> _Scalar | None:
-    """Return a scalar as a constant, or as an element of the enclosing loop's carry plus a constant.
+    """Returns a scalar as a constant, or as an element of the enclosing loop's carry plus a constant.
 
     ``known`` has the values of a fusion's parameters.
     """
@@ -155,7 +155,7 @@ def _scalar(name: str, where: Computation, flow: Flow, known: Mapping[str, _Scal
 def _element(
     index: int, source: Instruction, where: Computation, flow: Flow, known: Mapping[str, _Scalar | None]
 ) -> _Scalar | None:
-    """Return element ``index`` of a tuple-valued instruction."""
+    """Returns element ``index`` of a tuple-valued instruction."""
     if source.opcode == "opt-barrier":
         source = where[source.operands[0]]
     if source.opcode == "parameter":
@@ -173,7 +173,7 @@ def _element(
 def _arguments(
     fusion: Instruction, inner: Computation, where: Computation, flow: Flow, known: Mapping[str, _Scalar | None]
 ) -> dict[str, _Scalar | None]:
-    """Return the values of a fusion's parameters."""
+    """Returns the values of a fusion's parameters."""
     outer = [_scalar(operand, where, flow, known) for operand in fusion.operands]
     return {parameter.name: outer[i] for i, parameter in enumerate(inner.parameters)}
 

@@ -180,7 +180,7 @@ class HloWalk:
         self._turn((owner, instruction.attribute("metadata"), role, axes, part.dtype), step, times)
 
     def _flight(self, start: Instruction, where: Computation) -> int:
-        """Return the number of the permutes in flight together: each starts before the last of the others ends."""
+        """Returns the number of the permutes in flight together: each starts before the last of the others ends."""
         begin, end = self._schedule.span(start, where)
         until, number = self._flights.get(where.name, (-1, 0))
         if begin > until:
@@ -251,7 +251,7 @@ class HloWalk:
 
 
 def model_line(frames: Sequence[Location]) -> str:
-    """Return the innermost line outside of libraries and of jaxpar's functions that move tensors."""
+    """Returns the innermost line outside of libraries and of jaxpar's functions that move tensors."""
     own = (f for f in frames if not _LIBRARIES.search(f.file) and not _is_plumbing(f))
     return str(next(own, frames[0]))
 
@@ -261,7 +261,7 @@ def _is_plumbing(frame: Location) -> bool:
 
 
 def module_path(frames: Sequence[Location]) -> str:
-    """Return the classes whose ``__call__`` methods are on the stack, outermost first: ``Llama/Block/Attention``.
+    """Returns the classes whose ``__call__`` methods are on the stack, outermost first: ``Llama/Block/Attention``.
 
     >>> module_path([Location("Block.__call__", "model.py", 7), Location("Llama.__call__", "model.py", 9)])
     'Llama/Block'

@@ -40,7 +40,7 @@ def shards(
     dtype: Any = np.float32,
     path: str = "tensor",
 ) -> dict[Block, list[int]]:
-    """Return the devices that hold each block of a tensor.
+    """Returns the devices that hold each block of a tensor.
 
     Args:
       layout: the layout, on a concrete or an abstract mesh.
@@ -66,7 +66,7 @@ def shards(
 
 
 def owners(mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> dict[Block, list[int]]:
-    """Return block → devices, for a spec with one entry for each dim; see :func:`shards`.
+    """Returns block → devices, for a spec with one entry for each dim; see :func:`shards`.
 
     >>> import jax, jaxpar as jp
     >>> owners(jp.MeshSpec(data=4).abstract(), jax.sharding.PartitionSpec("data"))
@@ -94,7 +94,7 @@ def draw_shards(
     path: str = "tensor",
     ax: Axes | None = None,
 ) -> Figure:
-    """Return a figure of a tensor's blocks, each labelled with the devices that hold it.
+    """Returns a figure of a tensor's blocks, each labelled with the devices that hold it.
 
     The figure shows at most two dims: the sharded ones first, and the largest of these. If more dims are sharded, it
     shows the first block along the others, and its subtitle says so. If a dim has many blocks, it shows the first and
@@ -147,7 +147,7 @@ class _Side:
         return f"{self.name} {self.size} → {axes}"
 
     def blocks(self) -> list[int | None]:
-        """Return the blocks to draw; ``None`` is the gap."""
+        """Returns the blocks to draw; ``None`` is the gap."""
         if self.num_shards <= _HEAD + _TAIL + 2:
             return list(range(self.num_shards))
         return [*range(_HEAD), None, *range(self.num_shards - _TAIL, self.num_shards)]
@@ -176,7 +176,7 @@ class _Picture:
         return self.sides[self.kept[-1]] if self.kept else _NONE
 
     def at(self, row: int, column: int) -> list[int]:
-        """Return the devices of one block, which is the first along the dims that are not drawn."""
+        """Returns the devices of one block, which is the first along the dims that are not drawn."""
         place = dict(zip(self.kept, (row, column)[-len(self.kept) :], strict=True)) if self.kept else {}
         return self.owners[tuple(place.get(i, 0) for i in range(len(self.sides)))]
 
@@ -197,12 +197,12 @@ class _Picture:
 
 
 def _axes(entry: Any) -> tuple[str, ...]:
-    """Return one entry of a ``PartitionSpec`` as a tuple of axes."""
+    """Returns one entry of a ``PartitionSpec`` as a tuple of axes."""
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def _drawn(sides: Sequence[_Side]) -> tuple[int, ...]:
-    """Return the dims to draw, at most two, in the tensor's order: sharded before replicated, large before small."""
+    """Returns the dims to draw, at most two, in the tensor's order: sharded before replicated, large before small."""
     ranked = sorted(range(len(sides)), key=lambda i: (not sides[i].axes, -sides[i].size, i))
     return tuple(sorted(ranked[:2]))
 
@@ -214,7 +214,7 @@ def _new_axes(picture: _Picture) -> Any:
 
 
 def _edges(blocks: Sequence[int | None]) -> list[float]:
-    """Return where the blocks begin and end in the figure: each is one unit wide, the gap less."""
+    """Returns where the blocks begin and end in the figure: each is one unit wide, the gap less."""
     return [0.0, *np.cumsum([0.7 if block is None else 1.0 for block in blocks]).tolist()]
 
 
@@ -251,7 +251,7 @@ def _fill(ax: Any, picture: _Picture) -> None:
 
 
 def _fit(cells: Sequence[Sequence[int]], width: float, height: float) -> tuple[list[str], float]:
-    """Return the devices of each block as text, all in one style, and the font size in points at which they fit.
+    """Returns the devices of each block as text, all in one style, and the font size in points at which they fit.
 
     >>> _fit([[0, 8], [1, 9]], 60, 30)
     (['0, 8', '1, 9'], 11.0)
@@ -271,7 +271,7 @@ def _fit(cells: Sequence[Sequence[int]], width: float, height: float) -> tuple[l
 
 
 def _font(text: str, width: float, height: float) -> float:
-    """Return the font size at which a text fits a box, for letters of 0.58 times that width."""
+    """Returns the font size at which a text fits a box, for letters of 0.58 times that width."""
     lines = text.splitlines()
     return min(width / (0.58 * max(map(len, lines)) + 0.4), height / (1.4 * len(lines)), 11.0)
 
@@ -298,7 +298,7 @@ def _label(ax: Any, picture: _Picture) -> None:
 
 
 def _ticks(side: _Side) -> list[str]:
-    """Return the index of the first element of each drawn block, and the end of the last block.
+    """Returns the index of the first element of each drawn block, and the end of the last block.
 
     >>> _ticks(_Side("embed", 64, ("data",), 4))
     ['0', '16', '32', '48', '64']

@@ -43,7 +43,7 @@ def explain(
     loss_fn: Callable[..., Any] | None = None,
     step: Mapping[str, Any] | None = None,
 ) -> Report:
-    """Report how every parameter, optimizer array, batch array and activation is sharded, by which rule and why.
+    """Returns how every parameter, optimizer array, batch array and activation is sharded, by which rule and why.
 
     Args:
       layout: the layout, on a concrete or an abstract mesh.
@@ -62,6 +62,8 @@ def explain(
 
     Raises:
       LayoutError: a leaf of ``batch`` carries no logical dims.
+      ModelError, AnnotationError: ``make_model`` returned something without parameters, or with malformed logical dims.
+      ConfigError: ``step`` has a bad ``precision``.
 
     >>> import jax, optax
     >>> import jaxpar as jp
@@ -129,7 +131,7 @@ def check(
     strict: bool = True,
     max_replicated: float | None = None,
 ) -> Report:
-    """Return the report of :func:`explain`, or raise one error that lists all its problems.
+    """Returns the report of :func:`explain`, or raises one error that lists all its problems.
 
     Args:
       layout, make_model, tx, batch, loss_fn, step: as for :func:`explain`.
@@ -142,6 +144,14 @@ def check(
 
     Raises:
       LayoutError: with all problems.
+      ModelError, AnnotationError, ConfigError: as for :func:`explain`.
+
+    >>> import jax, optax
+    >>> import jaxpar as jp
+    >>> layout = jp.Layout(jp.MeshSpec(data=8).abstract(), jp.Rules(embed="data", mlp=None))
+    >>> make_model = lambda key: {"w": jp.tag(jax.random.normal(key, (16, 4)), "embed", "mlp")}
+    >>> check(layout, make_model, optax.adam(1e-3)).total("params").device_bytes
+    32
     """
     report = explain(layout, make_model, tx, batch=batch, loss_fn=loss_fn, step=step)
     problems = list(report.problems)
@@ -226,7 +236,7 @@ def _on_disk(layout: Layout, state: TrainState, rows: Sequence[Row], path: str) 
 
 
 def _batch(layout: Layout, batch: Any) -> tuple[list[PlacedLeaf], Any]:
-    """Return the tensors of the batch, and the batch without its tags."""
+    """Returns the tensors of the batch, and the batch without its tags."""
     tensors = []
 
     def one(keys: Any, leaf: Any) -> Any:

@@ -11,7 +11,7 @@ from jaxpar.errors import listing
 
 
 def narrow_sums(rows: Sequence[Row], paths: Sequence[str], int8_reduced: bool) -> tuple[str, ...]:
-    """Return a note on gradients that are summed in 16 bits, or that are not reduced in int8.
+    """Returns a note on gradients that are summed in 16 bits, or that are not reduced in int8.
 
     Args:
       rows: the rows of the report.
@@ -39,7 +39,7 @@ def narrow_sums(rows: Sequence[Row], paths: Sequence[str], int8_reduced: bool) -
 
 
 def assumed_replicated(operations: Sequence[str]) -> tuple[str, ...]:
-    """Return a note on the operations whose sharding the memory estimate cannot follow."""
+    """Returns a note on the operations whose sharding the memory estimate cannot follow."""
     if not operations:
         return ()
     text = (
@@ -51,7 +51,7 @@ def assumed_replicated(operations: Sequence[str]) -> tuple[str, ...]:
 
 
 def with_reason(row: Row, operations: Sequence[str]) -> Row:
-    """Return a parameter's row with a note that ``operations`` make its initial value depend on the layout."""
+    """Returns a parameter's row with a note that ``operations`` make its initial value depend on the layout."""
     if not operations:
         return row
     return replace(
@@ -61,7 +61,7 @@ def with_reason(row: Row, operations: Sequence[str]) -> Row:
 
 
 def unequal_initial_values(parameters: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
-    """Return a note on the parameters whose initial values depend on the layout.
+    """Returns a note on the parameters whose initial values depend on the layout.
 
     Args:
       parameters: path → the operations in its initializer whose float sums have no fixed order.

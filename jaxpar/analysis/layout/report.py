@@ -101,6 +101,13 @@ class Report:
       problems: everything that is wrong, one text each.
       memory: the estimated peak memory of a step on each device; ``None`` without a batch and a loss.
       notes: further remarks, such as which arrays are on disk and which implementation attention ``auto`` selects.
+
+    >>> import jax, optax
+    >>> import jaxpar as jp
+    >>> layout = jp.Layout(jp.MeshSpec(data=8).abstract(), jp.Rules(embed="data", mlp=None))
+    >>> report = jp.explain(layout, lambda key: {"w": jp.tag(jax.numpy.zeros((16, 4)), "embed", "mlp")}, optax.sgd(0.1))
+    >>> report["params/w"].spec, report.total("params").device_bytes
+    ((('data',), ()), 32)
     """
 
     mesh: dict[str, int]
@@ -113,7 +120,7 @@ class Report:
     notes: tuple[str, ...] = ()
 
     def __getitem__(self, path: str) -> Row:
-        """Return the row of one tensor, as in ``report["params/blocks/attention/q"]``.
+        """Returns the row of one tensor, as in ``report["params/blocks/attention/q"]``.
 
         Raises:
           KeyError: no tensor has this path; the message suggests a similar path.
@@ -124,7 +131,7 @@ class Report:
         raise KeyError(f"no tensor {path!r}.{did_you_mean(path, (row.path for row in self.rows))}")
 
     def total(self, *parts: str) -> Total:
-        """Return the sums over ``parts``.
+        """Returns the sums over ``parts``.
 
         The default is what stays in memory between steps: parameters, optimizer state and carried variables.
         """
@@ -137,14 +144,14 @@ class Report:
         )
 
     def totals(self) -> list[Total]:
-        """Return one :class:`Total` for each part that has rows."""
+        """Returns one :class:`Total` for each part that has rows."""
         return [self.total(part) for part in PARTS if any(row.part == part for row in self.rows)]
 
     def __str__(self) -> str:
         return self.to_text()
 
     def to_text(self, width: int = 230) -> str:
-        """Return the tables as plain text, in lines of at most ``width`` columns."""
+        """Returns the tables as plain text, in lines of at most ``width`` columns."""
         from rich.console import Console
 
         out = io.StringIO()
@@ -190,12 +197,12 @@ class Report:
         return f"memory at the peak of a step{f' on a {target}' if target else ''}, estimated"
 
     def headline(self) -> str:
-        """Return the mesh in one line."""
+        """Returns the mesh in one line."""
         axes = " × ".join(f"{axis} {size}" for axis, size in self.mesh.items()) or "one device"
         return f"mesh: {axes} = {self.devices} device{'s' if self.devices > 1 else ''}"
 
     def remarks(self) -> list[str]:
-        """Return the notes, the unused rules and the problems, one line each."""
+        """Returns the notes, the unused rules and the problems, one line each."""
         lines = list(self.notes)
         if self.unused:
             scope = "" if self.traced else " by parameters, optimizer or batch (activations were not traced)"
@@ -229,7 +236,7 @@ class Report:
         return f"<div><b>{html.escape(self.headline())}</b>{''.join(tables)}{notes}</div>"
 
     def to_json(self) -> str:
-        """Return the report as JSON: rows, totals, unused rules, problems, memory."""
+        """Returns the report as JSON: rows, totals, unused rules, problems, memory."""
         data = {**asdict(self), "totals": [asdict(t) for t in self.totals()]}
         if self.memory is not None:
             data["memory"]["total"] = self.memory.total

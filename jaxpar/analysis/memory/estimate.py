@@ -80,7 +80,7 @@ class Memory:
         return None if self.unknown else sum(self.parts.values())
 
     def cells(self, show: Callable[[int], str]) -> list[tuple[str, str]]:
-        """Return the parts and the total as rows of a table, or the parts and why there is no estimate.
+        """Returns the parts and the total as rows of a table, or the parts and why there is no estimate.
 
         Args:
           show: formats a number of bytes.
@@ -169,7 +169,7 @@ def _narrow(
 
 
 def _sorted(moment: Moment, walk: MemoryWalk) -> dict[str, int]:
-    """Return the bytes that are alive at the peak, by part."""
+    """Returns the bytes that are alive at the peak, by part."""
     parts = dict.fromkeys(PARTS[3:], 0)
     copies = walk.copies_of_inputs()
     for held in moment.held:

@@ -110,11 +110,11 @@ class Reader:
         self._assumed: list[Value] = []
 
     def assumed(self) -> tuple[str, ...]:
-        """Return the operations whose large results count as replicated."""
+        """Returns the operations whose large results count as replicated."""
         return tuple(sorted({value.assumed for value in self._assumed if value.assumed}))
 
     def read(self, jaxpr: Any, specs: Iterable[Spec | None], opened: Iterable[int] = ()) -> TracedProgram:
-        """Return the program of a jaxpr.
+        """Returns the program of a jaxpr.
 
         Args:
           jaxpr: a jaxpr, not a ``ClosedJaxpr``.
@@ -252,7 +252,7 @@ class Reader:
         ]
 
     def _resharded_copy(self, value: Value, body: TracedProgram, result: Value, ops: list[JaxprOp]) -> Value:
-        """Return a loop's result, or a copy of it if the loop fills it along an inner dim.
+        """Returns a loop's result, or a copy of it if the loop fills it along an inner dim.
 
         Such a result has the loop's own layout in memory, so a later reader needs a copy.
         """
@@ -300,7 +300,7 @@ class Reader:
 
 
 def _called(eqn: Any) -> Any:
-    """Return the program that an operation calls on its operands, if there is one."""
+    """Returns the program that an operation calls on its operands, if there is one."""
     found = [value for value in eqn.params.values() if hasattr(value, "eqns") or hasattr(value, "jaxpr")]
     inner = getattr(found[0], "jaxpr", found[0]) if len(found) == 1 else None
     counts = None if inner is None else (len(inner.invars), len(inner.outvars))
@@ -308,7 +308,7 @@ def _called(eqn: Any) -> Any:
 
 
 def _scan_counts(eqn: Any, inner: Any) -> tuple[int, int]:
-    """Return how many operands of a scan are constants and how many are carried.
+    """Returns how many operands of a scan are constants and how many are carried.
 
     Stacked operands have one more leading dim outside of the scan than inside.
     """

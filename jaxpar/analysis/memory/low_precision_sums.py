@@ -43,7 +43,7 @@ _BY_HAND = frozenset(("psum", "psum_invariant", "psum_scatter", "reduce_scatter"
 
 
 def narrow_sums(program: TracedProgram, gradients: Sequence[Value], axes: Collection[str], most: int) -> list[int]:
-    """Return the indices of the gradients that are summed over some of ``axes`` in few bytes per element.
+    """Returns the indices of the gradients that are summed over some of ``axes`` in few bytes per element.
 
     Args:
       program: the traced step.

@@ -23,7 +23,7 @@ class _Array(Protocol):
 
 
 def full(spec: Iterable[Any], rank: int) -> Spec:
-    """Return a ``PartitionSpec`` as a tuple of axes for each of ``rank`` dims.
+    """Returns a ``PartitionSpec`` as a tuple of axes for each of ``rank`` dims.
 
     >>> full(("data", None, ("a", "b")), 4)
     (('data',), (), ('a', 'b'), ())
@@ -33,17 +33,17 @@ def full(spec: Iterable[Any], rank: int) -> Spec:
 
 
 def shard_count(axes: Iterable[str], sizes: Mapping[str, int]) -> int:
-    """Return the number of shards that these axes make."""
+    """Returns the number of shards that these axes make."""
     return math.prod(sizes.get(axis, 1) for axis in axes)
 
 
 def without(spec: Spec | None, axes: Collection[str]) -> Spec | None:
-    """Return a spec without some axes."""
+    """Returns a spec without some axes."""
     return None if spec is None else tuple(tuple(a for a in dim if a not in axes) for dim in spec)
 
 
 def merge(specs: Sequence[Spec | None], rank: int) -> Spec | None:
-    """Return the spec of an elementwise result.
+    """Returns the spec of an elementwise result.
 
     Each dim takes the axes of the first operand that shards it. No axis is used twice.
 
@@ -66,7 +66,7 @@ def merge(specs: Sequence[Spec | None], rank: int) -> Spec | None:
 def propagate(
     name: str, params: Mapping[str, Any], reads: Sequence[_Array], makes: Sequence[_Array], sizes: Mapping[str, int]
 ) -> list[Spec | None]:
-    """Return the specs of an operation's results.
+    """Returns the specs of an operation's results.
 
     Args:
       name: the primitive.
@@ -159,7 +159,7 @@ def _reduce(params: Mapping[str, Any], reads: Sequence[_Array], out: _Array, siz
 
 
 def _stack(params: Mapping[str, Any], reads: Sequence[_Array], out: _Array, sizes: Mapping[str, int]) -> Spec:
-    """Return the operands' dims with a new dim, which is not sharded."""
+    """Returns the operands' dims with a new dim, which is not sharded."""
     spec = merge([x.spec for x in reads], len(out.shape) - 1) or ((),) * (len(out.shape) - 1)
     return (*spec[: params["axis"]], (), *spec[params["axis"] :])
 
@@ -198,7 +198,7 @@ def _reshape(params: Mapping[str, Any], reads: Sequence[_Array], out: _Array, si
 
 
 def _groups(before: Sequence[int], after: Sequence[int]) -> Iterable[tuple[list[int], list[int]]]:
-    """Return the smallest runs of dims with equal products.
+    """Returns the smallest runs of dims with equal products.
 
     >>> list(_groups((4, 6, 5), (4, 2, 3, 5)))
     [([0], [0]), ([1], [1, 2]), ([2], [3])]
@@ -241,7 +241,7 @@ def _gather(params: Mapping[str, Any], reads: Sequence[_Array], out: _Array, siz
 
 
 def sorted_batch_first(dims: Sequence[tuple[str, ...]], window: Mapping[int, int]) -> list[tuple[str, ...]]:
-    """Return the dims in order, without axes of window dims that a batch dim has too."""
+    """Returns the dims in order, without axes of window dims that a batch dim has too."""
     taken = {axis for i, axes in enumerate(dims) if i not in window for axis in axes}
     return [axes if i not in window or not taken & set(axes) else () for i, axes in enumerate(dims)]
 
@@ -252,7 +252,7 @@ def _collective(params: Mapping[str, Any], reads: Sequence[_Array], out: _Array,
 
 
 def _kernel(params: Mapping[str, Any], reads: Sequence[_Array], out: _Array, sizes: Mapping[str, int]) -> Spec:
-    """Return a replicated spec: outside of a ``shard_map``, the compiler cannot partition a kernel."""
+    """Returns a replicated spec: outside of a ``shard_map``, the compiler cannot partition a kernel."""
     if any(any(x.spec or ()) for x in reads):
         raise UnknownSharding("pallas_call")
     return ((),) * len(out.shape)

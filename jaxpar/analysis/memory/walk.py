@@ -89,7 +89,7 @@ class MemoryWalk:
         self._represent()
 
     def peak(self) -> Moment:
-        """Return the moment at which most bytes are in memory."""
+        """Returns the moment at which most bytes are in memory."""
         first, last = self._lifetimes()
         starts: dict[int, set[Value]] = {}
         ends: dict[int, set[Value]] = {}
@@ -118,7 +118,7 @@ class MemoryWalk:
         return Moment(best, (*self._describe(held[0]), *held[1]))
 
     def _inside(self, op: JaxprOp, dying: set[Value]) -> tuple[Moment, set[Value]]:
-        """Return the peak inside an operation, and the outer arrays that it counts: those that a loop carries."""
+        """Returns the peak inside an operation, and the outer arrays that it counts: those that a loop carries."""
         inside = partial(MemoryWalk, vector=self.vector, depth=self.depth + 1, carries=_carried(op))
         walks = (inside(body).peak() for body in op.bodies)
         worst = max(walks, key=lambda moment: moment.bytes, default=Moment(0, ()))
@@ -156,7 +156,7 @@ class MemoryWalk:
         return self.parts.get(value, frozenset())
 
     def _lifetimes(self) -> tuple[dict[Value, int], dict[Value, int]]:
-        """Return the first and the last operation of each array in memory."""
+        """Returns the first and the last operation of each array in memory."""
         first: dict[Value, int] = {v: -1 for v in self.program.inputs if v not in self.free}
         last: dict[Value, int] = dict.fromkeys(first, -1)
         made = {value: i for i, op in enumerate(self.ops) for value in op.makes}
@@ -209,7 +209,7 @@ class MemoryWalk:
             part.gradient = bool(part.shape)
 
     def copies_of_inputs(self) -> frozenset[Value]:
-        """Return the arrays that are computed from inputs only, by fused operations: parameters in another dtype."""
+        """Returns the arrays that are computed from inputs only, by fused operations: parameters in another dtype."""
         return frozenset(
             v
             for op in self.ops
@@ -219,13 +219,13 @@ class MemoryWalk:
 
 
 def _slice(op: JaxprOp, made: Value) -> Value | None:
-    """Return the slice of this array that one iteration of its loop computes, or ``None``."""
+    """Returns the slice of this array that one iteration of its loop computes, or ``None``."""
     stacks = op.makes[op.carries :] if op.name == "scan" else []
     return op.bodies[0].results[op.makes.index(made)] if made in stacks else None
 
 
 def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return a shape without leading dims of 1."""
+    """Returns a shape without leading dims of 1."""
     first = next((i for i, size in enumerate(shape) if size != 1), len(shape))
     return shape[first:]
 
@@ -243,7 +243,7 @@ def _makes_array(op: JaxprOp) -> bool:
 
 
 def _needed(program: TracedProgram) -> list[JaxprOp]:
-    """Return the operations that the results depend on, and loops without their unread stacked results."""
+    """Returns the operations that the results depend on, and loops without their unread stacked results."""
     needed = set(program.results)
     kept = []
     for op in reversed(program.ops):
@@ -257,7 +257,7 @@ def _needed(program: TracedProgram) -> list[JaxprOp]:
 
 
 def _trimmed(op: JaxprOp, needed: set[Value]) -> JaxprOp:
-    """Return a loop without its unread stacked results and the operands that only those need."""
+    """Returns a loop without its unread stacked results and the operands that only those need."""
     body = op.bodies[0]
     pairs = list(zip(op.makes, body.results, strict=True))
     pairs = pairs[: op.carries] + [pair for pair in pairs[op.carries :] if pair[0] in needed]

@@ -54,7 +54,7 @@ class MachineCheck:
 
 
 def examine(*, timeout: float = 60.0) -> list[MachineCheck]:
-    """Return all checks of this machine, in print order; ``timeout`` in seconds bounds the search for devices."""
+    """Returns all checks of this machine, in print order; ``timeout`` in seconds bounds the search for devices."""
     requirements = importlib.metadata.requires("jaxpar") or []
     pins = pins_of(Path(__file__).parents[3] / "pyproject.toml")
     return [
@@ -71,7 +71,7 @@ def examine(*, timeout: float = 60.0) -> list[MachineCheck]:
 
 
 def installed(package: str) -> str | None:
-    """Return the installed version of a package, or ``None``."""
+    """Returns the installed version of a package, or ``None``."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -79,7 +79,7 @@ def installed(package: str) -> str | None:
 
 
 def pins_of(file: Path) -> dict[str, str]:
-    """Return the pinned versions of a checkout's ``pyproject.toml``; empty for an installed wheel, which has none."""
+    """Returns the pinned versions of a checkout's ``pyproject.toml``; empty for an installed wheel, which has none."""
     if not file.is_file():
         return {}
     project = tomllib.loads(file.read_text(encoding="utf-8"))
@@ -275,13 +275,13 @@ def _parse(requirement: str) -> tuple[str, str, str]:
 
 
 def worst(checks: Iterable[MachineCheck]) -> Status:
-    """Return the worst status of all checks."""
+    """Returns the worst status of all checks."""
     order: tuple[Status, ...] = ("ok", "warn", "bad")
     return max((check.status for check in checks), key=order.index, default="ok")
 
 
 def summary(checks: Sequence[MachineCheck]) -> str:
-    """Return one line about all checks.
+    """Returns one line about all checks.
 
     >>> summary([MachineCheck("python", "ok", "3.12"), MachineCheck("jax", "bad", "not installed")])
     '2 checks: jax is bad'
@@ -291,7 +291,7 @@ def summary(checks: Sequence[MachineCheck]) -> str:
 
 
 def report(checks: Sequence[MachineCheck], *, as_json: bool) -> str:
-    """Return all checks as text, each with its remedy below, or as JSON."""
+    """Returns all checks as text, each with its remedy below, or as JSON."""
     if as_json:
         return json.dumps({"worst": worst(checks), "checks": [asdict(check) for check in checks]}, indent=1) + "\n"
     width = max(len(check.name) for check in checks)

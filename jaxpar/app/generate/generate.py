@@ -67,7 +67,7 @@ class GenerateOptions:
 
 
 def generator(job: Job, texts: Sequence[Sequence[int]], options: GenerateOptions) -> jp.Generator:
-    """Return the generator of a run's model, with room for these prompts.
+    """Returns the generator of a run's model, with room for these prompts.
 
     Args:
       job: the run.

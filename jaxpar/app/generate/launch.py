@@ -176,7 +176,7 @@ def _supervise(command: Any, loaded: Loaded, options: LaunchOptions, count: int)
 
 
 def words(command: Any) -> list[str]:
-    """Return a command's fields as command-line arguments, without those about processes and configuration.
+    """Returns a command's fields as command-line arguments, without those about processes and configuration.
 
     >>> @dataclasses.dataclass
     ... class Some:

@@ -55,7 +55,7 @@ def read_prompts(file: Path, stdin: BinaryIO | None = None) -> list[str]:
 
 
 def as_bytes(number: int, prompt: str) -> bytes:
-    """Return a prompt as the bytes that the model takes.
+    """Returns a prompt as the bytes that the model takes.
 
     Raises:
       ConfigError: it is empty, or has a lone surrogate, which a command line in another encoding can produce.

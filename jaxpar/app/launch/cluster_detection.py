@@ -51,7 +51,7 @@ def detect(
     installed: Callable[[str], bool] = lambda module: importlib.util.find_spec(module) is not None,
     exists: Callable[[str], bool] = lambda path: Path(path).exists(),
 ) -> Cluster | None:
-    """Return the launcher of several processes that the environment describes, or ``None`` for a single process.
+    """Returns the launcher of several processes that the environment describes, or ``None`` for a single process.
 
     Args:
       variables: the environment.
@@ -146,7 +146,7 @@ def _tpu_machine(variables: Mapping[str, str], installed: _Predicate, exists: _P
 
 
 def first_host(nodes: str) -> str:
-    """Return the first host of Slurm's node list.
+    """Returns the first host of Slurm's node list.
 
     >>> first_host("node[003,007-015],other"), first_host("a,b")
     ('node003', 'a')
@@ -155,7 +155,7 @@ def first_host(nodes: str) -> str:
 
 
 def address_in(variables: Mapping[str, str]) -> tuple[str, str]:
-    """Return the address that jax.distributed would use for its coordinator, and its source; empty if there is none."""
+    """Returns the address that jax.distributed would use for its coordinator, and its source; empty if there is none."""
     if "JAX_COORDINATOR_ADDRESS" in variables:
         return variables["JAX_COORDINATOR_ADDRESS"], "JAX_COORDINATOR_ADDRESS"
     if all(name in variables for name in _SLURM):

@@ -16,13 +16,13 @@ _FLAG = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
 
 
 def simulated(configured: int | None, variables: Mapping[str, str]) -> int | None:
-    """Return the number of simulated devices: that of ``XLA_FLAGS``, which jax prefers, else ``configured``."""
+    """Returns the number of simulated devices: that of ``XLA_FLAGS``, which jax prefers, else ``configured``."""
     flag = _FLAG.search(variables.get("XLA_FLAGS", ""))
     return int(flag[1]) if flag else configured
 
 
 def without_flag(flags: str) -> str:
-    """Return ``XLA_FLAGS`` without the number of simulated devices.
+    """Returns ``XLA_FLAGS`` without the number of simulated devices.
 
     >>> without_flag("--xla_a=1 --xla_force_host_platform_device_count=8")
     '--xla_a=1'
@@ -31,7 +31,7 @@ def without_flag(flags: str) -> str:
 
 
 def share(devices: int, count: int, kind: str) -> int:
-    """Return the number of devices of each process.
+    """Returns the number of devices of each process.
 
     Args:
       devices: number of devices on the host.
@@ -61,7 +61,7 @@ def share(devices: int, count: int, kind: str) -> int:
 
 
 def gpus(variables: Mapping[str, str], folder: Path = Path("/dev")) -> list[str]:
-    """Return the GPUs of this host as ``CUDA_VISIBLE_DEVICES`` lists them: the visible ones, else all.
+    """Returns the GPUs of this host as ``CUDA_VISIBLE_DEVICES`` lists them: the visible ones, else all.
 
     Empty if ``JAX_PLATFORMS`` selects other devices.
     """
@@ -83,7 +83,7 @@ def has_tpu(variables: Mapping[str, str], folder: Path = Path("/dev")) -> bool:
 def misfit(
     count: int, each: int, batch: int, mesh: Mapping[str, Any], rules: Mapping[str, Any], split: Callable[..., MeshSpec]
 ) -> str | None:
-    """Return why a run does not fit ``count`` processes of ``each`` devices, or ``None`` if it does.
+    """Returns why a run does not fit ``count`` processes of ``each`` devices, or ``None`` if it does.
 
     Args:
       count: number of processes.
@@ -130,7 +130,7 @@ def _batch_shards(sizes: Mapping[str, int], rules: Mapping[str, Any]) -> int:
 
 
 def refit(most: int, each: int, reason: Callable[[int], str | None]) -> tuple[int, str]:
-    """Return the largest number of processes up to ``most`` that fits (0 for none), and a text if it is not ``most``.
+    """Returns the largest number of processes up to ``most`` that fits (0 for none), and a text if it is not ``most``.
 
     >>> refit(3, 2, lambda count: None if count % 2 == 0 else f"{count * 2} devices are odd")
     (2, '3 processes x 2 devices = 6 devices do not fit: 6 devices are odd. 2 processes would fit')

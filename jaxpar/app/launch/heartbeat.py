@@ -112,7 +112,7 @@ def _at() -> FrameType | None:
 
 
 def place(frame: FrameType | None) -> tuple[str, bool]:
-    """Return the ``file:line`` of a thread outside of jax, and whether it is inside jax, where it may wait for peers.
+    """Returns the ``file:line`` of a thread outside of jax, and whether it is inside jax, where it may wait for peers.
 
     >>> place(None)
     ('', False)

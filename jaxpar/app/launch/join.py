@@ -26,7 +26,7 @@ class ProcessPlace:
 
 
 def place_of(coordinator: str | None, count: int | None, rank: int | None) -> ProcessPlace | None:
-    """Return the place that the command line gives, or ``None`` without one or for a single process.
+    """Returns the place that the command line gives, or ``None`` without one or for a single process.
 
     Raises:
       LaunchError: options are missing or contradict each other.
@@ -58,7 +58,7 @@ def place_of(coordinator: str | None, count: int | None, rank: int | None) -> Pr
 def found(
     place: ProcessPlace | None, *, alone: bool, variables: Mapping[str, str] | None = None
 ) -> ProcessPlace | Cluster | None:
-    """Return the place that the command line gives, else the detected launcher, unless this process is ``alone``."""
+    """Returns the place that the command line gives, else the detected launcher, unless this process is ``alone``."""
     if place is not None or alone:
         return place
     return detect(os.environ if variables is None else variables)
@@ -111,7 +111,7 @@ def join(what: ProcessPlace | Cluster, *, heartbeat: int = 100, patience: int = 
 
 
 def bind_of(cluster: Cluster) -> str | None:
-    """Return the address on which a cluster's process 0 listens: from the environment, else the one others use.
+    """Returns the address on which a cluster's process 0 listens: from the environment, else the one others use.
 
     ``None``, which means every interface, if that address is unknown here, or if this host resolves its own name to
     loopback.

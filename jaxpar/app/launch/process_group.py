@@ -43,7 +43,7 @@ class ProcessGroup(Protocol):
         """End all running processes, and wait until they have ended."""
 
     def tail(self, rank: int, lines: int) -> list[str]:
-        """Return the last lines that a process wrote."""
+        """Returns the last lines that a process wrote."""
 
 
 class Local:
@@ -160,7 +160,7 @@ class Local:
         self._running.clear()
 
     def tail(self, rank: int, lines: int) -> list[str]:
-        """Return the last lines of a process's log."""
+        """Returns the last lines of a process's log."""
         try:
             with self.log(rank).open(encoding="utf-8", errors="replace") as file:
                 return [line.rstrip() for line in deque(file, lines)]
@@ -229,7 +229,7 @@ def messages(data: bytes) -> tuple[list[dict[str, Any]], bytes]:
 
 
 def free_port(host: str = LOOPBACK) -> int:
-    """Return a port on which nothing listens at this moment.
+    """Returns a port on which nothing listens at this moment.
 
     >>> 0 < free_port() < 65536
     True
@@ -240,7 +240,7 @@ def free_port(host: str = LOOPBACK) -> int:
 
 
 def split_address(address: str, what: str = "--coordinator") -> tuple[str, int]:
-    """Return host and port of ``HOST:PORT``.
+    """Returns host and port of ``HOST:PORT``.
 
     Raises:
       LaunchError: the address is malformed.

@@ -34,7 +34,7 @@ class RayWorker:
         self._group: Local | None = None
 
     def address(self) -> str:
-        """Return a free ``HOST:PORT`` on this node."""
+        """Returns a free ``HOST:PORT`` on this node."""
         import ray
 
         host = str(ray.util.get_node_ip_address())
@@ -49,7 +49,7 @@ class RayWorker:
         self._group.start(lambda rank, total, address: command, 1, first=self._rank, total=total)
 
     def poll(self, seconds: float) -> tuple[dict[str, Any], str]:
-        """Return the state of the process, with times as ages in seconds, and for process 0 its new output."""
+        """Returns the state of the process, with times as ages in seconds, and for process 0 its new output."""
         assert self._group is not None
         self._group.poll(seconds)
         return self._group.peers[0].told(time.monotonic()), "" if self._rank else self.printed()
@@ -65,11 +65,11 @@ class RayWorker:
             self._group.end()
 
     def tail(self, lines: int) -> list[str]:
-        """Return the last lines of its log."""
+        """Returns the last lines of its log."""
         return [] if self._group is None else self._group.tail(self._rank, lines)
 
     def printed(self) -> str:
-        """Return the output since the last call."""
+        """Returns the output since the last call."""
         assert self._group is not None
         with suppress(OSError), self._group.log(self._rank).open("rb") as file:
             file.seek(self._read)
@@ -217,7 +217,7 @@ class RayGroup:
         self._members, self._pending = {}, {}
 
     def tail(self, rank: int, lines: int) -> list[str]:
-        """Return the last lines that a process wrote, if its node still answers."""
+        """Returns the last lines that a process wrote, if its node still answers."""
         if rank not in self._members:
             return []
         with suppress(self._ray.exceptions.RayError):

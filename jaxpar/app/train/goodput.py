@@ -128,7 +128,7 @@ def _moved(spent: dict[str, float], source: str, target: str, seconds: float) ->
 
 
 def describe(record: Mapping[str, Any]) -> str:
-    """Return a record as one line: the share, and the causes that took most of the remaining time.
+    """Returns a record as one line: the share, and the causes that took most of the remaining time.
 
     >>> spent = {"steps": 8.0, "compile": 1.5, "lost": 0.0, "other": 0.5}
     >>> describe({"goodput": 0.8, "wall_seconds": 10.0, "spent": spent})

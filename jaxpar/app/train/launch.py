@@ -135,7 +135,7 @@ def reporting() -> Iterator[None]:
 
 
 def policy_of(config: RunConfig) -> Policy:
-    """Return the supervision policy of a run's table ``supervise``.
+    """Returns the supervision policy of a run's table ``supervise``.
 
     Raises:
       ConfigError: a number is out of range.

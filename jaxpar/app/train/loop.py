@@ -398,7 +398,7 @@ class StepTimer:
         self._waited, self._other = self._waited + other - self._other, other
 
     def take_status(self, signal: int, overdue: bool) -> ProcessStatus:
-        """Return the status to send to the other processes, and reset all counts."""
+        """Returns the status to send to the other processes, and reset all counts."""
         self._account.wall()
         own = self._own + self._account.spent["other"] - self._other
         found = ProcessStatus(signal, overdue, self._steps, own, self._waited, self._seconds)

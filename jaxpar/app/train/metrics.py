@@ -20,7 +20,7 @@ _SECONDS = 30.0
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Return the peak dense bf16 FLOP/s of a device kind as jax names it, or ``None`` if it is unknown.
+    """Returns the peak dense bf16 FLOP/s of a device kind as jax names it, or ``None`` if it is unknown.
 
     >>> peak_flops("NVIDIA H100 80GB HBM3") == 989e12, peak_flops("cpu")
     (True, None)

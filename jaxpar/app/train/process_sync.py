@@ -57,7 +57,7 @@ class StatusExchange:
         self._left = 1
 
     def after_step(self, mine: Callable[[], ProcessStatus]) -> list[ProcessStatus] | None:
-        """Return the status of each process in steps where an exchange is due, else ``None``; call it after every step.
+        """Returns the status of each process in steps where an exchange is due, else ``None``; call it after every step.
 
         Call it once the step's results are available: the collectives of two programs at once may receive each other's
         messages (Gloo, which CPUs use, then ends the process).
@@ -72,14 +72,14 @@ class StatusExchange:
         return found
 
     def exchange_now(self, mine: ProcessStatus) -> list[ProcessStatus]:
-        """Return the status of each process now; all processes must call it."""
+        """Returns the status of each process now; all processes must call it."""
         if self.single_process:
             return [mine]
         return [_read(row) for row in gather_rows(np.array(astuple(mine), np.float32))]
 
 
 def steps_between(seconds: float) -> int:
-    """Return the number of steps to the next exchange, for steps of ``seconds`` seconds.
+    """Returns the number of steps to the next exchange, for steps of ``seconds`` seconds.
 
     >>> steps_between(0.3), steps_between(20.0), steps_between(0.0)
     (3, 1, 1000)
@@ -113,7 +113,7 @@ class Stragglers:
         """The processes that were slow when last judged."""
 
     def add(self, statuses: Sequence[ProcessStatus]) -> list[int] | None:
-        """Return the slow processes once there are enough steps to judge by; ``None`` before."""
+        """Returns the slow processes once there are enough steps to judge by; ``None`` before."""
         self._sums = [_sum(a, b) for a, b in zip(self._sums, statuses, strict=True)] if self._sums else list(statuses)
         steps = max(one.steps for one in self._sums)
         if len(statuses) < 2 or steps < self._config.every:
@@ -125,7 +125,7 @@ class Stragglers:
 
 
 def slow(own: Sequence[float], seconds: float, factor: float) -> list[int]:
-    """Return the processes that slow down the others.
+    """Returns the processes that slow down the others.
 
     Args:
       own: each process's own seconds per step.

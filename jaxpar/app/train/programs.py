@@ -42,7 +42,7 @@ class StepPrograms:
             self.like = jax.tree.map(abstract, self._first)
 
     def first_state(self, restored: Any = None) -> Any:
-        """Return the restored state, or else the initial state."""
+        """Returns the restored state, or else the initial state."""
         first, self._first = self._first, None
         if restored is not None:
             return restored
@@ -57,11 +57,11 @@ class StepPrograms:
         self._evaluation = evaluation.lower(state, heldout).compile()
 
     def evaluate(self, state: Any, heldout: Sequence[Any]) -> float:
-        """Return the mean loss over batches, in nats per token."""
+        """Returns the mean loss over batches, in nats per token."""
         return float(np.mean([float(self._evaluation(state, batch)["loss"]) for batch in heldout]))
 
     def flush(self, state: Any) -> Any:
-        """Return the state after draining the pipeline."""
+        """Returns the state after draining the pipeline."""
         return state if self._pipedream is None else self._pipedream.flush(state)[0]
 
     def rewind(self, state: Any, disk: Path | None) -> None:

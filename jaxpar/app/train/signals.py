@@ -64,5 +64,5 @@ class Stop:
 
 
 def signal_name(number: int) -> str:
-    """Return a signal's name as users know it."""
+    """Returns a signal's name as users know it."""
     return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name

@@ -158,7 +158,7 @@ def _speed(summary: Summary, console: Console) -> None:
 
 
 def ranges(passed: list[list[int]]) -> str:
-    """Return ranges of batches as text.
+    """Returns ranges of batches as text.
 
     >>> ranges([[7, 11], [20, 20]])
     '7 to 11, 20'

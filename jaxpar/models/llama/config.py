@@ -49,6 +49,12 @@ class LlamaConfig:
     Raises:
       ConfigError: ``heads`` is not a multiple of ``kv_heads``, ``head_dim`` is odd, ``remat`` does not fit the layers,
         ``copies`` is not 1 or 2, or ``copies`` does not fit ``context`` or ``reshard_after_forward``.
+
+    After Touvron et al. 2023 (arXiv:2307.09288) and Llama 3.1 (arXiv:2407.21783).
+
+    >>> config = LlamaConfig(layers=2, embed=64, heads=2, kv_heads=1, mlp=192)
+    >>> config.params, f"{config.flops_per_token(seq=128):.3g}"
+    (131392, '7.86e+05')
     """
 
     vocab: int = 256
@@ -98,18 +104,18 @@ class LlamaConfig:
 
     @property
     def matmul_params(self) -> int:
-        """Number of parameters used in a matmul for every token: all but the norms and the embedding lookup."""
+        """The number of parameters used in a matmul for every token: all but the norms and the embedding lookup."""
         attention = self.embed * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         return self.layers * (attention + 3 * self.embed * self.mlp) + self.embed * self.vocab
 
     @property
     def params(self) -> int:
-        """Total number of parameters."""
+        """The total number of parameters."""
         lookup = 0 if self.tie_embeddings else self.embed * self.vocab
         return self.matmul_params + lookup + (2 * self.layers + 1) * self.embed
 
     def flops_per_token(self, seq: int) -> float:
-        """Training FLOPs per token: forward and backward without recomputation, causal attention at half of seq²."""
+        """Returns the training FLOPs per token, without recomputation; causal attention counts half of ``seq``²."""
         return 6.0 * self.matmul_params + 6.0 * self.layers * self.heads * self.head_dim * seq
 
 
@@ -156,13 +162,17 @@ PRESETS: dict[str, LlamaConfig] = {
 
 
 def preset(name: str, **changes: Any) -> LlamaConfig:
-    """Return the preset called ``name`` with ``changes`` applied to its fields.
+    """Returns the preset called ``name`` with ``changes`` applied to its fields.
+
+    Args:
+      name: ``tiny``, ``1b``, ``llama3_1_8b`` or ``llama3_1_70b``.
+      **changes: values of :class:`LlamaConfig` that replace those of the preset.
+
+    Raises:
+      ConfigError: no preset has this name, or the changed fields do not fit each other.
 
     >>> preset("1b").params
     1104218112
-
-    Raises:
-      ConfigError: no preset has this name.
     """
     if name not in PRESETS:
         raise ConfigError(

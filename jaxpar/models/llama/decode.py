@@ -39,7 +39,7 @@ _INT8 = "int8"
 
 
 def cached_llama(config: LlamaConfig, *, weights: str | None = None, cache: str | None = None) -> DecoderFns:
-    """Return the cached forward passes of a Llama, for :class:`jaxpar.Generator`.
+    """Returns the cached forward passes of a Llama, for :class:`jaxpar.Generator`.
 
     Args:
       config: the configuration of the training; ``remat`` and ``copies`` have no effect here.
@@ -134,7 +134,7 @@ def _token(
 
 
 def _matrices(dtype: Any, weight_dtype: str | None) -> Callable[[Any], Any]:
-    """Return a function that casts all parameters but norms to the compute dtype, or quantizes them to int8."""
+    """Returns a function that casts all parameters but norms to the compute dtype, or quantizes them to int8."""
 
     def convert(path: Any, x: Any) -> Any:
         if "norm" in jax.tree_util.keystr(path):

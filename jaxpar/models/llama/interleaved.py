@@ -26,7 +26,7 @@ type KeyValueCarry = tuple[jax.Array, jax.Array, jax.Array | None]
 
 
 def halves_order(*arrays_BS: jax.Array) -> tuple[str, jax.Array, tuple[jax.Array, ...]]:
-    """Return the order's name, the token positions [1, seq], and the arrays [batch, seq] permuted to this order."""
+    """Returns the order's name, the token positions [1, seq], and the arrays [batch, seq] permuted to this order."""
     at = order_of_halves(arrays_BS[0].shape[1])
     return HALVES, jnp.asarray(at)[None], tuple(x[:, at] for x in arrays_BS)
 
@@ -34,7 +34,7 @@ def halves_order(*arrays_BS: jax.Array) -> tuple[str, jax.Array, tuple[jax.Array
 def interleaved_block(
     count: int, dim: Cut, context: Context, rope: Rope, order: Laid, documents_BS: jax.Array | None
 ) -> Callable[[Block, Any], Any]:
-    """Return a block that runs on ``count`` parts of each device's rows (``dim="batch"``) or tokens (``dim="seq"``).
+    """Returns a block that runs on ``count`` parts of each device's rows (``dim="batch"``) or tokens (``dim="seq"``).
 
     Args:
       count: number of parts.

@@ -163,14 +163,14 @@ class Block(nnx.Module):
 
 
 def layer_shapes(config: LlamaConfig, shape: tuple[int, ...]) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """Return the shapes of a layer's queries and keys for tokens of ``shape`` [batch, seq]."""
+    """Returns the shapes of a layer's queries and keys for tokens of ``shape`` [batch, seq]."""
     c = config
     q, k = (jax.ShapeDtypeStruct((*shape, n, c.head_dim), jnp.dtype(c.dtype)) for n in (c.heads, c.kv_heads))
     return q, k
 
 
 def rope_table(positions_BS: jax.Array, config: LlamaConfig) -> Rope:
-    """Return fp32 cosines and sines [batch, seq, 1, head_dim / 2] of the rotary angles (Su et al. 2021)."""
+    """Returns fp32 cosines and sines [batch, seq, 1, head_dim / 2] of the rotary angles (Su et al. 2021)."""
     frequency = config.rope_theta ** (-jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim)
     if config.rope_factor > 1:
         # Llama 3.1 stretches wavelengths beyond the original window, keeps those well inside it, and ramps between.

@@ -64,7 +64,7 @@ class Llama(nnx.Module):
         return hint(self.hidden(tokens_BS, positions_BS) @ self.unembedding(), "batch", "seq", "vocab")
 
     def laid(self, *arrays_BS: jax.Array, order_BS: jax.Array | None = None) -> tuple[Laid, Any, tuple[jax.Array, ...]]:
-        """Return arrays [batch, seq] in the token order that is fastest for :meth:`hidden`.
+        """Returns arrays [batch, seq] in the token order that is fastest for :meth:`hidden`.
 
         Args:
           arrays_BS: tokens, targets and, for packed documents, segment ids; each [batch, seq].
@@ -86,13 +86,17 @@ class Llama(nnx.Module):
         order: Laid = None,
         documents_BS: jax.Array | None = None,
     ) -> jax.Array:
-        """Return the normed output of the last layer, [batch, seq, embed] in ``config.dtype``.
+        """Returns the normed output of the last layer, [batch, seq, embed] in ``config.dtype``.
 
         Args:
           tokens_BS: token ids [batch, seq] int.
           positions_BS: position of each token [1 or batch, seq] int; 0, 1, ... if not given.
           order: the order of the tokens, as :meth:`laid` returns it; ``None`` for the natural one.
           documents_BS: document of each token [batch, seq] int; tokens attend only within their document.
+
+        Raises:
+          NoLayoutError: no layout is ambient.
+          LayoutError: the rules cannot place an activation.
         """
         config, dtype = self.config, jnp.dtype(self.config.dtype)
         tokens_BS = hint(tokens_BS, "batch", "seq")
@@ -119,7 +123,7 @@ class Llama(nnx.Module):
         return hint(h_BSE[:, jnp.argsort(at[0])], "batch", "seq", "embed")
 
     def unembedding(self) -> jax.Array:
-        """Return the output head [embed, vocab] in the compute dtype; ``hidden @ unembedding`` gives the logits."""
+        """Returns the output head [embed, vocab] in the compute dtype; ``hidden @ unembedding`` gives the logits."""
         head_EV = self.embedding[...].T if self.config.tie_embeddings else self.head[...]
         return gather_weight(head_EV, "embed", "vocab", dtype=jnp.dtype(self.config.dtype))
 
@@ -127,7 +131,7 @@ class Llama(nnx.Module):
 def _stacked(
     recompute: RematPolicy, config: LlamaConfig, rope: Rope, order: Laid, documents_BS: jax.Array | None
 ) -> Callable[[Block, jax.Array], jax.Array]:
-    """Return a function that scans over a stack of layers."""
+    """Returns a function that scans over a stack of layers."""
     saved_dims = ("batch", "residual_seq", SAVED_EMBED if recompute.slice_activation else "embed")
     hint_all = lambda x_BSE, *dims: jax.tree.map(lambda x: hint(x, *dims), x_BSE)
 
@@ -152,7 +156,7 @@ def _stacked(
 def remat(
     recompute: RematPolicy, reshard_after_forward: bool | int, but: Callable[[Any], Any] = lambda policy: policy
 ) -> Callable[[Any], Any]:
-    """Return a decorator that rematerializes a layer by ``recompute``; ``but`` may wrap the checkpoint policy."""
+    """Returns a decorator that rematerializes a layer by ``recompute``; ``but`` may wrap the checkpoint policy."""
     if jax.config.jax_disable_jit:
         return lambda f: f  # jax.checkpoint would trace, and disable_jit is used to inspect values.
     policy = but(recompute.rule(NAMES, reshard_after_forward=reshard_after_forward is True))
@@ -161,7 +165,7 @@ def remat(
 
 
 def _part(module: nnx.Module, first: int, last: int) -> nnx.Module:
-    """Return layers ``first`` to ``last - 1`` of a stack."""
+    """Returns layers ``first`` to ``last - 1`` of a stack."""
     graphdef, state = nnx.split(module)
     return nnx.merge(graphdef, jax.tree.map(lambda x: cut(x, first, last), state))
 
@@ -173,5 +177,12 @@ def _cast(module: nnx.Module, dtype: Any) -> nnx.Module:
 
 
 def make_llama(config: LlamaConfig) -> Callable[[jax.Array], Llama]:
-    """Return the ``make_model`` of a Llama for :func:`jaxpar.init`."""
+    """Returns the ``make_model`` of a Llama for :func:`jaxpar.init`.
+
+    >>> import jax
+    >>> import jaxpar as jp
+    >>> model = jax.eval_shape(lambda: make_llama(jp.models.preset("tiny"))(jax.random.key(0)).embedding[...])
+    >>> model.shape
+    (256, 128)
+    """
     return lambda key: Llama(config, rngs=nnx.Rngs(key))

@@ -25,13 +25,18 @@ type TokenBatch = dict[str, jax.Array]
 
 
 def staged_next_token_loss(config: LlamaConfig) -> PipelineLoss:
-    """Return :func:`jaxpar.models.losses.next_token_loss` of a Llama as a :class:`jaxpar.pipeline.PipelineLoss`.
+    """Returns :func:`jaxpar.models.losses.next_token_loss` of a Llama as a :class:`jaxpar.pipeline.PipelineLoss`.
 
     Batches hold ``tokens`` and ``targets`` [batch, seq] int. Every layer recomputes by ``config.remat``.
 
     Raises:
       ConfigError: ``config.remat`` differs between layers or slices activations; or ``config.reshard_after_forward`` is
         not ``True``, although a pipeline gathers weights once per step anyway.
+
+    >>> import jaxpar as jp
+    >>> loss = staged_next_token_loss(jp.models.preset("tiny", remat="full"))
+    >>> loss.path, loss.dims
+    (('blocks',), ('batch', 'residual_seq', 'embed'))
     """
     dtype, recompute = jnp.dtype(config.dtype), RematPolicy.of(config.remat)
     _check(config, recompute)
@@ -106,7 +111,7 @@ def _check(config: LlamaConfig, recompute: RematPolicy) -> None:
 
 
 def _prepared(config: LlamaConfig, batch: TokenBatch) -> TokenBatch:
-    """Return the batch in the token order of the layers, with ``positions`` [batch, seq]."""
+    """Returns the batch in the token order of the layers, with ``positions`` [batch, seq]."""
     arrays: TokenBatch = {name: batch[name] for name in ("tokens", "targets", "segment_ids") if name in batch}
     shape = batch["tokens"].shape
     if halved(config):

@@ -21,14 +21,14 @@ type ChunkedLayer = Callable[
 
 
 def empty_carry(config: LlamaConfig, batch: dict[str, jax.Array]) -> ChunkCarry:
-    """Return the carry of a layer for all tokens [batch, seq] of a batch; keys and values are shapes."""
+    """Returns the carry of a layer for all tokens [batch, seq] of a batch; keys and values are shapes."""
     _, kv = layer_shapes(config, batch["tokens"].shape)
     documents = batch.get("segment_ids")
     return {"keys": kv, "values": kv, **({} if documents is None else {"documents": documents})}
 
 
 def carried_block(config: LlamaConfig, recompute: RematPolicy) -> ChunkedLayer:
-    """Return the layer of one chunk: ``(block, x, rope, documents, carry, chunk) -> (x, carry)``."""
+    """Returns the layer of one chunk: ``(block, x, rope, documents, carry, chunk) -> (x, carry)``."""
     context = config.context
 
     def run(

@@ -93,8 +93,17 @@ def attention(
       queries.
 
     Raises:
+      NoLayoutError: no layout is ambient.
       LayoutError: sizes, dims or heads do not fit the layout or each other, or a position or segment id exceeds int32.
       ConfigError: an option is unknown or out of range.
+
+    >>> import jax, jax.numpy as jnp
+    >>> import jaxpar as jp
+    >>> rules = jp.Rules(batch="data", seq="context", heads=None, kv_heads=None, head_dim=None)
+    >>> q, kv = jnp.ones((2, 16, 4, 8)), jnp.ones((2, 16, 2, 8))
+    >>> with jp.Layout(jp.MeshSpec(data=2, context=-1).build(), rules):
+    ...     jax.eval_shape(lambda q, kv: attention(q, kv, kv, mask=jp.Mask(window=4)), q, kv).shape
+    (2, 16, 4, 8)
     """
     check_impl(impl)
     keep = read_keep(impl, options)

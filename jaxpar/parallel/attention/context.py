@@ -45,6 +45,14 @@ class Context:
     Raises:
       ConfigError: a name is unknown, ``block`` is not a positive integer, or ``keep_gathered_kv`` is set and ``impl``
         is not ``gather``.
+
+    >>> import jax
+    >>> import jaxpar as jp
+    >>> rules = jp.Rules(batch=None, seq="context", heads=None, kv_heads=None, head_dim=None)
+    >>> q = jax.ShapeDtypeStruct((1, 1024, 8, 64), "bfloat16")
+    >>> with jp.Layout(jp.MeshSpec(context=8).abstract(), rules):
+    ...     Context(impl="ring").ring(q, q), Context(impl="gather", load_balance="striped").load_balance
+    (8, 'striped')
     """
 
     impl: Impl = "auto"
@@ -87,6 +95,7 @@ class Context:
             if there is no ring.
 
         Raises:
+          NoLayoutError: no layout is ambient.
           LayoutError: the order is ``balanced`` and ``order_BS`` is ``None``.
         """
         ring, seq = self.ring(q, k, given=order_BS is not None), q.shape[1]
@@ -109,6 +118,10 @@ class Context:
         Args:
           q, k: queries and keys of a layer ``[batch, seq, heads, head_dim]``, as arrays or shapes.
           given: whether the batch contains an order.
+
+        Raises:
+          NoLayoutError: no layout is ambient.
+          LayoutError: the implementation does not support queries and keys sharded in this way.
         """
         order = "given" if given or self.load_balance == BALANCED else self.load_balance
         return shares(self.impl, q, k, request=AttentionRequest(order=order, free=True, kv_grad_dtype=self.grad_dtype))[
@@ -128,6 +141,9 @@ class Context:
 
         Returns:
           The result ``[batch, seq, heads, head_dim]``.
+
+        Raises:
+          NoLayoutError, LayoutError, ConfigError: as :func:`jaxpar.attention`.
         """
         # With order=None a ring would reorder into zigzag by itself, so an explicit contiguous must be passed on.
         order = ("contiguous" if self.load_balance == "contiguous" else None) if order is None else order
@@ -155,6 +171,7 @@ class Context:
           num_shards: number of devices over which the ``shard_map`` has sharded the sequence of ``q`` and ``k``.
 
         Raises:
+          NoLayoutError: no layout is ambient.
           ConfigError: the order is ``balanced``, which applies to a batch and not to its microbatches.
         """
         if self.load_balance == BALANCED:
@@ -166,7 +183,14 @@ class Context:
         return None if ring == 1 or order == "contiguous" else order
 
     def settled_ring(self, q: Any, k: Any) -> int:
-        """Returns the number of devices in the ring inside a ``shard_map`` that shards the sequence."""
+        """Returns the number of devices in the ring inside a ``shard_map`` that shards the sequence.
+
+        Args:
+          q, k: queries and keys of a layer, as arrays or shapes, with any batch size.
+
+        Raises:
+          NoLayoutError: no layout is ambient.
+        """
         return self._settled(q, k, 1)[1]
 
     def _settled(self, q: Any, k: Any, num_shards: int) -> tuple[Any, int]:

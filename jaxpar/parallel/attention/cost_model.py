@@ -33,7 +33,18 @@ FORWARD, BACKWARD = 2, 5
 
 @dataclass(frozen=True)
 class Spread:
-    """The mesh axes that shard each dim of the queries, and of the keys and values."""
+    """The mesh axes that shard each dim of the queries, and of the keys and values.
+
+    Attributes:
+      q: for each of the dims ``[batch, seq, heads, head_dim]`` of the queries a tuple of axes, major to minor.
+      kv: the same for the dims ``[batch, seq, kv_heads, head_dim]`` of the keys and values.
+
+    >>> import jaxpar as jp
+    >>> layout = jp.Layout(jp.MeshSpec(data=4, context=8).abstract(), jp.Rules(batch="data", seq="context"))
+    >>> axes = layout.resolve(("batch", "seq", None, None)).axes
+    >>> Spread(q=axes, kv=axes).q
+    (('data',), ('context',), (), ())
+    """
 
     q: tuple[Axes, ...]
     kv: tuple[Axes, ...]

@@ -85,7 +85,7 @@ class Mask:
         return self.sides == (None, None) and self.chunk is None and self.where is None
 
     def visible(self, q: Any, k: Any, prefix: Any = None) -> Any:
-        """Whether the query at position ``q`` sees the key at position ``k``.
+        """Returns whether the query at position ``q`` sees the key at position ``k``.
 
         Args:
           q, k: positions, which broadcast: Python integers, numpy arrays or JAX arrays.
@@ -107,7 +107,7 @@ class Mask:
         return seen
 
     def bounds(self, q: tuple[Any, Any], k: tuple[Any, Any], prefix: tuple[Any, Any] | None = None) -> tuple[Any, Any]:
-        """Whether some query of a block may see some key of a block, and whether every query sees every key.
+        """Returns whether some query of a block may see some key of a block, and whether every query sees every key.
 
         A mask with ``where`` is only known from its values: the first result ignores ``where``, and the second is
         False.

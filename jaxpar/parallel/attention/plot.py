@@ -30,7 +30,7 @@ def draw_mask(
     block: int = 512,
     segment_ids: Any = None,
 ) -> Figure:
-    """Plots the tiles that each device computes, in the colour of the device that stores the queries.
+    """Returns a plot of the tiles that each device computes, in the colour of the device that stores the queries.
 
     Unmasked tiles are dark, partially masked tiles are lighter, and skipped tiles are white. Rows and columns are
     sorted by position, whatever the order of the tokens. The legend shows each device's share of the work.

@@ -55,6 +55,13 @@ def choice(
 
     Raises:
       LayoutError: the implementation does not support dims sharded in this way.
+
+    >>> import jax
+    >>> from jaxpar.context import Spread
+    >>> q = jax.ShapeDtypeStruct((1, 4096, 8, 64), "bfloat16")
+    >>> axes = ((), ("context",), (), ())
+    >>> choice("auto", q, q, Spread(axes, axes), {"context": 8}).impl
+    'ulysses'
     """
     seq, why = spread.q[1], f"impl {requested!r} was requested"
     if requested == "dense":
@@ -172,6 +179,13 @@ def sends(
 
     Returns:
       Bytes; 0 if the implementation does not support this sharding.
+
+    >>> import jax
+    >>> from jaxpar.context import Spread
+    >>> q = jax.ShapeDtypeStruct((1, 4096, 8, 64), "bfloat16")
+    >>> axes = ((), ("context",), (), ())
+    >>> {impl: sends(impl, q, q, Spread(axes, axes), {"context": 8}) / 2**20 for impl in ("ring", "ulysses")}
+    {'ring': 28.0, 'ulysses': 3.5}
     """
     found = cost(impl, q, k, spread, sizes, heads_axis)
     return 0 if found is None else found.sent

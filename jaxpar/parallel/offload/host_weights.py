@@ -87,6 +87,12 @@ def to_device(w: Any) -> Any:
 
     The gradient stays on the device, sharded by the rules of the role ``gradients``.
 
+    Args:
+      w: a weight of any shape, as the model finds it in its parameters.
+
+    Raises:
+      NoLayoutError: a :class:`HostWeight` is fetched outside a ``shard_map``, and no layout is ambient.
+
     >>> import jax.numpy as jnp
     >>> to_device(jnp.ones(3)).shape
     (3,)

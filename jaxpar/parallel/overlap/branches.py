@@ -28,6 +28,19 @@ class Branch:
       carried: ``carried(block, h, side, carry) -> (hidden, carry)``, used instead of ``compute`` where sequences are
         split. ``carry`` is its result for the preceding tokens, and ``None`` for the first ones. Without
         ``carried``, ``compute`` is used, and has to treat each token independently.
+
+    >>> import jax, jax.numpy as jnp
+    >>> import jaxpar as jp
+    >>> mlp = Branch(
+    ...     before=lambda block, x: x,
+    ...     compute=lambda block, h, side: jnp.tanh(h @ block["up"]),
+    ...     output_projection=lambda block, hidden: hidden @ block["down"],
+    ... )
+    >>> rules = jp.Rules(batch="data", seq=None, residual_seq="model", embed=None)
+    >>> with jp.Layout(jp.MeshSpec(data=-1, model=2).build(), rules):
+    ...     run = jp.overlap.interleave_batches([mlp])
+    ...     jax.eval_shape(run, {"up": jnp.ones((4, 8)), "down": jnp.ones((8, 4))}, jnp.ones((16, 2, 4)), None).shape
+    (16, 2, 4)
     """
 
     before: Callable[[Any, jax.Array], jax.Array]

@@ -83,6 +83,7 @@ def interleave_batches(
       ConfigError: another count or dim, or ``dim="seq"`` without branches. The returned function raises it for rules
         that shard neither ``residual_seq`` nor ``seq``, for rules that shard ``seq`` if ``dim`` is ``seq``, and for
         rows or tokens that cannot be split evenly.
+      NoLayoutError: the returned function runs while no layout is ambient.
       LayoutError: ``side`` holds an array with other rows or tokens.
       ModelError: the module holds variables other than parameters.
 

@@ -45,6 +45,11 @@ class Pipeline:
 
     Raises:
       ConfigError: a value is unknown, or two values contradict each other.
+
+    >>> import jaxpar as jp
+    >>> one = jp.pipeline.schedule("1f1b", stages=4, microbatches=8)
+    >>> Pipeline(one, activation_checkpointing="none", recompute=(2, 1, 0, 0)).grad_reduction
+    'per_step'
     """
 
     schedule: Schedule
@@ -110,6 +115,13 @@ class Asynchronous:
     Raises:
       ConfigError: a value is unknown, or a size is not a positive integer.
       ScheduleError: there are too few microbatches.
+
+    The two variants are PipeDream-2BW (Narayanan et al. 2021, arXiv:2006.09503) and PipeDream (Narayanan et al. 2019,
+    SOSP).
+
+    >>> two = Asynchronous("pipedream_2bw", stages=4, microbatches=8)
+    >>> two.schedule.stages, two.executor
+    (4, 'lockstep')
     """
 
     name: str

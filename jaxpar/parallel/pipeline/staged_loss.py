@@ -20,10 +20,12 @@ REPORTED = "aux_loss"
 
 
 def _as_it_is(model: Any, batch: Any) -> Any:
+    """Returns ``batch`` unchanged."""
     return batch
 
 
 def _nothing(model: Any, batch: Any) -> Any:
+    """Returns ``None``."""
     return None
 
 
@@ -108,8 +110,9 @@ class PipelineLoss:
           key: a PRNG key; required if ``keys`` is set.
 
         Raises:
-          ModelError: ``keys`` is set and ``key`` is missing, or a layer returned something other than ``x`` or
-            ``(x, aux)``.
+          ModelError: ``keys`` is set and ``key`` is missing; the model has no stack of parameters at ``layers``; a
+            layer returned something other than ``x`` or ``(x, aux)``; or a layer and ``head`` return metrics of one
+            name.
         """
         return self.of_rows(model, (batch, self.rows(batch, key)))
 
@@ -137,6 +140,9 @@ class PipelineLoss:
         Args:
           model: as ``make_model`` returned it.
           given: the batch, and the keys of its rows as :meth:`rows` returned them.
+
+        Raises:
+          ModelError: as :meth:`__call__`, but for the key.
         """
         batch, keys = given
         batch = _no_gradient(self.prepare(model, batch), but=batch)
@@ -152,7 +158,7 @@ class PipelineLoss:
         return with_extras(self.head(model, x, batch), jax.tree.map(lambda each: each.sum(0), extras))
 
     def one(self, block: Any, x: jax.Array, side: Any, keys: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Runs one layer; returns ``x`` and the layer's scalars by name, in fp32 or wider.
+        """Returns the output of one layer and the layer's scalars by name, in fp32 or wider.
 
         Args:
           block: the layer.
@@ -235,8 +241,21 @@ def joined(metrics: Mapping[str, Any], extras: Mapping[str, Any]) -> dict[str, A
 def stacked_part(model: Any, path: tuple[str, ...]) -> tuple[Any, Callable[[Any], Any]]:
     """Returns the stacked arrays at a path of a model, and a function that builds one layer from one layer's arrays.
 
+    Args:
+      model: as ``make_model`` returned it.
+      path: the names from the model to the stack, as :attr:`PipelineLoss.path`.
+
+    Returns:
+      The arrays ``[layers, ...]``: the subtree of a pytree, or the list of an NNX module's parameters; and the function
+      that builds one layer from the same structure without the first dim.
+
     Raises:
       ModelError: the model has nothing at the path, or the stack holds arrays that are not parameters.
+
+    >>> import jax, jax.numpy as jnp
+    >>> leaves, build = stacked_part({"params": {"blocks": {"w": jnp.ones((3, 4, 8))}}}, ("blocks",))
+    >>> build(jax.tree.map(lambda x: x[0], leaves))["w"].shape
+    (4, 8)
     """
     nnx = sys.modules.get("flax.nnx")
     tree = model["params"] if isinstance(model, dict) and "params" in model else model

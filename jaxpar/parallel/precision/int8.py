@@ -70,19 +70,22 @@ class Int8:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """The shape of the array that this stands for."""
         return tuple(self.values.shape)
 
     @property
     def ndim(self) -> int:
+        """The number of dims of the array that this stands for."""
         return len(self.shape)
 
     @property
     def dtype(self) -> Any:
+        """The dtype of ``values``, int8."""
         return self.values.dtype
 
     @property
     def T(self) -> Int8:
-        """The transpose of a matrix."""
+        """The transpose of a matrix, as an :class:`Int8`."""
         return Int8(self.values.T, self.scales, tuple(-3 - dim for dim in self.summed))
 
     def of_scales[Name](self, dims: Sequence[Name]) -> tuple[Name, ...]:
@@ -90,7 +93,7 @@ class Int8:
         return tuple(name for at, name in enumerate(dims, -len(dims)) if at not in self.summed)
 
     def astype(self, dtype: Any) -> jax.Array:
-        """Returns the array that this stands for."""
+        """Returns the array that this stands for, computed in fp32 and cast to ``dtype``."""
         at = sorted(dim % self.ndim for dim in self.summed)
         return (self.values.astype(jnp.float32) * jnp.expand_dims(self.scales, at)).astype(dtype)
 

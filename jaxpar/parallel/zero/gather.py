@@ -44,7 +44,16 @@ def gather_weight(w: jax.Array, *dims: str | None, dtype: Any = None) -> jax.Arr
       dtype: the dtype of the compute, by default that of ``w``.
 
     Raises:
+      NoLayoutError: no layout is ambient.
       LayoutError: as :func:`jaxpar.hint`.
+
+    >>> import jax
+    >>> import jaxpar as jp
+    >>> layout = jp.Layout(jp.MeshSpec(data=-1).build(), jp.Rules(embed=None, mlp=None, params={"embed": "data"}))
+    >>> w = jax.device_put(jax.numpy.ones((16, 4)), layout.sharding(("embed", "mlp"), role="params"))
+    >>> with layout:
+    ...     w.sharding.spec, gather_weight(w, "embed", "mlp").sharding.spec
+    (P('data', None), P(None, None))
     """
     w = to_device(w)
     w = w if dtype is None else w.astype(dtype)
@@ -83,6 +92,7 @@ def sharded_dot(
       For each weight an array ``[..., *weight.shape[summed:]]``.
 
     Raises:
+      NoLayoutError: no layout is ambient.
       ConfigError: ``reshard_after_forward`` does not divide the number of devices that share a weight.
       LayoutError: as :func:`jaxpar.hint`; the first dims of a weight do not match the last dims of ``x``; or the scales
         of an ``Int8`` do not span exactly these dims.

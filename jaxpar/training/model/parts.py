@@ -27,7 +27,7 @@ class Tagged:
 
 
 def tag(x: Any, *dims: str | None) -> Tagged:
-    """Annotates an array (or ``ShapeDtypeStruct``) with logical dims, for batches and models that are plain pytrees.
+    """Returns an array (or ``ShapeDtypeStruct``) with its logical dims, for batches and models that are plain pytrees.
 
     Args:
       x: the array.

@@ -34,7 +34,7 @@ def schedule(
     placement: Placement | None = None,
     fused: bool | None = None,
 ) -> Schedule:
-    """Builds and validates a schedule from a name or from custom orders (docs/reference/schedules.md lists the names).
+    """Returns a validated schedule, built from a name (docs/reference/schedules.md lists them) or from custom orders.
 
     Args:
       name: one of ``NAMES``, or custom orders: for each stage its operations in order, as ``Op``, as text such as

@@ -33,6 +33,13 @@ class Schedule(ScheduleSpec):
       forward_only: there are no backwards.
       sequence_chunks: the number of chunks into which each sequence is split. They pass the pipeline one after the
         other.
+
+    >>> import jaxpar as jp
+    >>> one = jp.pipeline.schedule("1f1b", stages=2, microbatches=3)
+    >>> print(one.show())
+    tick     0   1      2      3      4
+    stage 0  F0  F1     F2 B0  B1     B2
+    stage 1  ·   F0 B0  F1 B1  F2 B2  ·
     """
 
     @property
@@ -49,7 +56,14 @@ class Schedule(ScheduleSpec):
         return simulate(self, costs, timing).time
 
     def table(self, activation_checkpointing: ActivationCheckpointing = "full") -> Table:
-        """Returns the table that an executor reads."""
+        """Returns the table that an executor reads.
+
+        Args:
+          activation_checkpointing: as for :class:`jaxpar.Pipeline`.
+
+        Raises:
+          ScheduleError: the orders deadlock.
+        """
         return table_of(self, activation_checkpointing)
 
     def validate(self) -> Schedule:
@@ -109,11 +123,15 @@ class Schedule(ScheduleSpec):
         return summary(self)
 
     def show(self, width: int = 120) -> str:
-        """Returns every tick as text, one line per stage, in blocks of at most ``width`` characters."""
+        """Returns every tick as text, one line per stage, in blocks of at most ``width`` characters.
+
+        Raises:
+          ScheduleError: the orders deadlock.
+        """
         return chart(self, width)
 
     def draw(self, path: Any = None, *, costs: Mapping[str, float] | None = None, timing: Timing = "ticks") -> Any:
-        """Draws the operations of each stage over time, as a matplotlib figure that a notebook displays.
+        """Returns a matplotlib figure of the operations of each stage over time; a notebook displays it.
 
         Args:
           path: the file to write, or ``None``. Its suffix selects the format.
