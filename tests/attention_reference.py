@@ -25,6 +25,17 @@ MESHES: dict[str, dict[str, int]] = {
 type Arrays = list[np.ndarray]
 
 
+def random(*shape: int, seed: int = 0, dtype: Any = np.float32) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape).astype(dtype)
+
+
+def documents(seq: int) -> np.ndarray:
+    """Segment ids of two packed sequences; the second half of the second is padding, so some queries see nothing."""
+    ids = np.sort(np.random.default_rng(2).integers(0, 3, size=(2, seq)), axis=1).astype(np.int32)
+    ids[1, seq // 2 :] = -1
+    return ids
+
+
 def masks(sizes: st.SearchStrategy[int], where: st.SearchStrategy[Any] | None = None) -> st.SearchStrategy[jp.Mask]:
     """Every valid mask: causal by default, causal explicitly, or of two sides."""
     small, rest = st.none() | st.just(0) | sizes, {"prefix": st.none() | sizes, "chunk": st.none() | sizes}
@@ -145,6 +156,12 @@ def arrays(
     )
     *x, gradient = (rng.normal(size=shape).astype(dtype) for shape in shapes)
     return x, gradient
+
+
+def gap(got: Arrays, want: Arrays) -> float:
+    """The largest difference, relative to each array's largest entry; NaN counts as infinite."""
+    gaps = [float(np.abs(a - b).max() / max(np.abs(b).max(), 1e-9)) for a, b in zip(got, want, strict=True)]
+    return max(g if np.isfinite(g) else np.inf for g in gaps)
 
 
 def assert_close(found: Arrays, want: Arrays, bound: float = 1e-5) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,13 @@ def layout_of() -> Callable[..., jp.Layout]:
         return jp.Layout.from_yaml(LAYOUTS / f"{name}.yaml", devices=devices)
 
     return load
+
+
+@pytest.fixture
+def no_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes every import of matplotlib fail, as if it were not installed."""
+    for name in ["matplotlib", *(name for name in sys.modules if name.startswith("matplotlib."))]:
+        monkeypatch.setitem(sys.modules, name, None)
 
 
 @pytest.fixture(scope="session")

@@ -44,8 +44,8 @@ def parameters(model: jp.Generator, config: LlamaConfig = CONFIG) -> Any:
     return params
 
 
-def work(address: str, rank: str, result: str) -> None:
-    """Run one of two processes that generate together, and write its results to a file."""
+def work(address: str, rank: str, folder: str) -> None:
+    """Run one of two processes that generate together, and write its results to a file in ``folder``."""
     jax.distributed.initialize(address, 2, int(rank), coordinator_bind_address=address)
     mesh = jp.MeshSpec(pipeline=2, data=2).build()
     model = generator(mesh)
@@ -58,7 +58,7 @@ def work(address: str, rank: str, result: str) -> None:
             model.stream(params, prompts, most=1, seeds=seeds)
         except ConfigError as error:
             told["errors"].append(str(error))
-    Path(result).write_text(json.dumps(told))
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(told))
 
 
 if __name__ == "__main__":

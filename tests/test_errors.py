@@ -17,7 +17,8 @@ from jax.sharding import AxisType, Mesh
 from jaxpar import Layout, MeshSpec, Rules, constrain, first_of, over, shard_array, tag
 from jaxpar.errors import AnnotationError, ConfigError, LayoutError, MeshError, ModelError, NoLayoutError, RulesError
 from jaxpar.sharding.mesh import AXES
-from jaxpar.training.model import TreeKind, read
+from jaxpar.training.model import read
+from jaxpar.training.model.pytree import TreeKind
 from jaxpar.utils.yaml_config import build, override, parse_yaml
 
 RULES = Rules(

@@ -22,7 +22,7 @@ import optax
 from jaxpar.analysis.divergence import first_divergence
 from jaxpar.sharding.arrays import shard_array
 from jaxpar.sharding.layout import Layout
-from jaxpar.training.model import MakeModel, show, to_path
+from jaxpar.training.model import MakeModel, leaves_with_paths, show
 from jaxpar.training.state import TrainState, init
 from jaxpar.training.step import train_step, updated
 
@@ -219,12 +219,12 @@ def _numbers(want: Any, got: Any) -> Iterator[tuple[str, np.ndarray, np.ndarray]
 
     PRNG keys are converted to integers. Arrays of different shapes (one per device) are skipped.
     """
-    for (keys, a), b in zip(jax.tree_util.tree_leaves_with_path(want), jax.tree.leaves(got), strict=True):
+    for (path, a), b in zip(leaves_with_paths(want), jax.tree.leaves(got), strict=True):
         if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
             a, b = (jax.random.key_data(x) for x in (a, b))
         if a.shape == b.shape:
             a, b = (np.asarray(jax.device_get(x)).astype(np.float64) for x in (a, b))
-            yield show(to_path(keys)), a, b
+            yield show(path), a, b
 
 
 def _gaps(want: Any, got: Any, least: Mapping[str, float] | None = None) -> dict[str, float]:
@@ -250,12 +250,12 @@ def gradient_gaps(want: Any, got: Any, least: Mapping[str, float] | None = None)
     scale = max(float(np.abs(leaf).max(initial=0)) for leaf in jax.tree.leaves(want))
     floor = max(FLOOR * scale, float(np.finfo(np.float32).tiny))
     gaps = {}
-    for (keys, a), b in zip(jax.tree_util.tree_leaves_with_path(want), jax.tree.leaves(got), strict=True):
-        path, largest = show(to_path(keys)), float(np.abs(a).max(initial=0))
+    for (path, a), b in zip(leaves_with_paths(want), jax.tree.leaves(got), strict=True):
+        largest = float(np.abs(a).max(initial=0))
         # The rounding noise of a zero gradient scales with the terms that cancel in it: with the largest gradient.
         noise = largest <= 8 * min(float(jnp.finfo(jnp.float32).eps), float(jnp.finfo(a.dtype).eps)) * scale
-        size = max(scale if noise else largest, floor, (least or {}).get(path, 0.0))
-        gaps[path] = _number(float(np.abs(a - b).max(initial=0)) / size)
+        size = max(scale if noise else largest, floor, (least or {}).get(show(path), 0.0))
+        gaps[show(path)] = _number(float(np.abs(a - b).max(initial=0)) / size)
     return gaps
 
 

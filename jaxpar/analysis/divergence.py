@@ -13,7 +13,7 @@ import numpy as np
 from jaxpar.parallel.precision.policy import Precision
 from jaxpar.sharding.layout import Layout
 from jaxpar.training.loss import loss_of
-from jaxpar.training.model import show, to_path
+from jaxpar.training.model import leaves_with_paths, show
 from jaxpar.utils.contexts import hint_observer
 
 
@@ -24,7 +24,8 @@ def first_divergence(
     loss_fn: Callable[..., Any],
     bound: float,
 ) -> str | None:
-    """Returns the first activation of the forward pass that differs between two layouts, as text; ``None`` if all agree.
+    """Returns the first activation of the forward pass that differs between two layouts, as text; ``None`` if all
+    agree.
 
     The model's ``constrain`` and ``hint`` calls are the probes. The forward pass runs without jit, so a scan runs its
     body once per layer and the calls come in program order.
@@ -70,9 +71,9 @@ def first_nonfinite(
       loss_fn: as for :func:`jaxpar.train_step`.
       precision: that of the step.
     """
-    for keys, leaf in jax.tree_util.tree_leaves_with_path(state.params):
+    for path, leaf in leaves_with_paths(state.params):
         if not _finite(leaf):
-            return f"the parameter {show(to_path(keys))} is not finite before the step"
+            return f"the parameter {show(path)} is not finite before the step"
     precision = precision or Precision()
     found: list[str] = []
     calls: dict[str, int] = {}
@@ -91,7 +92,7 @@ def first_nonfinite(
         return "the loss; every activation is finite"
     with layout:
         grads = jax.jit(jax.grad(compute))(state.params)
-    bad = [show(to_path(keys)) for keys, leaf in jax.tree_util.tree_leaves_with_path(grads) if not _finite(leaf)]
+    bad = [show(path) for path, leaf in leaves_with_paths(grads) if not _finite(leaf)]
     if bad:
         more = f" and of {len(bad) - 1} more" if len(bad) > 1 else ""
         return f"the gradient of {bad[0]}{more}; every activation and the loss are finite"

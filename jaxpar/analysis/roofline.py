@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass, replace
 
 from jaxpar.analysis.hlo.audit import Audit
 from jaxpar.analysis.hlo.collectives import Collective
-from jaxpar.analysis.units import aligned, show_bytes
+from jaxpar.analysis.units import aligned, html_table, show_bytes
 from jaxpar.sharding.hardware.accelerators import accelerator
 from jaxpar.sharding.hardware.links import Links
 from jaxpar.sharding.hardware.topology import Topology
@@ -147,12 +147,8 @@ class Roofline:
         return "\n".join(lines) + "\n"
 
     def _repr_html_(self) -> str:
-        def row(cells: tuple[str, ...], tag: str) -> str:
-            return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
-
-        table = row(_COLUMNS, "th") + "".join(row(cells, "td") for cells in self.rows())
         head = html.escape(f"A model, not a measurement: {self.headline()}")
-        return f"<div><b>{head}</b><table>{table}</table></div>"
+        return f"<div><b>{head}</b>{html_table(self.rows(), _COLUMNS)}</div>"
 
     def to_json(self) -> str:
         """Returns every field as JSON."""

@@ -1,7 +1,8 @@
-"""Bytes of shards, byte counts as text, and tables as text."""
+"""Bytes of shards, byte counts as text, and tables as text and HTML."""
 
 from __future__ import annotations
 
+import html
 import math
 from collections.abc import Sequence
 
@@ -36,3 +37,14 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def html_table(rows: Sequence[Sequence[str]], head: Sequence[str] = ()) -> str:
+    """Returns an HTML table; ``head`` is its first row.
+
+    >>> html_table([("<1",)])
+    '<table><tr><td>&lt;1</td></tr></table>'
+    """
+    line = lambda cells, tag: f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
+    lines = [line(head, "th") * bool(head), *(line(row, "td") for row in rows)]
+    return f"<table>{''.join(lines)}</table>"

@@ -14,7 +14,7 @@ from jaxpar.checkpoint.manifest import Bounds
 from jaxpar.errors import CheckpointError
 from jaxpar.parallel.offload.placement import KIND
 from jaxpar.sharding.names import Names
-from jaxpar.training.model import show, to_path
+from jaxpar.training.model import leaves_with_paths, show
 from jaxpar.training.offload.disk_state import is_stored
 
 _IMPLS = ("threefry2x32", "rbg", "unsafe_rbg")
@@ -61,8 +61,8 @@ def leaves_of(state: Any) -> list[Leaf]:
       CheckpointError: a leaf is neither a jax array nor a ``ShapeDtypeStruct``, or two leaves have the same path.
     """
     found: dict[str, Leaf] = {}
-    for keys, leaf in jax.tree_util.tree_leaves_with_path(state):
-        path = show(to_path(keys)) or "value"
+    for keys, leaf in leaves_with_paths(state):
+        path = show(keys) or "value"
         if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
             raise CheckpointError(f"{path} must be a jax array, got {type(leaf).__name__}. Remedy: jnp.asarray(...).")
         if path in found:

@@ -26,7 +26,7 @@ from jaxpar.inference.request import Request, check_requests, check_top_k
 from jaxpar.inference.sampling import BROKEN, NONE, PENDING, Sampling, next_tokens
 from jaxpar.parallel.precision.int8 import is_int8
 from jaxpar.sharding.layout import Layout, hint, tracing_under
-from jaxpar.training.model import MakeModel, Tagged, show, to_path
+from jaxpar.training.model import MakeModel, Tagged, leaves_with_paths, show
 from jaxpar.training.state import abstract_state
 from jaxpar.utils.contexts import ambient_layout
 from jaxpar.utils.multihost import check_same, settled
@@ -138,9 +138,7 @@ class Generator:
         self.sampling, self.stop = sampling or Sampling(), tuple(stop)
         check_top_k(self.sampling.top_k, cached.vocab)
         state = abstract_state(layout, make_model, optax.identity())
-        carried = [
-            show(("variables", *to_path(keys))) for keys, _ in jax.tree_util.tree_leaves_with_path(state.variables)
-        ]
+        carried = [show(("variables", *path)) for path, _ in leaves_with_paths(state.variables)]
         if carried:
             more = f" and {len(carried) - 4} more" if len(carried) > 4 else ""
             raise ModelError(

@@ -31,9 +31,9 @@ from jaxpar.training.gradients import place_gradients
 from jaxpar.training.loss import Metrics
 from jaxpar.training.microbatches import GradReduction, WeightGather
 from jaxpar.training.offload.disk_state import LeafGroup, MomentLeaf, disk_of, groups_of, is_stored, offered, zeros
-from jaxpar.training.offload.host_update import placeholder
 from jaxpar.training.state import TrainState, place
 from jaxpar.training.step import check_same, measure, place_state, step_config
+from jaxpar.utils.arrays import placeholder
 from jaxpar.utils.checks import is_count
 
 AHEAD = 2

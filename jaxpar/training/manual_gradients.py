@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from jaxpar.errors import ConfigError, ModelError
 from jaxpar.parallel.batch_rows import batch_rows, microbatch_rows, rows_of
 from jaxpar.parallel.collectives.bucketing import CollectiveFusion, check_groups, in_groups
-from jaxpar.parallel.collectives.gather_reduce import Parts, at_least_fp32, batch_axes, gather, parts_of, reduce
+from jaxpar.parallel.collectives.gather_reduce import Parts, batch_axes, gather, parts_of, reduce
 from jaxpar.sharding.layout import Layout, current_layout, manual_axes
 from jaxpar.sharding.names import LAYERS
 from jaxpar.sharding.rules import Axes
@@ -32,8 +32,9 @@ from jaxpar.training.microbatches import (
     unscaled,
     value_and_grad,
 )
-from jaxpar.training.model import show, to_path
+from jaxpar.training.model import leaves_with_paths, show
 from jaxpar.training.state import TrainState
+from jaxpar.utils.arrays import at_least_fp32
 
 
 def manual_gradients(
@@ -111,7 +112,7 @@ def _cross(
     ``kinds`` are keys of ``fusion``: ``reduce`` applies to the replicated tensors, the others to the sharded ones.
     """
     leaves, parts = jax.tree.leaves(tree), jax.tree.leaves(split)
-    paths = [to_path(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    paths = [path for path, _ in leaves_with_paths(tree)]
     dims = dict(state.metadata.dims)
     layered = [dims.get(("params", *path), ())[:1] == (LAYERS,) for path in paths]
     found: dict[int, jax.Array] = {}
@@ -184,15 +185,13 @@ def _first_keys(rest: Any, index: Any, axes: Axes) -> Any:
 
 def _check_alike(run: Callable[..., Any], weights: Any, rest: Any, batch: Any) -> None:
     """Raises if carried float arrays change: they would depend on a device's rows. Counters and keys may change."""
-    leaves = jax.tree_util.tree_leaves_with_path(rest)
+    leaves = leaves_with_paths(rest)
     if not leaves:
         return
     traced = jax.make_jaxpr(lambda rest: jax.tree.leaves(run(weights, rest, batch, 0)[0][1][1]))(rest)
     pairs = zip(leaves, traced.jaxpr.invars, traced.jaxpr.outvars, strict=True)
     changed = [
-        show(("variables", *to_path(keys)))
-        for (keys, x), i, o in pairs
-        if o is not i and jnp.issubdtype(x.dtype, jnp.inexact)
+        show(("variables", *path)) for (path, x), i, o in pairs if o is not i and jnp.issubdtype(x.dtype, jnp.inexact)
     ]
     if changed:
         raise ModelError(

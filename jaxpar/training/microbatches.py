@@ -11,14 +11,14 @@ import jax.numpy as jnp
 
 from jaxpar.errors import LayoutError, ModelError
 from jaxpar.parallel.collectives.bucketing import CollectiveFusion
-from jaxpar.parallel.collectives.gather_reduce import at_least_fp32
 from jaxpar.parallel.pipeline.options import Pipeline
 from jaxpar.parallel.precision.policy import Precision
 from jaxpar.sharding.layout import Layout
 from jaxpar.sharding.resolve import Resolved
 from jaxpar.training.loss import Metrics
-from jaxpar.training.model import show, to_path
+from jaxpar.training.model import leaves_with_paths, show, to_path
 from jaxpar.training.state import TrainState
+from jaxpar.utils.arrays import at_least_fp32
 
 WeightGather = Literal["per_use", "per_step"]
 GradReduction = Literal["per_step", "per_microbatch"]
@@ -136,8 +136,8 @@ def pieces_of(batch: Any, count: int, num_shards: int, dim: int) -> Any:
 def undivided_by(batch: Any, number: int) -> list[str]:
     """Lists the batch's arrays, with their shapes, that are scalars or whose dim 0 is not a multiple of ``number``."""
     return [
-        f"{show(('batch', *to_path(keys)))} {list(x.shape)}"
-        for keys, x in jax.tree_util.tree_leaves_with_path(batch)
+        f"{show(('batch', *path))} {list(x.shape)}"
+        for path, x in leaves_with_paths(batch)
         if x.ndim == 0 or x.shape[0] % number
     ]
 
@@ -221,10 +221,7 @@ def means_of(sums: Any, weight: jax.Array) -> Any:
 
 def _check_carried(before: Any, after: Any) -> None:
     """Raises if a microbatch changes the shape or dtype of a carried variable, which ``lax.scan`` cannot carry."""
-    was, now = (
-        {to_path(keys): (x.shape, x.dtype) for keys, x in jax.tree_util.tree_leaves_with_path(tree)}
-        for tree in (before, after)
-    )
+    was, now = ({path: (x.shape, x.dtype) for path, x in leaves_with_paths(tree)} for tree in (before, after))
     changed = [path for path in was | now if was.get(path) != now.get(path)]
     if changed:
         raise ModelError(

@@ -20,11 +20,13 @@ from jax.sharding import PartitionSpec
 
 from jaxpar.errors import ConfigError, LayoutError, ModelError, RulesError
 from jaxpar.parallel.collectives import one_bit
-from jaxpar.parallel.collectives.gather_reduce import at_least_fp32, batch_axes
+from jaxpar.parallel.collectives.gather_reduce import batch_axes
 from jaxpar.sharding.layout import Layout, current_layout
+from jaxpar.sharding.names import Names
 from jaxpar.sharding.resolve import Resolved, ResolvedDim
 from jaxpar.sharding.rules import Axes, over
-from jaxpar.training.model import Names, Path, show, to_path
+from jaxpar.training.model import Path, leaves_with_paths, show
+from jaxpar.utils.arrays import accumulator, at_least_fp32
 from jaxpar.utils.checks import is_count
 
 NAME = "one_bit_adam"
@@ -189,11 +191,7 @@ def refuse(options: Iterable[tuple[str, Any, Any]]) -> None:
 
 def _packed(settings: Settings, x: Any) -> bool:
     """Whether an array is sent as signs."""
-    return math.prod(x.shape) * _dtype(x).itemsize >= settings.min_bytes
-
-
-def _dtype(x: Any) -> Any:
-    return jnp.promote_types(x.dtype, jnp.float32)
+    return math.prod(x.shape) * accumulator(x).itemsize >= settings.min_bytes
 
 
 def _init(settings: Settings, params: Any, dims: LeafDims | None = None) -> State:
@@ -201,14 +199,14 @@ def _init(settings: Settings, params: Any, dims: LeafDims | None = None) -> Stat
         _not_composable()
     layout = current_layout()
     errors: dict[str, list[Any]] = {"worker": [], "server": []}
-    for keys, x in jax.tree_util.tree_leaves_with_path(params):
+    for keys, x in leaves_with_paths(params):
         if jnp.issubdtype(x.dtype, jnp.complexfloating):
-            path = show(("params", *to_path(keys)))
+            path = show(("params", *keys))
             raise ModelError(f"{path} has dtype {x.dtype}, but {NAME} sends signs and therefore requires real numbers.")
-        shapes = _shapes(layout, dims or {}, to_path(keys), x.shape) if _packed(settings, x) else None
+        shapes = _shapes(layout, dims or {}, keys, x.shape) if _packed(settings, x) else None
         for name, found in errors.items():
-            found.append(None if shapes is None else jnp.zeros(shapes[name], _dtype(x)))
-    zeros = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, _dtype(x)), params)
+            found.append(None if shapes is None else jnp.zeros(shapes[name], accumulator(x)))
+    zeros = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, accumulator(x)), params)
     structure = jax.tree.structure(params)
     worker, server = (jax.tree.unflatten(structure, found) for found in errors.values())
     return State(jnp.zeros((), jnp.int32), zeros(), zeros(), worker, server)
@@ -309,7 +307,7 @@ def update(
     """
     axes, devices = batch_axes(layout), _num_shards(layout, batch_axes(layout))
     leaves, structure = jax.tree.flatten(params)
-    paths = [to_path(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(params)]
+    paths = [path for path, _ in leaves_with_paths(params)]
     packed = [_packed(settings, x) for x in leaves]
     _check_devices(
         layout, dims, state, [(p, x.shape) for p, x, flag in zip(paths, leaves, packed, strict=True) if flag]

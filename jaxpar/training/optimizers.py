@@ -20,7 +20,7 @@ import optax
 
 from jaxpar.errors import ConfigError, ModelError
 from jaxpar.parallel.offload.placement import OnDisk
-from jaxpar.training.model import show, to_path
+from jaxpar.training.model import leaves_with_paths, show
 
 
 class Lookahead(NamedTuple):
@@ -140,8 +140,7 @@ def check_update(params: Any, updates: Any, before: Any, after: Any) -> None:
       ModelError: with the paths of the parameters, or of the state's arrays.
     """
     shapes, expected = (
-        {to_path(keys): tuple(jnp.shape(x)) for keys, x in jax.tree_util.tree_leaves_with_path(tree)}
-        for tree in (updates, params)
+        {path: tuple(jnp.shape(x)) for path, x in leaves_with_paths(tree)} for tree in (updates, params)
     )
     wrong = [path for path, shape in expected.items() if shapes.get(path) != shape]
     if wrong:
@@ -153,7 +152,7 @@ def check_update(params: Any, updates: Any, before: Any, after: Any) -> None:
             f"the optimizer's updates do not have the shapes of their parameters ({shown}{more}). Remedy: use an "
             "optimizer that returns an update for every element of its parameters."
         )
-    was, now = ({to_path(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(tree)} for tree in (before, after))
+    was, now = ({path for path, _ in leaves_with_paths(tree)} for tree in (before, after))
     if was != now:
         paths = ", ".join(show(("opt_state", *path)) for path in sorted(was ^ now)[:4])
         raise ModelError(

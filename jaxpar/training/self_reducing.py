@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from jaxpar.sharding.layout import Layout
+from jaxpar.sharding.names import Names
 from jaxpar.sharding.resolve import Resolved
-from jaxpar.training.model import Names, Path
+from jaxpar.training.model import Path
 
 
 @runtime_checkable

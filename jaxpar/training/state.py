@@ -25,9 +25,9 @@ from jaxpar.parallel.precision.policy import Precision, PrecisionLike
 from jaxpar.sharding import messages
 from jaxpar.sharding.hardware.topology import platform_of
 from jaxpar.sharding.layout import Layout, to_spec, tracing_under
-from jaxpar.sharding.names import LAYERS
+from jaxpar.sharding.names import LAYERS, Names
 from jaxpar.sharding.resolve import Resolved, ResolvedDim
-from jaxpar.training.model import Kind, MakeModel, Names, Path, show, to_path
+from jaxpar.training.model import Kind, MakeModel, Path, leaves_with_paths, show
 from jaxpar.training.model.build import build
 from jaxpar.training.model.fixed_order import FIXED, ONE_CODE, Causes
 from jaxpar.training.optimizers import with_slow_parameters
@@ -300,7 +300,7 @@ def place(layout: Layout, state: TrainState) -> list[PlacedLeaf]:
     Problems are not raised; they are texts in the returned leaves, which :func:`problems_of` collects.
     """
     dims = dict(state.metadata.dims)
-    leaves = [(to_path(keys), leaf) for keys, leaf in jax.tree_util.tree_leaves_with_path(state)]
+    leaves = leaves_with_paths(state)
     params = {path[1:]: leaf.shape for path, leaf in leaves if path[0] == "params"}
     placed = {
         path: _model_tensor(layout, path, dims.get(path), leaf, state.metadata.tx)

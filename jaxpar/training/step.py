@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from jaxpar.errors import ConfigError, LayoutError, ModelError, did_you_mean
 from jaxpar.parallel.collectives.bucketing import CollectiveFusion
-from jaxpar.parallel.collectives.gather_reduce import at_least_fp32, precision_scope
+from jaxpar.parallel.collectives.gather_reduce import precision_scope
 from jaxpar.parallel.offload.placement import on_host
 from jaxpar.parallel.pipeline.options import Asynchronous, Pipeline
 from jaxpar.parallel.pipeline.schedules.schedule import Schedule
@@ -25,12 +25,13 @@ from jaxpar.sharding.layout import Layout, to_spec, tracing_under, with_sharding
 from jaxpar.training.gradients import gradients, rows_apart
 from jaxpar.training.loss import Metrics, loss_of
 from jaxpar.training.microbatches import GradientResult, GradReduction, StepConfig, WeightGather
-from jaxpar.training.model import show, to_path
+from jaxpar.training.model import leaves_with_paths, show
 from jaxpar.training.offload.host_update import update as streaming_update
 from jaxpar.training.optimizers import accepted, check_steps, check_update
 from jaxpar.training.pipeline.evaluate import evaluate_pipeline
 from jaxpar.training.self_reducing import SelfReducing
 from jaxpar.training.state import TrainState, place, problems_of
+from jaxpar.utils.arrays import at_least_fp32
 from jaxpar.utils.checks import is_count
 
 
@@ -211,7 +212,7 @@ def clipped(grads: Any, clip_norm: float | None, *, own: bool = False) -> tuple[
 
     With ``own``, the gradients are per-device along dim 0, and the norm is the root mean square of the devices' norms.
     """
-    norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads))
+    norm = optax.tree.norm(jax.tree.map(at_least_fp32, grads))
     if own:  # root mean square of the per-device norms
         norm = norm / jnp.sqrt(jax.tree.leaves(grads)[0].shape[0]).astype(norm.dtype)
     if clip_norm is not None:
@@ -374,10 +375,7 @@ def check_same(old: TrainState, new: TrainState) -> None:
       ModelError: the optimizer changed a parameter, or ``loss_fn`` a carried variable.
     """
     for part, cause in (("params", "the optimizer"), ("variables", "loss_fn")):
-        before, after = (
-            {to_path(keys): leaf for keys, leaf in jax.tree_util.tree_leaves_with_path(getattr(state, part))}
-            for state in (old, new)
-        )
+        before, after = (dict(leaves_with_paths(getattr(state, part))) for state in (old, new))
         for path in [*before, *(after.keys() - before.keys())]:
             was, now = (_describe(leaves.get(path)) for leaves in (before, after))
             if was != now:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,6 +10,7 @@ from typing import Any
 import jax
 import pytest
 import yaml
+from interpreters import python
 
 import jaxpar as jp
 from jaxpar.app.cli import main
@@ -25,16 +23,6 @@ SMALL += ["data.seq=16", "data.source=synthetic"]
 
 def settings(*values: str) -> list[str]:
     return [word for value in (*SMALL, *values) for word in ("--set", value)]
-
-
-def python(code: str, **env: str) -> str:
-    """Returns what a fresh interpreter prints, without the simulated devices of this test session."""
-    clean = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
-    run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={**clean, **env}, check=False
-    )
-    assert run.returncode == 0, run.stderr
-    return run.stdout
 
 
 def test_import_is_light_and_help_does_not_import_jax() -> None:

@@ -6,11 +6,9 @@ import io
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import yaml
+from interpreters import outputs_of, two_processes, wait_for
 from rich.console import Console
 
 import jaxpar as jp
@@ -47,32 +46,13 @@ BAD = 5
 
 
 def test_sigterm_to_one_process_ends_both_after_the_same_step(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
     (tmp_path / "run.yaml").write_text(yaml.safe_dump({**RUN, "output": str(tmp_path / "out")}))
-    env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
-    workers = [
-        subprocess.Popen(
-            [sys.executable, __file__, port, str(rank), str(tmp_path)],
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
+    with two_processes(__file__, tmp_path, flags="--xla_force_host_platform_device_count=4") as workers:
         named = lambda: [one for one in records(tmp_path) if one.get("slow") == [1]]
         beyond = lambda: any(one["step"] > BAD + 1 for one in records(tmp_path))
-        wait(lambda: (bool(named()) and beyond()) or any(worker.poll() is not None for worker in workers))
+        wait_for(lambda: (bool(named()) and beyond()) or any(worker.poll() is not None for worker in workers))
         workers[1].send_signal(signal.SIGTERM)
-        outputs = [worker.communicate(timeout=600)[0] for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.communicate()
-    assert [worker.returncode for worker in workers] == [0, 0], outputs
+        outputs_of(workers, timeout=600)
     ended = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     last = ended[0]["steps"]
     assert last == ended[1]["steps"] == steps_in(tmp_path / "out/checkpoints")[-1] > 4
@@ -103,7 +83,7 @@ def test_sigterm_to_one_process_before_its_first_step_ends_both_at_once(tmp_path
             for rank, screen in enumerate(screens)
         ]
         try:
-            wait(lambda: "\ntext  " in screens[1].read_text() or any(run.poll() is not None for run in runs))
+            wait_for(lambda: "\ntext  " in screens[1].read_text() or any(run.poll() is not None for run in runs))
             runs[1].send_signal(signal.SIGTERM)
             codes = [run.wait(300) for run in runs]
         finally:
@@ -124,13 +104,6 @@ def records(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def wait(ready: Callable[[], bool]) -> None:
-    until = time.monotonic() + 300
-    while not ready():
-        assert time.monotonic() < until
-        time.sleep(0.05)
-
-
 class Stream:
     """Batches of which one is marked; process 1 is slow, because it sleeps before each batch."""
 
@@ -149,8 +122,8 @@ class Stream:
         return getattr(self._inner, name)
 
 
-def work(port: str, rank: str, folder: str) -> None:
-    address, screen = f"127.0.0.1:{port}", io.StringIO()
+def work(address: str, rank: str, folder: str) -> None:
+    screen = io.StringIO()
     jax.distributed.initialize(address, 2, int(rank), coordinator_bind_address=address)
     streams = list[Stream]()
 

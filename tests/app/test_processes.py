@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import jax
 import numpy as np
 import optax
+from interpreters import outputs_of, two_processes
 
 import jaxpar as jp
 from jaxpar.data import batches
@@ -42,26 +40,8 @@ def losses() -> list[float]:
 
 
 def test_two_processes_train_as_one(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
-    workers = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(port), str(rank), str(tmp_path / f"{rank}.json")],
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [worker.communicate(timeout=240)[0] for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    assert [worker.returncode for worker in workers] == [0, 0], outputs
+    with two_processes(__file__, tmp_path, flags="--xla_force_host_platform_device_count=4") as workers:
+        outputs_of(workers, timeout=240)
     results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     # The network is the slowest link, so only the outermost axis larger than 1 may cross hosts.
     assert results[0]["hosts_along_model"] == 1 and results[0]["hosts_along_data"] == 2
@@ -69,12 +49,11 @@ def test_two_processes_train_as_one(tmp_path: Path) -> None:
     np.testing.assert_allclose(results[0]["losses"], losses(), rtol=1e-5)
 
 
-def work(port: str, rank: str, result: str) -> None:
-    address = f"127.0.0.1:{port}"
+def work(address: str, rank: str, folder: str) -> None:
     jax.distributed.initialize(address, 2, int(rank), coordinator_bind_address=address)
     hosts = np.vectorize(lambda device: device.process_index)(jp.Layout.from_yaml(LAYOUT).mesh.devices)
     along = {axis: len(set(_line(hosts, i))) for axis, i in (("data", 2), ("model", 6))}
-    Path(result).write_text(
+    (Path(folder) / f"{rank}.json").write_text(
         json.dumps({"losses": losses(), **{f"hosts_along_{axis}": count for axis, count in along.items()}})
     )
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from interpreters import python
 
 from jaxpar.data import Text, bigram_entropy, load_text, sources, unigram_entropy
 from jaxpar.errors import DataError
@@ -208,8 +207,7 @@ def test_importing_the_package_brings_in_neither_grain_nor_jax() -> None:
         "import sys, jaxpar; before = set(sys.modules); import jaxpar.data;"
         "print(sorted({'grain', 'jax'} & (set(sys.modules) - before)))"
     )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "[]"
+    assert python(program) == "[]\n"
 
 
 def test_every_named_source_loads() -> None:

@@ -4,10 +4,7 @@ decode step, and rejected requests."""
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,10 +16,10 @@ import numpy as np
 import optax
 import pytest
 from generators import CONFIG, MOST, PROMPTS, RULES, SLOTS, generator, one_device
+from interpreters import outputs_of, two_processes
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxpar as jp
-from jaxpar.app.launch.process_group import free_port
 from jaxpar.errors import ConfigError, DivergedError, JaxparError, LayoutError
 from jaxpar.inference.sampling import BROKEN, next_tokens
 from jaxpar.models.llama import LlamaConfig, make_llama
@@ -71,28 +68,13 @@ def test_tokens_are_those_of_one_device(mesh: dict[str, int], reference: Referen
 def test_tokens_are_those_of_one_device_in_two_processes(reference: Reference, tmp_path: Path) -> None:
     """Two processes of two devices hold one pipeline stage each; both receive all tokens, and an error in one process
     is raised by both."""
-    address, told = f"127.0.0.1:{free_port()}", [tmp_path / f"{rank}.json" for rank in range(2)]
     flags = (
         "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0 "
         "--xla_llvm_disable_expensive_passes=true"
     )
-    workers = [
-        subprocess.Popen(
-            [sys.executable, generators.__file__, address, str(rank), str(file)],
-            env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank, file in enumerate(told)
-    ]
-    try:
-        outputs = [worker.communicate(timeout=240)[0] for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    assert [worker.returncode for worker in workers] == [0, 0], outputs
-    found = [json.loads(file.read_text()) for file in told]
+    with two_processes(generators.__file__, tmp_path, flags=flags) as workers:
+        outputs_of(workers, timeout=240)
+    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     assert found[0] == found[1] and found[0]["across"]
     assert found[0]["made"] == reference.made
     assert found[0]["errors"] == [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from one_step import check_grads
+from one_step import check_grads, layout_of
 
 import jaxpar as jp
 
@@ -65,8 +66,7 @@ BARE = jp.pipeline.PipelineLoss(
 )
 
 
-def on(sizes: dict[str, int], rules: jp.Rules = RULES) -> jp.Layout:
-    return jp.Layout(jp.MeshSpec(**sizes).build(jax.devices()[: int(np.prod(list(sizes.values())))]), rules)
+on = functools.partial(layout_of, RULES)
 
 
 def stepped(layout: jp.Layout, batch: Any, loss: Any = LOSS, **options: Any) -> tuple[dict[str, float], Any]:
@@ -98,7 +98,7 @@ CASES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_parts_without_counted_rows_add_nothing(name: str) -> None:
     sizes, options = CASES[name]
-    layout = on(sizes, ZERO.rules(RULES) if name.startswith("ZeRO") else RULES)
+    layout = layout_of(ZERO.rules(RULES) if name.startswith("ZeRO") else RULES, sizes)
     batch = batch_of(len(name))
     want, got = stepped(on({"data": 1}), batch), stepped(layout, batch, **options)
     assert want[0]["loss"] > 0 and not got[0]["skipped"]

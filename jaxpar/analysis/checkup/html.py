@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
 
 from jaxpar.analysis.checkup.checkup import Checkup
-from jaxpar.analysis.checkup.svg import memory_picture, overlap_picture, wire_picture
+from jaxpar.analysis.checkup.figures import memory_picture, overlap_picture, wire_picture
+from jaxpar.analysis.units import html_table
+from jaxpar.errors import MissingExtraError
 
 _STYLE = """
 body { font: 14px/1.45 sans-serif; max-width: 1200px; margin: 2em auto; padding: 0 1em; color: #222 }
@@ -14,12 +15,11 @@ h1 { font-size: 1.4em } h2 { font-size: 1.1em; margin-top: 2em }
 table { border-collapse: collapse; font-size: 12px } \
 td, th { padding: 2px 10px 2px 0; text-align: left; vertical-align: top }
 .fits { color: #060 } .not { color: #b00 } .note { color: #666 } li { margin-bottom: .8em } div { overflow-x: auto }
-.legend span { margin-right: 1.5em } .legend i { display: inline-block; width: 12px; height: 12px; margin-right: 5px }
 """
 
 
 def page(found: Checkup, title: str, layout: str = "") -> str:
-    """Returns a checkup as HTML: whether it fits, findings, figures, tables.
+    """Returns a checkup as HTML: whether it fits, findings, figures (if matplotlib is installed), tables.
 
     Args:
       found: the checkup.
@@ -43,7 +43,7 @@ def page(found: Checkup, title: str, layout: str = "") -> str:
         *_pictures(found),
     ]
     if found.largest():
-        parts.append("<h2>Largest tensors at the peak</h2>" + _table(found.largest()))
+        parts.append("<h2>Largest tensors at the peak</h2>" + html_table(found.largest()))
     for heading, value in (("What it sends", found.audit), ("How long it takes", found.roofline)):
         if value is not None:
             parts.append(f"<h2>{heading}</h2>{value._repr_html_()}")
@@ -64,21 +64,17 @@ def _findings(found: Checkup) -> str:
 
 
 def _pictures(found: Checkup) -> list[str]:
-    parts = []
-    if found.memory is not None:
-        note = "Parameters, optimizer and batch are exact; the rest is told from the buffers alive at the peak."
-        parts.append(f'<h2>Memory of one device</h2><p class="note">{note}</p>{memory_picture(found.memory)}')
-    else:
-        rows = [(name, f"{size:,} bytes") for name, size in found.categories()]
-        parts.append("<h2>What the step is given, on one device</h2>" + _table(rows) if rows else "")
-    if found.audit is not None:
-        parts.append(f"<h2>Bytes that one device sends in a step, by mesh axes</h2>{wire_picture(found.audit)}")
-    if found.roofline is not None:
-        note = "A model, not a measurement, and sorted rather than in the order of the program."
-        parts.append(f'<h2>What runs beside what</h2><p class="note">{note}</p>{overlap_picture(found.roofline)}')
-    return parts
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    lines = ("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<table>{''.join(lines)}</table>"
+    rows = [(name, f"{size:,} bytes") for name, size in found.categories()]
+    if found.memory is None or found.audit is None or found.roofline is None:
+        return ["<h2>What the step is given, on one device</h2>" + html_table(rows) if rows else ""]
+    exact = "Parameters, optimizer and batch are exact; the rest is told from the buffers alive at the peak."
+    model = "A model, not a measurement, and sorted rather than in the order of the program."
+    memory = f'<h2>Memory of one device</h2><p class="note">{exact}</p>'
+    try:
+        return [
+            memory + memory_picture(found.memory),
+            f"<h2>Bytes that one device sends in a step, by mesh axes</h2>{wire_picture(found.audit)}",
+            f'<h2>What runs beside what</h2><p class="note">{model}</p>{overlap_picture(found.roofline)}',
+        ]
+    except MissingExtraError as error:
+        return [f'<p class="note">No figures: {html.escape(str(error))}</p>{memory}{html_table(rows)}']

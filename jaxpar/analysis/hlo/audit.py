@@ -19,7 +19,7 @@ from jaxpar.analysis.hlo.collectives import KINDS, Collective
 from jaxpar.analysis.hlo.parser import Module, parse
 from jaxpar.analysis.hlo.slices import Slices, slices_named
 from jaxpar.analysis.hlo.walk import HloWalk
-from jaxpar.analysis.units import aligned, show_bytes
+from jaxpar.analysis.units import aligned, html_table, show_bytes
 from jaxpar.errors import AuditError, did_you_mean, listing
 
 _COLUMNS = ("collective", "axes", "count", "dtype", "results", "on the wire", "notes", "from")
@@ -147,11 +147,7 @@ class Audit:
         return text
 
     def _repr_html_(self) -> str:
-        def row(cells: tuple[str, ...], tag: str) -> str:
-            return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
-
-        rows = row(_COLUMNS, "th") + "".join(row(cells, "td") for cells in self.rows())
-        return f"<div><b>{html.escape(self.headline())}</b><table>{rows}</table></div>"
+        return f"<div><b>{html.escape(self.headline())}</b>{html_table(self.rows(), _COLUMNS)}</div>"
 
     def to_json(self) -> str:
         """Returns all fields as JSON, plus the bytes on the wire by kind and by axes.

@@ -7,6 +7,7 @@ the exact total.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -74,7 +75,8 @@ class Peak:
 
 def peak(module: Module) -> Peak:
     """Returns the buffers that are alive when most bytes are, in the schedule of the program's entry computation."""
-    buffers = tuple(sorted(_Scan(module).run(module.entry, ""), key=lambda b: -b.bytes))
+    # The scan keeps sets, whose order changes between processes; buffers of one size are therefore sorted by the rest.
+    buffers = tuple(sorted(_Scan(module).run(module.entry, ""), key=lambda b: (-b.bytes, dataclasses.astuple(b))))
     return Peak(sum(b.bytes for b in buffers), buffers)
 
 

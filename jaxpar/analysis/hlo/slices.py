@@ -99,7 +99,8 @@ def slices_named(module: Module) -> int:
 
 
 def groups_between(send: Instruction) -> tuple[str, np.ndarray]:
-    """Returns the kind of a transfer, and its groups ``[groups, members]`` as slice numbers from 0, one for each device.
+    """Returns the kind of a transfer, and its groups ``[groups, members]`` as slice numbers from 0, one for each
+    device.
 
     Raises:
       AuditError: unknown kind of transfer, or unknown notation of its groups.

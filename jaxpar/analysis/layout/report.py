@@ -5,11 +5,11 @@ from __future__ import annotations
 import html
 import io
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from jaxpar.analysis.units import show_bytes
+from jaxpar.analysis.units import html_table, show_bytes
 from jaxpar.errors import did_you_mean
 
 if TYPE_CHECKING:
@@ -214,7 +214,7 @@ class Report:
         for part in PARTS:
             rows = [row for row in self.rows if row.part == part]
             if rows:
-                tables.append(f"<h4>{part}</h4>" + _html(_COLUMNS, [row.cells() for row in rows]))
+                tables.append(f"<h4>{part}</h4>" + html_table([row.cells() for row in rows], _COLUMNS))
         totals = [
             (
                 t.part,
@@ -227,11 +227,11 @@ class Report:
             for t in self.totals()
         ]
         tables.append(
-            "<h4>totals</h4>" + _html(("part", "tensors", "bytes", "bytes/device", "replicated", "copies"), totals)
+            "<h4>totals</h4>" + html_table(totals, ("part", "tensors", "bytes", "bytes/device", "replicated", "copies"))
         )
         if self.memory is not None:
             cells = self.memory.cells(show_bytes)
-            tables.append(f"<h4>{html.escape(self._memory_title())}</h4>" + _html(("part", "bytes/device"), cells))
+            tables.append(f"<h4>{html.escape(self._memory_title())}</h4>" + html_table(cells, ("part", "bytes/device")))
         notes = "".join(f"<p>{html.escape(line)}</p>" for line in self.remarks())
         return f"<div><b>{html.escape(self.headline())}</b>{''.join(tables)}{notes}</div>"
 
@@ -241,13 +241,6 @@ class Report:
         if self.memory is not None:
             data["memory"]["total"] = self.memory.total
         return json.dumps(data, indent=1)
-
-
-def _html(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    def line(cells: Sequence[str], tag: str) -> str:
-        return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
-
-    return f"<table>{line(head, 'th')}{''.join(line(row, 'td') for row in rows)}</table>"
 
 
 def _escape(text: str) -> str:

@@ -14,6 +14,7 @@ from typing import Any, Self
 
 from jaxpar.errors import need
 from jaxpar.sharding.hardware.accelerators import of_device
+from jaxpar.utils.plotting import new_figure
 
 _SECONDS = 30.0
 """Seconds between two flushes of the TensorBoard file, and before a retry."""
@@ -181,12 +182,8 @@ def draw_loss(
     Raises:
       MissingExtraError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise need("matplotlib", "plots", "drawing the loss curve") from error
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    ax: Any = figure.subplots()
+    figure = new_figure("drawing the loss curve", figsize=(8, 4.5), layout="constrained")
+    ax = figure.subplots()
     ax.plot(range(1, len(losses) + 1), losses, color="tab:blue", alpha=0.45, linewidth=1, label="training loss")
     if evals:
         ax.plot(*zip(*evals, strict=True), color="tab:blue", marker="o", label="held-out loss")

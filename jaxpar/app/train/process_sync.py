@@ -57,7 +57,8 @@ class StatusExchange:
         self._left = 1
 
     def after_step(self, mine: Callable[[], ProcessStatus]) -> list[ProcessStatus] | None:
-        """Returns the status of each process in steps where an exchange is due, else ``None``; call it after every step.
+        """Returns the status of each process in steps where an exchange is due, else ``None``; call it after every
+        step.
 
         Call it once the step's results are available: the collectives of two programs at once may receive each other's
         messages (Gloo, which CPUs use, then ends the process).

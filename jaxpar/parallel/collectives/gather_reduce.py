@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxpar.errors import LayoutError
 from jaxpar.parallel.collectives import hierarchical, quantized
@@ -19,6 +18,7 @@ from jaxpar.sharding.hardware.topology import platform_of
 from jaxpar.sharding.layout import Layout, current_layout
 from jaxpar.sharding.resolve import Resolved
 from jaxpar.sharding.rules import Axes
+from jaxpar.utils.arrays import at_least_fp32
 from jaxpar.utils.contexts import step_precision
 
 SMALL = 64 * 1024
@@ -132,8 +132,3 @@ def as_rows(f: Callable[..., jax.Array], x: jax.Array, dim: int) -> jax.Array:
     before, after = x.shape[:dim], x.shape[dim + 1 :]
     y = f(x.reshape(math.prod(before), x.shape[dim], math.prod(after)), dim=1)
     return y.reshape(*before, -1, *after)
-
-
-def at_least_fp32(x: jax.typing.ArrayLike) -> jax.Array:
-    """Returns ``x`` in fp32 or wider."""
-    return jnp.asarray(x).astype(jnp.promote_types(jnp.result_type(x), jnp.float32))

@@ -39,6 +39,7 @@ from jaxpar.sharding.hardware.topology import platform_of
 from jaxpar.sharding.layout import Layout, current_layout, hint, manual_axes
 from jaxpar.sharding.resolve import Resolved, resolve
 from jaxpar.sharding.rules import Axes
+from jaxpar.utils.arrays import at_least_fp32
 
 Cut = Literal["batch", "seq"]
 COUNTS, CUTS = (1, 2), get_args(Cut)
@@ -216,7 +217,7 @@ class _Entry:
 
     def widened(self, w: jax.Array) -> jax.Array:
         # XLA:CPU aborts on a 16-bit sum in a shard_map with some automatic axes.
-        return gather_reduce.at_least_fp32(w) if self.wide and jnp.issubdtype(self.dtype, jnp.floating) else w
+        return at_least_fp32(w) if self.wide and jnp.issubdtype(self.dtype, jnp.floating) else w
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.errors import ModelError, listing
-from jaxpar.parallel.collectives.gather_reduce import at_least_fp32
+from jaxpar.utils.arrays import at_least_fp32
 
 ADDED = "loss"
 """The key of the scalar that a layer adds to the loss."""

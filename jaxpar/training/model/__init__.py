@@ -11,12 +11,10 @@ import sys
 from typing import Any
 
 from jaxpar.errors import ModelError
-from jaxpar.sharding.names import Names
 from jaxpar.training.model import pytree
-from jaxpar.training.model.parts import Kind, MakeModel, ModelParts, Path, Tagged, show, tag, to_path
-from jaxpar.training.model.pytree import TreeKind
+from jaxpar.training.model.parts import Kind, MakeModel, ModelParts, Path, Tagged, leaves_with_paths, show, tag, to_path
 
-__all__ = ["Kind", "MakeModel", "ModelParts", "Names", "Path", "Tagged", "TreeKind", "read", "show", "tag", "to_path"]
+__all__ = ["Kind", "MakeModel", "ModelParts", "Path", "Tagged", "leaves_with_paths", "read", "show", "tag", "to_path"]
 
 
 def read(model: Any) -> ModelParts:

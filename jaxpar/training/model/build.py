@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpar.errors import ModelError
-from jaxpar.training.model import MakeModel, ModelParts, read, show, to_path
+from jaxpar.training.model import MakeModel, ModelParts, leaves_with_paths, read, show
 from jaxpar.training.model.fixed_order import Causes, in_fixed_order
 
 
@@ -33,7 +33,7 @@ def build(make_model: MakeModel, key: jax.Array) -> tuple[ModelParts, dict[str, 
         return parts.params, parts.variables
 
     (params, variables), found = in_fixed_order(arrays, key)
-    paths = [show(("params", *to_path(keys))) for keys, _ in jax.tree_util.tree_leaves_with_path(params)]
+    paths = [show(("params", *path)) for path, _ in leaves_with_paths(params)]
     causes = {path: names for path, names in zip(paths, found, strict=True) if names}
     return ModelParts(params, variables, *static[0]), causes
 
@@ -53,8 +53,8 @@ def _call(make_model: MakeModel, key: jax.Array) -> Any:
 
 
 def _check_trainable(params: Any) -> None:
-    for keys, leaf in jax.tree_util.tree_leaves_with_path(params):
-        path = show(("params", *to_path(keys)))
+    for keys, leaf in leaves_with_paths({"params": params}):
+        path = show(keys)
         try:
             dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
         except TypeError:

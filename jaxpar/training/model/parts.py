@@ -77,6 +77,11 @@ def to_path(keys: tuple[Any, ...]) -> Path:
     return tuple(jax.tree_util.keystr((key,), simple=True) for key in keys)
 
 
+def leaves_with_paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[Path, Any]]:
+    """Returns (path, leaf) pairs, in the order of ``jax.tree.leaves``."""
+    return [(to_path(keys), leaf) for keys, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)]
+
+
 def show(path: Path) -> str:
     """Returns a path in readable form: ``params/blocks/attn/q/kernel``."""
     return "/".join(path)

@@ -15,7 +15,7 @@ from jaxpar.errors import ConfigError
 from jaxpar.parallel.collectives.bucketing import LAYERS
 from jaxpar.parallel.offload.placement import OnDisk, Stored
 from jaxpar.sharding.layout import Layout, to_spec
-from jaxpar.training.model import show, to_path
+from jaxpar.training.model import leaves_with_paths, show
 from jaxpar.training.offload.host_update import entangled
 from jaxpar.training.optimizers import accepted
 from jaxpar.training.state import PlacedLeaf, TrainState, moment_names, place
@@ -105,7 +105,7 @@ def refusal(state: TrainState) -> str | None:
             "piece by piece. Remedy: use an elementwise optimizer (such as Adam, Lion or SGD; clip with clip_norm), "
             "or optimizer: host (to='host')."
         )
-    params = {to_path(keys): x.shape for keys, x in jax.tree_util.tree_leaves_with_path(state.params)}
+    params = {path: x.shape for path, x in leaves_with_paths(state.params)}
     for path, x, owner in _owned(state):
         if is_stored(x) and (owner is None or params[owner] != x.shape):
             return (
@@ -155,8 +155,7 @@ def groups_of(layout: Layout, state: TrainState) -> list[LeafGroup]:
     tensors = [tensor for tensor in place(layout, in_memory(state)) if tensor.role == "opt_state"]
     owned = [(owner, tensors[i], is_stored(x)) for i, (_, x, owner) in enumerate(_owned(state))]
     groups, dims = [], dict(state.metadata.dims)
-    for number, (keys, w) in enumerate(jax.tree_util.tree_leaves_with_path(state.params)):
-        path = to_path(keys)
+    for number, (path, w) in enumerate(leaves_with_paths(state.params)):
         mine = [(i, tensor, away) for i, (owner, tensor, away) in enumerate(owned) if owner == path]
         mine = [(i, tensor, away) for i, tensor, away in mine if tensor.shape == w.shape]
         if not any(away for *_, away in mine):
@@ -176,8 +175,7 @@ def groups_of(layout: Layout, state: TrainState) -> list[LeafGroup]:
 
 def _owned(state: TrainState) -> list[tuple[Any, Any, Any]]:
     """Returns path, array (or its placeholder) and owner's path of each leaf of the optimizer's state."""
-    params = {to_path(keys): x.shape for keys, x in jax.tree_util.tree_leaves_with_path(state.params)}
+    params = {path: x.shape for path, x in leaves_with_paths(state.params)}
     dims = dict(state.metadata.dims)
-    leaves = jax.tree_util.tree_leaves_with_path(state.opt_state, is_leaf=is_stored)
-    paths = [(to_path(keys), x) for keys, x in leaves]
-    return [(("opt_state", *path), x, moment_names(path, tuple(x.shape), params, dims)[0]) for path, x in paths]
+    leaves = leaves_with_paths(state.opt_state, is_stored)
+    return [(("opt_state", *path), x, moment_names(path, tuple(x.shape), params, dims)[0]) for path, x in leaves]

@@ -19,8 +19,9 @@ from jaxpar.errors import ConfigError
 from jaxpar.parallel.offload.placement import DEVICE, HOST, on_host
 from jaxpar.sharding.layout import Layout, to_spec, with_sharding
 from jaxpar.sharding.names import LAYERS
-from jaxpar.training.model import Path, show, to_path
+from jaxpar.training.model import Path, leaves_with_paths, show
 from jaxpar.training.state import TrainState, moment_names, place
+from jaxpar.utils.arrays import placeholder
 
 # Elementwise: each element of the result depends on one element of each operand.
 _ELEMENTWISE = frozenset(
@@ -138,10 +139,11 @@ def _by_layers(
 ) -> tuple[list[bool], list[bool], list[PartitionSpec]]:
     """Returns which parameters and optimizer arrays are updated layer by layer, and the specs of their state."""
     dims = dict(state.metadata.dims)
-    params = {to_path(keys): x for keys, x in jax.tree_util.tree_leaves_with_path(state.params)}
+    params = dict(leaves_with_paths(state.params))
     owners: list[Any] = []
-    for keys, x in jax.tree_util.tree_leaves_with_path(state.opt_state):
-        owner = moment_names(to_path(keys), x.shape, {path: w.shape for path, w in params.items()}, dims)[0]
+    shapes = {path: w.shape for path, w in params.items()}
+    for path, x in leaves_with_paths(state.opt_state):
+        owner = moment_names(path, x.shape, shapes, dims)[0]
         owners.append(owner if owner is not None and params[owner].shape == x.shape else None)
     states = jax.tree.leaves(state.opt_state)
     hosted_params = {path for path, w in params.items() if on_host(w)}
@@ -157,7 +159,7 @@ def _by_layers(
         _check_elementwise(hosted_params, mixing)
         return [False] * len(params), [False] * len(states), []
     loop_specs = {owner: spec for owner, spec in zip(owners, state_specs, strict=True) if owner in stacks}
-    param_specs = {to_path(keys): spec for keys, spec in jax.tree_util.tree_leaves_with_path(placed)}
+    param_specs = dict(leaves_with_paths(placed))
     _check_same_specs(params, hosted_params, stacks, param_specs, loop_specs)
     loop_specs |= {path: param_specs[path] for path in hosted_params}
     return (
@@ -290,11 +292,6 @@ def _filled(some: Sequence[Any], chosen: Sequence[bool], others: Sequence[Any]) 
 
 def _without(values: Sequence[Any], chosen: Sequence[bool]) -> list[Any]:
     return [placeholder(x) if flag else x for x, flag in zip(values, chosen, strict=True)]
-
-
-def placeholder(x: Any) -> jax.Array:
-    """Returns a placeholder on the device with the same number of dims and one element."""
-    return jnp.zeros((1,) * x.ndim, x.dtype)
 
 
 def _to_device(layout: Layout, x: jax.Array, spec: PartitionSpec) -> jax.Array:

@@ -118,22 +118,34 @@ def svgs(text: str) -> list[ElementTree.Element]:
     return [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", text, re.DOTALL)]
 
 
+def texts(svg: ElementTree.Element) -> set[str | None]:
+    return {node.text for node in svg.iter() if node.tag.endswith(("}text", "}title"))}
+
+
 def test_the_page_stands_alone_and_shows_three_pictures() -> None:
     about = found()
     text = page(about, "<run>", "<table>the layout</table>")
     assert "&lt;run&gt;" in text and "<table>the layout</table>" in text and "<script" not in text
-    assert not re.search(r"""(?:src|href)=|url\(|https?://""", text)
-    memory, wire, overlap = svgs(text)
-    names = [node.text for node in memory.iter("text")]
-    assert "temporaries" in names and "9.00 MiB of 16.00 GiB" in names
+    assert not re.search(r"""(?:src|href)=|url\(|https?://""", re.sub(r' xmlns(:xlink)?="[^"]*"', "", text))
+    assert not any(node.get("id") for svg in svgs(text) for node in svg.iter())  # those of two figures would be equal
+    memory, wire, overlap = map(texts, svgs(text))
+    assert {"at the peak", "temporaries", "9.00 MiB of 16.00 GiB", "activations: 2.02 MiB"} <= memory
     assert about.audit is not None and about.roofline is not None
     axes = {"+".join(c.axes) for c in about.audit.collectives}
-    assert axes <= {node.text for node in wire.iter("text")}
-    assert {"work", *(f"links over {a}" for a in axes)} <= {node.text for node in overlap.iter("text")}
+    assert axes | {c.kind for c in about.audit.collectives} | {"18.36 MiB", "all-gather over data: 10.31 MiB"} <= wire
+    assert {"work", *(f"links over {a}" for a in axes), "hidden under it", "step 1.56 ms"} <= overlap
+    assert {"compute: 315 µs", "385 µs", "longer than the work beside it: 18.8 µs"} <= overlap
     assert "A model, not a measurement, and sorted rather than in the order of the program." in text
-    assert all(float(node.get("width", 0)) >= 0 for picture in (memory, wire, overlap) for node in picture.iter("rect"))
-    tight = svgs(page(found(memory={"peak": 20 * 2**30}), "run"))[0]
-    assert "16.00 GiB of the device" in {node.text for node in tight.iter("text")}
+    assert "16.00 GiB of the device" in texts(svgs(page(found(memory={"peak": 20 * 2**30}), "run"))[0])
+    assert page(found(), "<run>", "<table>the layout</table>") == text
+
+
+@pytest.mark.usefixtures("no_matplotlib")
+def test_without_matplotlib_the_page_has_no_figures_and_names_the_extra() -> None:
+    text = page(found(), "run")
+    assert "No figures: drawing a checkup needs the package" in text and "jaxpar[plots]" in text
+    size = found().memory.categories["activations"]  # type: ignore[union-attr]
+    assert not svgs(text) and f"<td>activations</td><td>{size:,} bytes</td>" in text and "What it sends" in text
 
 
 def run(*words: str) -> int:

@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
+from stored import facts as read_facts
+from stored import text as read_text
 
 import jaxpar as jp
 from jaxpar.analysis.hlo.audit import Audit
 
-FIXTURES = Path(__file__).parent / "fixtures"
-
-
-@cache
-def _text(name: str) -> str:
-    return gzip.decompress((FIXTURES / f"{name}.hlo.gz").read_bytes()).decode()
-
-
-@cache
-def _facts(name: str) -> dict[str, Any]:
-    return json.loads((FIXTURES / "index.json").read_text(encoding="utf-8"))[name]
+_text, _facts = cache(read_text), cache(read_facts)
 
 
 @cache

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import sys
 from typing import Any
 
 import jax
@@ -195,10 +194,8 @@ def test_a_misfit_is_the_layouts_error() -> None:
         shards(build("data"), ("embed", "mlp"), (64,))
 
 
-def test_without_matplotlib_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name == "matplotlib" or name.startswith("matplotlib.")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+@pytest.mark.usefixtures("no_matplotlib")
+def test_without_matplotlib_the_error_names_the_extra() -> None:
     with pytest.raises(MissingExtraError, match=r"draw_shards\(\).*matplotlib.*jaxpar\[plots\]"):
         draw_shards(build("data"), "embed", shape=(64,))
     assert np.array_equal(shards(build("data"), ("embed",), (64,))[0,], range(8))  # numbers need no matplotlib

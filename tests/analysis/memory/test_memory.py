@@ -14,6 +14,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec
+from memory_cases import LAYOUT, MIB, explained, rows, square
 
 import jaxpar as jp
 from jaxpar.analysis.memory.estimate import PARTS, Memory, estimate
@@ -66,24 +67,6 @@ def test_the_docs_have_a_row_of_every_point() -> None:
     text = (ROOT / "docs" / "measured" / "memory.md").read_text(encoding="utf-8")
     for point in POINTS:
         assert f"| {' | '.join(SCRIPT['words'](point))} |" in text, "benchmarks/memory/estimate.py --write"
-
-
-LAYOUT = jp.Layout(jp.MeshSpec(data=4).abstract(), jp.Rules(batch="data", embed=None, mlp=None))
-MIB = 2**20
-
-
-def explained(make: Any, loss: Any, batch: Any, layout: jp.Layout = LAYOUT) -> Memory:
-    memory = jp.explain(layout, make, optax.sgd(0.1, momentum=0.9), batch=batch, loss_fn=loss).memory
-    assert memory is not None
-    return memory
-
-
-def rows(n: int, width: int) -> Any:
-    return jp.tag(jax.ShapeDtypeStruct((n, width), np.float32), "batch", None)
-
-
-def square(key: jax.Array) -> dict[str, Any]:
-    return {"w": jp.tag(jax.random.normal(key, (512, 512)), "embed", "mlp")}
 
 
 def test_two_matmuls_by_hand() -> None:

@@ -13,31 +13,13 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from jax.extend.core import Primitive
+from memory_cases import LAYOUT, MIB, explained, rows, square
 
 import jaxpar as jp
-from jaxpar.analysis.memory.estimate import Memory
 from jaxpar.analysis.memory.jaxpr import Reader
 from jaxpar.analysis.memory.walk import MemoryWalk
 from jaxpar.linen import axes as linen_axes
 from jaxpar.nnx import axes as nnx_axes
-
-LAYOUT = jp.Layout(jp.MeshSpec(data=4).abstract(), jp.Rules(batch="data", embed=None, mlp=None))
-MIB = 2**20
-
-
-def explained(make: Any, loss: Any, batch: Any) -> Memory:
-    memory = jp.explain(LAYOUT, make, optax.sgd(0.1, momentum=0.9), batch=batch, loss_fn=loss).memory
-    assert memory is not None
-    return memory
-
-
-def rows(n: int, width: int) -> Any:
-    return jp.tag(jax.ShapeDtypeStruct((n, width), np.float32), "batch", None)
-
-
-def square(key: jax.Array) -> dict[str, Any]:
-    return {"w": jp.tag(jax.random.normal(key, (512, 512)), "embed", "mlp")}
-
 
 mystery = Primitive("mystery")
 mystery.multiple_results = True

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from interpreters import wait_for
 
 from jaxpar.app.launch import multi_host_group as hosts_module
 from jaxpar.app.launch.follower import Follower
@@ -229,11 +230,3 @@ def test_what_is_told_of_a_process_is_taken_as_it_was() -> None:
     assert other == wanted
     with pytest.raises(TypeError, match=r"^a process's step cannot be '4'"):
         other.take({**peer.told(1.0), "step": "4"}, 1.0)
-
-
-def wait_for[T](ready: Callable[[], T]) -> T:
-    end = time.monotonic() + 60
-    while not (found := ready()):
-        assert time.monotonic() < end
-        time.sleep(0.02)
-    return found

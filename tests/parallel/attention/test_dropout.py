@@ -14,7 +14,7 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from one_step import check_grads
+from one_step import check_grads, layout_of
 
 import jaxpar as jp
 from jaxpar.errors import ConfigError, LayoutError
@@ -90,8 +90,7 @@ LOSS = jp.pipeline.PipelineLoss(
 )
 
 
-def on(sizes: dict[str, int], rules: jp.Rules = RULES) -> jp.Layout:
-    return jp.Layout(jp.MeshSpec(**sizes).build(jax.devices()[: math.prod(sizes.values())]), rules)
+on = functools.partial(layout_of, RULES)
 
 
 def stepped(layout: jp.Layout, loss: Any = LOSS, tx: Any = None, **options: Any) -> tuple[float, Any]:
@@ -116,7 +115,7 @@ def using(**options: Any) -> jp.pipeline.PipelineLoss:
 
 def zero(stage: int, sizes: dict[str, int], **options: Any) -> tuple[jp.Layout, dict[str, Any]]:
     found = jp.Zero(stage, min_bytes=0)
-    return on(sizes, found.rules(RULES)), {**found.step, **options}
+    return layout_of(found.rules(RULES), sizes), {**found.step, **options}
 
 
 def piped(name: str, sizes: dict[str, int], microbatches: int = 2, **options: Any) -> tuple[jp.Layout, dict[str, Any]]:

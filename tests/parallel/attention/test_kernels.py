@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_reference import documents, gap
 from jax.sharding import PartitionSpec as P
 
 import jaxpar as jp
@@ -35,13 +36,6 @@ def arrays(seq: int, keys: int, dims: tuple[int, int], dtype: Any = np.float32) 
     return tuple(random(*shape, seed=seed, dtype=dtype) for seed, shape in enumerate(shapes))
 
 
-def documents(seq: int) -> np.ndarray:
-    """Packed documents; the second half of the second sequence is padding."""
-    ids = np.sort(np.random.default_rng(2).integers(0, 3, size=(2, seq)), axis=1).astype(np.int32)
-    ids[1, seq // 2 :] = -1
-    return ids
-
-
 def both(f: Any, *x: jax.Array) -> list[np.ndarray]:
     """The result and the gradients of queries, keys and values."""
 
@@ -51,12 +45,6 @@ def both(f: Any, *x: jax.Array) -> list[np.ndarray]:
 
     grads, o = jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True), compiler_options=QUICK)(*x)
     return [np.asarray(leaf, np.float32) for leaf in (o, *grads)]
-
-
-def gap(got: list[np.ndarray], want: list[np.ndarray]) -> float:
-    """The largest difference, relative to each array's largest entry; NaN counts as infinite."""
-    gaps = [float(np.abs(a - b).max() / np.abs(b).max()) for a, b in zip(got, want, strict=True)]
-    return max(g if np.isfinite(g) else np.inf for g in gaps)
 
 
 def by_tiles(engine: Backend, keys: KeySource, x: tuple[jax.Array, ...], options: dict[str, Any]) -> list[np.ndarray]:

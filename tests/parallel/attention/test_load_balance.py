@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ import pytest
 from attention_reference import masks
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interpreters import python
 
 import jaxpar as jp
 from jaxpar.errors import ConfigError, LayoutError, MissingExtraError
@@ -314,10 +313,8 @@ def test_colours_are_of_the_queries_device_and_pale_where_masked() -> None:
             np.testing.assert_allclose(found[i, j], want)
 
 
-def test_without_matplotlib_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name == "matplotlib" or name.startswith("matplotlib.")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+@pytest.mark.usefixtures("no_matplotlib")
+def test_without_matplotlib_the_error_names_the_extra() -> None:
     text = "draw_mask() needs the package 'matplotlib', which is not installed. Remedy: pip install 'jaxpar[plots]'."
     with pytest.raises(MissingExtraError, match=f"^{re.escape(text)}$"):
         jp.context.draw_mask(CAUSAL, seq=16)
@@ -325,4 +322,4 @@ def test_without_matplotlib_the_error_names_the_extra(monkeypatch: pytest.Monkey
 
 def test_a_mask_costs_no_matplotlib() -> None:
     heavy = "import jaxpar, sys; jaxpar.Mask(); print([m for m in ('jax', 'numpy', 'matplotlib') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", heavy], capture_output=True, text=True, check=True).stdout == "[]\n"
+    assert python(heavy) == "[]\n"

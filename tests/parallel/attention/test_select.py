@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from attention_reference import random
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
@@ -210,10 +211,6 @@ def test_explain_says_what_attention_takes_once_for_each_call() -> None:
         "kernels run only on TPU and GPU, but the mesh has cpu devices"
     )
     assert note in report.remarks() and "auto selects ulysses" in report._repr_html_()
-
-
-def random(*shape: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
 def decoded(mesh: dict[str, int], impl: str, options: dict[str, Any]) -> list[np.ndarray]:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_reference import documents, gap, random
 from jax.sharding import PartitionSpec as P
 
 import jaxpar as jp
@@ -40,19 +41,8 @@ QUICK = {"xla_backend_optimization_level": 0}
 """These programs run once: optimizing them takes longer than running them."""
 
 
-def random(*shape: int, seed: int = 0, dtype: Any = np.float32) -> np.ndarray:
-    return np.random.default_rng(seed).normal(size=shape).astype(dtype)
-
-
-def documents() -> np.ndarray:
-    """Packed documents; the second half of the second sequence is padding, so some queries see nothing."""
-    ids = np.sort(np.random.default_rng(2).integers(0, 3, size=(BATCH, SEQ)), axis=1).astype(np.int32)
-    ids[1, SEQ // 2 :] = -1
-    return ids
-
-
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
-    "causal, documents, soft cap, sinks": (2, {"segment_ids": documents(), "softcap": 0.8, "sinks": random(HEADS)}),
+    "causal, documents, soft cap, sinks": (2, {"segment_ids": documents(SEQ), "softcap": 0.8, "sinks": random(HEADS)}),
     "window, alibi, dropout, one key head": (
         1,
         {"mask": jp.Mask(causal=True, window=7), "alibi": abs(random(HEADS, seed=4)), "dropout": 0.3, "key": 5},
@@ -63,7 +53,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
         {
             "mask": jp.Mask(causal=False, window=(3, 5)),
             "bias": random(BATCH, 1, SEQ, SEQ),
-            "segment_ids": documents(),
+            "segment_ids": documents(SEQ),
         },
     ),
     "a function, chunks": (2, {"mask": jp.Mask(causal=False, chunk=8, where=lambda q, k: (q - k) % 3 != 1)}),
@@ -96,12 +86,6 @@ def run(where: jp.Layout, impl: str, x: tuple[np.ndarray, ...], options: dict[st
     with where:
         grads, o = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True), compiler_options=QUICK)(x, learned)
     return [np.asarray(leaf) for leaf in (o, *jax.tree.leaves(grads))]
-
-
-def gap(got: list[np.ndarray], want: list[np.ndarray]) -> float:
-    """The largest difference, relative to each array's largest entry; NaN counts as infinite."""
-    gaps = [float(np.abs(a - b).max() / max(np.abs(b).max(), 1e-9)) for a, b in zip(got, want, strict=True)]
-    return max(g if np.isfinite(g) else np.inf for g in gaps)
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +132,7 @@ def test_tokens_may_lie_in_any_order(order: str, wanted: dict[str, list[np.ndarr
     kv_heads, options = CASES[case]
     at = permutation(order, SEQ, 4)
     x = tuple(a[:, at] for a in arrays(kv_heads))
-    found = run(layout(context=4), "ring", x, options | {"order": order, "segment_ids": documents()[:, at]})
+    found = run(layout(context=4), "ring", x, options | {"order": order, "segment_ids": documents(SEQ)[:, at]})
     back = np.argsort(at)
     in_place = [leaf[:, back] if leaf.ndim == 4 else leaf for leaf in found]
     # The loss weights results by position, so only the result itself is compared.

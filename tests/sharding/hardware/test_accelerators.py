@@ -3,11 +3,10 @@ table."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from interpreters import python
 
 from jaxpar.app.train.metrics import peak_flops
 from jaxpar.errors import PlanError
@@ -100,8 +99,7 @@ def test_a_rate_that_is_not_there_says_which_are() -> None:
 
 def test_the_table_is_read_without_jax() -> None:
     code = "import jaxpar.sharding.hardware.accelerators, sys; print('jax' in sys.modules)"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert run.stdout == "False\n"
+    assert python(code) == "False\n"
 
 
 def test_the_documented_table_is_the_table() -> None:

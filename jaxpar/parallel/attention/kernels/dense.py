@@ -13,10 +13,10 @@ from jaxpar.parallel.attention.tiled.tile import (
     TileArrays,
     TileSpec,
     Tokens,
-    accumulator,
     distances,
     kept,
 )
+from jaxpar.utils.arrays import accumulator
 
 
 def dense(

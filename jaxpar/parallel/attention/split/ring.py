@@ -19,8 +19,9 @@ from jaxpar.parallel.attention.split.backend import backward, forward, not_befor
 from jaxpar.parallel.attention.split.partition import SequenceSplit
 from jaxpar.parallel.attention.tiled import tile
 from jaxpar.parallel.attention.tiled.blockwise import initial_sums, no_gradients, zeros
-from jaxpar.parallel.attention.tiled.tile import FAR, Gradients, Rows, Sums, Tokens, accumulator
+from jaxpar.parallel.attention.tiled.tile import FAR, Gradients, Rows, Sums, Tokens
 from jaxpar.parallel.collectives.hierarchical import gather_local, scatter_local
+from jaxpar.utils.arrays import accumulator
 
 UNROLLED = 3
 """The maximum number of unrolled hops. A loop takes half the memory, and its program does not grow with the ring."""

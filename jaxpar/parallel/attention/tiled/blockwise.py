@@ -26,9 +26,9 @@ from jaxpar.parallel.attention.tiled.tile import (
     TileArrays,
     TileSpec,
     Tokens,
-    accumulator,
     varies_over,
 )
+from jaxpar.utils.arrays import accumulator
 
 type Expected = tuple[int, int] | None
 """How many unmasked and partially masked tiles a device visits on average; ``None`` if that depends on arrays."""

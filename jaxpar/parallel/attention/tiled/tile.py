@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.extend.random import threefry_2x32
 
 from jaxpar.parallel.attention.mask import Mask
+from jaxpar.utils.arrays import accumulator
 
 FAR = -1e30
 """The score of a hidden key: far below any real score, and finite."""
@@ -86,11 +87,6 @@ def varies_over(x: Any) -> frozenset[str]:
     # JAX 0.12 stores the axes in ``manual_axis_type``.
     axes: frozenset[str] = kind.manual_axis_type.varying if hasattr(kind, "manual_axis_type") else kind.vma
     return axes
-
-
-def accumulator(x: Any) -> Any:
-    """Returns the dtype of sums: fp32, or the dtype of ``x`` if it is wider."""
-    return jnp.promote_types(x.dtype, jnp.float32)
 
 
 def scaled(rules: TileSpec, q: Any) -> tuple[Any, float]:

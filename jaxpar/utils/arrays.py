@@ -1,0 +1,24 @@
+"""Accumulation dtypes, and placeholders of arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def accumulator(x: Any) -> Any:
+    """Returns the dtype of sums of ``x``, an array or a dtype: fp32, or its dtype if that is wider."""
+    return jnp.promote_types(getattr(x, "dtype", x), jnp.float32)
+
+
+def at_least_fp32(x: jax.typing.ArrayLike) -> jax.Array:
+    """Returns ``x`` in fp32 or wider."""
+    x = jnp.asarray(x)
+    return x.astype(accumulator(x))
+
+
+def placeholder(x: Any) -> jax.Array:
+    """Returns an array with the dtype and the number of dims of ``x``, and one element."""
+    return jnp.zeros((1,) * x.ndim, x.dtype)
