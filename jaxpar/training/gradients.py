@@ -44,6 +44,7 @@ from jaxpar.training.microbatches import (
 from jaxpar.training.model import show, to_path
 from jaxpar.training.pipeline.gradients import pipeline_gradients
 from jaxpar.training.state import TrainState
+from jaxpar.utils.jaxprs import has_checkpoint_name
 
 
 @numbering
@@ -226,7 +227,7 @@ def _check_handed(
     keys = [(name, getattr(precision, name)) for name in crossing]
     keys = [(name, dtype) for name, dtype in keys if dtype not in (None, precision.compute)]
     keys += [("matmul", FP8)] if precision.matmul == FP8 else []
-    if keys and f"name={PRODUCT}" not in str(jax.make_jaxpr(loss_of(loss_fn, state, batch))(state.params)):
+    if keys and not has_checkpoint_name(jax.make_jaxpr(loss_of(loss_fn, state, batch))(state.params).jaxpr, PRODUCT):
         name, dtype = keys[0]
         raise ConfigError(
             f"precision: {name} is {dtype}, which applies only to weights passed to jaxpar.sharded_dot, and loss_fn "

@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxpar.analysis.hlo.parser import ArrayType, Computation, Instruction
 from jaxpar.errors import AuditError
+from jaxpar.utils.scope_facts import matmul_flops_in
 
 _LIBRARY_MATMULS = ("__cublas$gemm", "__cublas$lt$matmul")
 # Custom calls of the compilers that compute nothing worth counting.
@@ -74,15 +75,14 @@ def _stated_by_scope(instruction: Instruction) -> int | None:
     """Returns the FLOPs of an attention kernel whose caller states the cost of one of its matmuls in a scope's name.
 
     The forward kernel has two matmuls (scores, output). The gradient kernels also recompute the scores: the kernel for
-    queries has three matmuls, for keys and values four, for both seven. A second number in the name is the cost in
-    gradient kernels.
+    queries has three matmuls, for keys and values four, for both seven.
     """
-    scope = re.search(r"attention_matmul_flops_(\d+)(?:_(\d+))?", instruction.op_name)
+    stated = matmul_flops_in(instruction.op_name)
     name = instruction.op_name.rpartition("/pallas_call")[0].rpartition("/")[2]
     kernel = re.search("|".join(_MATMULS), name)
-    if scope is None or kernel is None:
+    if stated is None or kernel is None:
         return None
-    forward, gradient = int(scope[1]), int(scope[2] or scope[1])
+    forward, gradient = stated
     return _MATMULS[kernel[0]] * (forward if kernel[0] in ("fwd", "forward") else gradient)
 
 

@@ -8,6 +8,7 @@ from fractions import Fraction
 
 from jaxpar.analysis.hlo.dataflow import Flow
 from jaxpar.analysis.hlo.parser import Computation, Instruction
+from jaxpar.utils.scope_facts import trip_count_in
 
 _Scalar = tuple[int | None, int]
 """A scalar inside a loop: (element of the carry, the sum of what was added to it), or (None, constant)."""
@@ -24,9 +25,8 @@ def trip_count(loop: Instruction, where: Computation, flow: Flow) -> int | Fract
     unrolled by two changes the counter by two. The counter's start and the bound must be constants, here or outside of
     enclosing loops.
 
-    If the length of a loop depends on the device, the name of its scope may state it: ``visits_12`` (see
-    :mod:`jaxpar.parallel.attention.tiled.blockwise`). It may also state a mean over the iterations of an enclosing
-    loop: ``visits_44of14`` is 44 runs in 14 iterations (see :mod:`jaxpar.parallel.pipeline.executor.tick`).
+    If the length of a loop depends on the device or on the iteration of an enclosing loop, the name of its scope may
+    state the mean; see :mod:`jaxpar.utils.scope_facts`.
 
     Args:
       loop: the ``while``.
@@ -34,12 +34,7 @@ def trip_count(loop: Instruction, where: Computation, flow: Flow) -> int | Fract
       flow: of the module.
     """
     counted = _counted(loop, where, flow)
-    stated = re.findall(r"\bvisits_(\d+)(?:of(\d+))?/", loop.op_name)
-    if counted is not None or not stated:
-        return counted
-    times, rounds = stated[-1]  # the last match is the loop's own; earlier ones are of enclosing loops
-    mean = Fraction(int(times), int(rounds or 1))
-    return int(mean) if mean.denominator == 1 else mean
+    return trip_count_in(loop.op_name) if counted is None else counted
 
 
 def _counted(loop: Instruction, where: Computation, flow: Flow) -> int | None:

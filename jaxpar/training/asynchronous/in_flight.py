@@ -22,6 +22,7 @@ from jaxpar.parallel.collectives.gather_reduce import at_least_fp32
 from jaxpar.parallel.pipeline.executor.async_runner import AsyncRunner, concat_batches, numbered
 from jaxpar.parallel.pipeline.executor.layer_placement import AXIS
 from jaxpar.parallel.pipeline.executor.program import Head, PipelineProgram
+from jaxpar.parallel.pipeline.executor.tick_context import TickContext
 from jaxpar.parallel.pipeline.options import Asynchronous
 from jaxpar.parallel.pipeline.schedules.async_window import AsyncSchedule
 from jaxpar.sharding.layout import Layout, with_sharding
@@ -52,12 +53,13 @@ class InFlight(TrainState):
 
     Attributes:
       flight: with ``pipedream_2bw``, a dict of ``pending`` (int32: whether a batch is in flight); ``batch``;
-        ``previous`` (the weights that the batch is computed with; ``params`` are newer); ``aboard`` (see
-        :meth:`jaxpar.parallel.pipeline.executor.async_runner.AsyncRunner.aboard`); and ``layers``, whose only key gives
-        the number of layers of each stage, because the arrays in flight depend on it. With ``pipedream``, ``previous``
-        is replaced by ``versions``, the weights of the forward passes in flight, ``[ring, ...]``, and by ``late``,
-        gradients of tied parameters that are pending until the first stage adds its part, ``[stages, ...]``. Its
-        ``opt_state`` is a dict of ``before``, ``layers`` ``[stages, layers of the largest stage, ...]`` and ``after``.
+        ``previous`` (the weights that the batch is computed with; ``params`` are newer); ``in_flight`` (see
+        :meth:`jaxpar.parallel.pipeline.executor.async_runner.AsyncRunner.nothing_in_flight`); and ``layers``, whose
+        only key gives the number of layers of each stage, because the arrays in flight depend on it. With
+        ``pipedream``, ``previous`` is replaced by ``versions``, the weights of the forward passes in flight,
+        ``[ring, ...]``, and by ``late``, gradients of tied parameters that are pending until the first stage adds its
+        part, ``[stages, ...]``. Its ``opt_state`` is a dict of ``before``, ``layers``
+        ``[stages, layers of the largest stage, ...]`` and ``after``.
     """
 
     flight: Any = None
@@ -150,13 +152,12 @@ class InFlightCall:
         new, (pieces, fed) = self.transfer.scatter_to_stages(self.state.params, given_of(batch), x, count)
         old, (pieces_before, _) = self.transfer.scatter_to_stages(self.previous, given_of(before), x, count)
         numbers = jnp.broadcast_to(jnp.arange(2 * count, dtype=jnp.int32) // count, (fed.shape[0], 2 * count))
-        after = jax.tree.map(lambda a, b: jnp.stack([a, b]), split.others(old), split.others(new))
+        others = jax.tree.map(lambda a, b: jnp.stack([a, b]), split.others(old), split.others(new))
         program = numbered(self.program(head_of(self.loss_fn, split, None)))
         weights = concat_batches(split.stack(old), split.stack(new), 1)
         numbered_pieces = {"batch": numbers, "of": concat_batches(pieces_before, pieces, 1)}
-        grows = fed.shape[-1] % self.window.stages == 0
-        read = layer_input_weights(self.loss_fn, split, self.transfer, after, pieces[0])
-        return AsyncRunner(program, weights, after, numbered_pieces, grows, read), fed
+        read = layer_input_weights(self.loss_fn, split, self.transfer, others, pieces[0])
+        return AsyncRunner(TickContext.of(program, fed, weights, others, numbered_pieces, read)), fed
 
     def program(self, head: Head) -> PipelineProgram:
         """Returns the program of stages and head; both chunks of a stage are the same layers."""
@@ -177,7 +178,7 @@ class InFlightCall:
     def put(self, x: jax.Array, *spec: Any) -> jax.Array:
         return with_sharding(self.layout.mesh, x, PartitionSpec(*spec))
 
-    def put_stashes(self, aboard: dict[str, Any]) -> dict[str, Any]:
+    def put_stashes(self, in_flight: dict[str, Any]) -> dict[str, Any]:
         """Constrains what the stages keep and send to the sharding that the next call takes."""
         axes, manual, dims = self.transfer.axes or None, (AXIS, *self.transfer.axes), self.loss_fn.dims or ()
 
@@ -187,8 +188,8 @@ class InFlightCall:
             return self.put(x, AXIS, axes, *(None,) * lead, *rest)
 
         # Residuals have no logical dims, so any that the layers keep sharded are gathered here.
-        kept = {"res": [self.put(x, AXIS, axes) for x in aboard["res"]]} if "res" in aboard else {}
-        return {"act": one(aboard["act"]), "sent": one(aboard["sent"]), **kept}
+        kept = {name: [self.put(x, AXIS, axes) for x in in_flight[name]] for name in in_flight if name == "residuals"}
+        return {"activations": one(in_flight["activations"]), "sent": one(in_flight["sent"]), **kept}
 
     def put_batch(self, batch: Any) -> Any:
         return jax.tree.map(lambda x: self.put(x, *row_axes(self.layout, x)), batch)
@@ -207,7 +208,7 @@ class InFlightCall:
     def placed(self, flight: dict[str, Any]) -> dict[str, Any]:
         """Constrains everything in flight to the sharding that the next call takes."""
         axes, layout, split = self.transfer.axes or None, self.layout, self.split
-        aboard, names = flight["aboard"], dict(self.state.metadata.dims)
+        in_flight, names = flight["in_flight"], dict(self.state.metadata.dims)
         manual = (AXIS, *self.transfer.axes)
 
         def of_layer(keys: Any, x: jax.Array) -> jax.Array:
@@ -218,20 +219,21 @@ class InFlightCall:
             dims = names.get(("params", *to_path(keys)), ())
             return self.put(x, axes, *split_over(layout, dims, "gradients", x.shape[1:], self.transfer.axes))
 
-        last = AXIS if aboard["x"].shape[-1] % self.window.stages == 0 else None
+        x = in_flight["x"]
+        last = AXIS if x.shape[-1] % self.window.stages == 0 else None
         found = {
-            **self.put_stashes(aboard),
-            "grads": jax.tree_util.tree_map_with_path(of_layer, aboard["grads"]),
-            "weight": self.put(aboard["weight"], axes),
-            "after": jax.tree_util.tree_map_with_path(of_other, aboard["after"]),
-            "x": self.put(aboard["x"], axes, *(None,) * (aboard["x"].ndim - 2), last),
+            **self.put_stashes(in_flight),
+            "grads": jax.tree_util.tree_map_with_path(of_layer, in_flight["grads"]),
+            "weight": self.put(in_flight["weight"], axes),
+            "non_layer_grads": jax.tree_util.tree_map_with_path(of_other, in_flight["non_layer_grads"]),
+            "x": self.put(x, axes, *(None,) * (x.ndim - 2), last),
         }
         return {
             "pending": self.put(flight["pending"]),
             "layers": jax.tree.map(self.put, flight["layers"]),
             "batch": self.put_batch(flight["batch"]),
             "previous": self.put_params(flight["previous"]),
-            "aboard": found,
+            "in_flight": found,
         }
 
 
@@ -259,10 +261,11 @@ def start(
     batch = call.prepared(batch)
     x, _ = call.before(state.params, batch)
     ticks, fed = call.ticks(batch, batch, x)
-    aboard = ticks.aboard(jnp.concatenate([fed, fed], 1))
+    nothing_yet = ticks.nothing_in_flight(jnp.concatenate([fed, fed], 1))
     batch = jax.tree.map(jnp.zeros_like, batch)
-    zero = jnp.zeros((), jnp.int32)
-    flight = {"pending": zero, "batch": batch, "previous": zeros, "aboard": aboard, "layers": {call.sizes: zero}}
+    none = jnp.zeros((), jnp.int32)
+    flight = {"pending": none, "batch": batch, "previous": zeros, "in_flight": nothing_yet}
+    flight["layers"] = {call.sizes: none}
     parts = {field.name: getattr(state, field.name) for field in fields(TrainState)}
     return InFlight(**parts, flight=call.placed(flight))
 
@@ -293,19 +296,19 @@ def two_versions(
     ticks, fed = call.ticks(flight["batch"], own, x)
     exists = jnp.stack([flight["pending"], jnp.asarray(batch is not None, jnp.int32)])
     # The window begins where the previous call's batch began.
-    turn = (state.step - 1) % (full.delay + 1) * window.batch
-    done, aboard = ticks.run(flight["aboard"], fed, exists, turn)
+    rotation = (state.step - 1) % (full.delay + 1) * window.batch
+    done, in_flight = ticks.run(flight["in_flight"], fed, exists, rotation)
 
     split = call.split
-    grads = split.join(done["grads"], done["after"])
+    grads = split.join(done["grads"], done["non_layer_grads"])
     (sums, seen), weight, grads, x = call.transfer.gather_from_stages(
         grads, (done["sums"], done["seen"]), done["weight"], done["x"]
     )
-    (grads_before,) = back(x)
-    grads = split.add(grads, jax.tree.map(at_least_fp32, grads_before))
+    (embed_grads,) = back(x)
+    grads = split.add(grads, jax.tree.map(at_least_fp32, embed_grads))
     grads = jax.tree.map(lambda g: jnp.where(flight["pending"] == 1, g, 0), grads)
     loss, metrics, _ = means_of((*sums, {}), seen)
     _, _, grads = means_of((jnp.zeros(()), {}, grads), weight)
     found = GradientResult(loss, metrics, state.variables, unscaled(state, grads, None))
-    new = {"pending": exists[1], "batch": own, "previous": state.params, "aboard": aboard, "layers": flight["layers"]}
-    return found, call.placed(new)
+    going = {"pending": exists[1], "batch": own, "previous": state.params, "in_flight": in_flight}
+    return found, call.placed({**going, "layers": flight["layers"]})

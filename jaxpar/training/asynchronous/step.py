@@ -249,12 +249,12 @@ class PipedreamStep:
 
     def _check_flight(self, state: InFlight) -> None:
         """Raises if another kind of step made the microbatches in flight."""
-        act, options = state.flight["aboard"]["act"], self.pipeline
+        act, options = state.flight["in_flight"]["activations"], self.pipeline
         if not isinstance(self.loss_fn, PipelineLoss):
             return  # the pipeline itself reports this
         num_shards = math.prod(self.layout.sizes[axis] for axes in row_axes(self.layout, act) for axis in axes)
         kind = "pipedream_2bw" if "previous" in state.flight else "pipedream"
-        kept = "none" if "res" in state.flight["aboard"] else "full"
+        kept = "none" if "residuals" in state.flight["in_flight"] else "full"
         layers = jax.tree.leaves(ModelSplit(state, self.loss_fn).stack(state.params))[0].shape[0]
         (found_layers,) = state.flight["layers"]
         own_layers = "-".join(map(str, options.layers or (layers // options.stages,) * options.stages))

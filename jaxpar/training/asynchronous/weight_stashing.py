@@ -20,10 +20,11 @@ from jax.sharding import PartitionSpec
 from jaxpar.errors import ConfigError
 from jaxpar.parallel.batch_rows import numbering
 from jaxpar.parallel.collectives.gather_reduce import at_least_fp32
-from jaxpar.parallel.pipeline.executor.async_runner import Stashing, concat_batches, rows_of
+from jaxpar.parallel.pipeline.executor.async_runner import StashingRunner, concat_batches, rows_of
 from jaxpar.parallel.pipeline.executor.layer_placement import AXIS
 from jaxpar.parallel.pipeline.executor.primitives import at_least_fp32_dtype, pick, put
-from jaxpar.parallel.pipeline.executor.program import EVERY, Head
+from jaxpar.parallel.pipeline.executor.program import GLOBAL_FIELDS, Head
+from jaxpar.parallel.pipeline.executor.tick_context import TickContext
 from jaxpar.parallel.pipeline.options import Asynchronous
 from jaxpar.parallel.pipeline.schedules.table import FIELDS
 from jaxpar.sharding.layout import Layout, manual_axes
@@ -38,7 +39,7 @@ from jaxpar.training.pipeline.stage_functions import Given, given_of, listed, re
 from jaxpar.training.pipeline.transfer import row_axes
 from jaxpar.training.state import TrainState
 
-_B_ON, _HEADS = FIELDS.index("b_on"), EVERY.index("heads")
+_B_ON, _HEADS = FIELDS.index("b_on"), GLOBAL_FIELDS.index("heads")
 
 
 @numbering
@@ -70,7 +71,7 @@ def start(
     )
     none = jnp.zeros((), jnp.int32)
     flight = {"pending": none, "batch": empty_batch, "versions": versions, "late": late, "layers": {sizes: none}}
-    flight["aboard"] = tick.aboard(fed)
+    flight["in_flight"] = tick.nothing_in_flight(fed)
     parts = {field.name: getattr(state, field.name) for field in fields(TrainState)}
     parts["opt_state"] = groups.placed(groups.start(params))
     return InFlight(**parts, flight=run.placed(flight))
@@ -127,7 +128,7 @@ class _Run:
             "batch": call.put_batch(flight["batch"]),
             "versions": self.put_versions(flight["versions"]),
             "late": self.put_late(flight["late"]),
-            "aboard": call.put_stashes(flight["aboard"]),
+            "in_flight": call.put_stashes(flight["in_flight"]),
         }
 
     def joined(self, versions: dict[str, Any]) -> Any:
@@ -160,7 +161,9 @@ class _Run:
                 "schedule 'pipedream_2bw' or '1f1b'."
             )
 
-    def tick(self, params: Any, layers: Any, first: Any, pieces: Any, at: jax.Array) -> tuple[Stashing, jax.Array]:
+    def tick(
+        self, params: Any, layers: Any, first: Any, pieces: Any, at: jax.Array
+    ) -> tuple[StashingRunner, jax.Array]:
         """Returns the runner of one tick, and the first stage's input.
 
         Args:
@@ -177,28 +180,27 @@ class _Run:
         new, (_, fed) = call.transfer.scatter_to_stages(read_by_loss, piece, x, 1)
         old, _ = call.transfer.scatter_to_stages(split.join(layers, split.others(params)), piece, x, 1)
         program = call.program(_mean(head_of(call.loss_fn, split, None), call.transfer.axes))
-        grows = fed.shape[-1] % call.window.stages == 0
         weights = concat_batches(split.stack(old), split.stack(new), 1)
-        return Stashing(program, weights, split.others(new), pieces, grows), fed
+        return StashingRunner(TickContext.of(program, fed, weights, split.others(new), pieces)), fed
 
     def __call__(self, state: InFlight, exists: jax.Array, skips: bool) -> tuple[InFlight, Metrics]:
         """Returns the state after the ticks of the window, and metrics."""
         call, window, groups, transfer = self.call, self.call.window, self.groups, self.call.transfer
         full, delay, pieces = call.options.schedule, window.delay, self.pieces()
         program = call.program(head_of(call.loss_fn, call.split, None))
-        rows, every, _ = rows_of(program, exists, (state.step - 1) % (delay + 1) * full.batch)
+        stage_rows, global_rows, _ = rows_of(program, exists, (state.step - 1) % (delay + 1) * full.batch)
         ring, count, stages = delay + 1, window.stages, np.arange(window.stages)
 
         def one(carry: Any, xs: Any) -> tuple[Any, Any]:
-            params, states, versions, late, aboard = carry
-            t, row, every = xs
+            params, states, versions, late, in_flight = carry
+            t, stage_rows, global_row = xs
             now = (state.step % ring * full.batch + t) % ring
             versions = jax.tree.map(lambda ring, w: put(ring, w, now), versions, self.kept(params))
             layers = self.stashed(versions["layers"], (now - delay + 2 * jnp.asarray(stages)) % ring)
             read_by_loss = pick(versions["before"], (now - (count - 1)) % ring)
             tick, fed = self.tick(params, layers, read_by_loss, pieces, full.batch + t)
-            aboard, grads, (sums, weight, after), x = tick.once(aboard, fed, row, every)
-            sums, weight, grads, x = transfer.gather_from_stages(call.split.join(grads, after), sums, weight, x)
+            in_flight, grads, (sums, weight, head_grads), x = tick.run(in_flight, fed, stage_rows, global_row)
+            sums, weight, grads, x = transfer.gather_from_stages(call.split.join(grads, head_grads), sums, weight, x)
             # For tied parameters, the head's part of the gradient is pending until the first stage adds its own.
             slot = (state.step % count * full.batch + t) % count
             late = jax.tree.map(lambda g, ring: put(ring, g, slot), groups.of_tied(grads), late)
@@ -206,9 +208,10 @@ class _Run:
             first = pick(versions["before"], (now - delay) % ring)
             piece = self.piece(pieces, full.batch + t - delay)
             _, back = call.before(groups.with_first(params, first), piece.batch, piece.numbers)
-            (grads_before,) = back(x)
-            grads = unscaled(state, call.split.add(grads, jax.tree.map(at_least_fp32, grads_before)), None)
-            valid = {"before": row[0, _B_ON] == 1, "layers": row[:, _B_ON] == 1, "after": every[_HEADS] == 1}
+            (embed_grads,) = back(x)
+            grads = unscaled(state, call.split.add(grads, jax.tree.map(at_least_fp32, embed_grads)), None)
+            valid = {"before": stage_rows[0, _B_ON] == 1, "layers": stage_rows[:, _B_ON] == 1}
+            valid["after"] = global_row[_HEADS] == 1
             squares = groups.squares(grads)
             finite = {name: jnp.isfinite(square) for name, square in squares.items()}
             updated = {name: valid[name] & finite[name] if skips else valid[name] for name in GROUPS}
@@ -216,20 +219,20 @@ class _Run:
             square = sum((jnp.where(valid[name], squares[name], 0).sum() for name in GROUPS), jnp.zeros(()))
             skipped = jnp.stack([jnp.any(valid[name] & ~finite[name]) for name in GROUPS]).any()
             taken = jnp.stack([jnp.any(updated[name]) for name in GROUPS]).any()
-            kept = self.put_versions(versions), self.put_late(late), aboard
+            kept = self.put_versions(versions), self.put_late(late), in_flight
             carry = call.put_params(params), groups.placed(states), *kept
             return carry, (sums, weight, square, skipped, taken)
 
         flight = state.flight
-        carry = call.state.params, state.opt_state, flight["versions"], flight["late"], flight["aboard"]
-        xs = jnp.arange(window.length), rows, every
+        carry = call.state.params, state.opt_state, flight["versions"], flight["late"], flight["in_flight"]
+        xs = jnp.arange(window.length), stage_rows, global_rows
         carry, (sums, weight, squares, skipped, taken) = jax.lax.scan(one, carry, xs)
-        params, states, versions, late, aboard = carry
+        params, states, versions, late, in_flight = carry
         loss, metrics, _ = means_of((*jax.tree.map(lambda x: x.sum(0), sums), {}), weight.sum(0))
         norm = jnp.sqrt(squares.sum() / max(window.length, 1))
         skip_metric = {"skipped": skipped.any()} if skips else {}
-        kept = {"batch": self.own, "versions": versions, "late": late, "aboard": aboard, "layers": flight["layers"]}
-        flight = {"pending": exists[1], **kept}
+        kept = {"batch": self.own, "versions": versions, "late": late, "in_flight": in_flight}
+        flight = {"pending": exists[1], "layers": flight["layers"], **kept}
         new = replace(state, params=params, opt_state=states, flight=self.placed(flight))
         return new, {"loss": loss, "grad_norm": norm, "updated": taken.any(), **metrics, **skip_metric}
 
@@ -253,8 +256,8 @@ class _Run:
 def _mean(head: Head, axes: Axes) -> Head:
     """Returns a head whose gradients are those of its microbatch's mean loss over all devices."""
 
-    def mean(after: Any, piece: Any, y: jax.Array) -> tuple[Any, tuple[Any, jax.Array]]:
-        (sums, weight, grads), cotangent = head(after, piece, y)
+    def mean(weights: Any, piece: Any, y: jax.Array) -> tuple[Any, tuple[Any, jax.Array]]:
+        (sums, weight, grads), cotangent = head(weights, piece, y)
         total = jax.lax.psum(weight, axes) if axes else weight
         total = jnp.where(total == 0, 1, total)
         grads, cotangent = jax.tree.map(lambda g: g / total.astype(g.dtype), (grads, cotangent))

@@ -12,12 +12,14 @@ shard holds full blocks, so devices exchange only one partial sum per shard, and
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+
+from jaxpar.utils.jaxprs import equations, inner_jaxprs, opened
 
 Causes = frozenset[str]
 """Names of the primitives that a value depends on whose float result depends on the order of their operands."""
@@ -139,7 +141,7 @@ def causes(jaxpr: Jaxpr, given: Sequence[Causes]) -> list[Causes]:
 def _causes_of(eqn: JaxprEqn, given: list[Causes]) -> list[Causes]:
     name, params = eqn.primitive.name, eqn.params
     if name in _CALLS:
-        return causes(_opened(_programs(eqn)[0]), given)
+        return causes(opened(inner_jaxprs(eqn)[0]), given)
     if name == "cond":
         outs = [causes(branch.jaxpr, given[1:]) for branch in params["branches"]]
         return [given[0].union(*found) for found in zip(*outs, strict=True)]
@@ -157,8 +159,8 @@ def _causes_of(eqn: JaxprEqn, given: list[Causes]) -> list[Causes]:
         carried = _fixpoint(body, given, consts, carries)
         return [*carried, *causes(body, [*given[:consts], *carried, *given[consts + carries :]])[carries:]]
     through: Causes = frozenset().union(*given)
-    for program in _programs(eqn):
-        through = through.union(*_all_causes(_opened(program)))
+    for inner in (inner for program in inner_jaxprs(eqn) for inner in equations(opened(program))):
+        through = through.union(*(_own_cause(inner, var) for var in inner.outvars))
     return [through | _own_cause(eqn, var) for var in eqn.outvars]
 
 
@@ -192,24 +194,6 @@ def _own_cause(eqn: JaxprEqn, out: Any) -> Causes:
         terms = 1
     # A sum of two terms commutes, but other values may be divided by it, so FIXED counts it too.
     return frozenset((name,)) if terms > (1 if name in FIXED else 2) else frozenset()
-
-
-def _all_causes(jaxpr: Jaxpr) -> Iterable[Causes]:
-    """Yields the causes of every result inside ``jaxpr``."""
-    for eqn in jaxpr.eqns:
-        yield from (_own_cause(eqn, var) for var in eqn.outvars)
-        for program in _programs(eqn):
-            yield from _all_causes(_opened(program))
-
-
-def _programs(eqn: JaxprEqn) -> list[Any]:
-    """Returns the programs among an operation's parameters."""
-    values = [v for value in eqn.params.values() for v in (value if isinstance(value, tuple | list) else (value,))]
-    return [value for value in values if isinstance(value, Jaxpr | ClosedJaxpr)]
-
-
-def _opened(program: Any) -> Jaxpr:
-    return program.jaxpr if isinstance(program, ClosedJaxpr) else program
 
 
 def _rank(atom: Any) -> int:
@@ -253,11 +237,11 @@ def _apply(eqn: JaxprEqn, args: list[Any]) -> list[Any]:
         return [_fixed(name, params, args[0])]
     if _divides(eqn):  # initializers have no divisors whose reciprocal overflows (1e-39, 1e39)
         return [args[0] * jax.lax.optimization_barrier(1 / args[1])]
-    programs = _programs(eqn)
-    if any(_changes(_opened(program)) for program in programs):
+    programs = inner_jaxprs(eqn)
+    if any(_changes(opened(program)) for program in programs):
         if name in _CALLS:
             program = programs[0]
-            return _evaluate(_opened(program), getattr(program, "consts", ()), args)
+            return _evaluate(opened(program), getattr(program, "consts", ()), args)
         if name in _LOOPS:
             rewritten = {key: _rewritten(value) for key, value in params.items()}
             return eqn.primitive.bind(*args, **rewritten)
@@ -271,12 +255,7 @@ def _divides(eqn: JaxprEqn) -> bool:
 
 def _changes(jaxpr: Jaxpr) -> bool:
     """Whether :func:`_evaluate` evaluates any operation of ``jaxpr`` differently."""
-    return any(
-        _divides(eqn)
-        or any(_own_cause(eqn, var) & FIXED for var in eqn.outvars)
-        or any(_changes(_opened(program)) for program in _programs(eqn))
-        for eqn in jaxpr.eqns
-    )
+    return any(_divides(eqn) or any(_own_cause(eqn, var) & FIXED for var in eqn.outvars) for eqn in equations(jaxpr))
 
 
 def _rewritten(value: Any) -> Any:

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 
 from jaxpar.parallel.batch_rows import numbering
 from jaxpar.parallel.pipeline.executor.program import Head
-from jaxpar.parallel.pipeline.executor.run_forward import run_forward
+from jaxpar.parallel.pipeline.executor.run import run_forward
+from jaxpar.parallel.pipeline.executor.tick_context import TickContext
 from jaxpar.parallel.pipeline.options import Pipeline
 from jaxpar.parallel.pipeline.schedules.forward_only import forwards
 from jaxpar.parallel.pipeline.staged_loss import PipelineLoss
@@ -22,7 +23,7 @@ from jaxpar.training.pipeline.gradients import check_pipeline, join
 from jaxpar.training.pipeline.stage_functions import (
     check_rows,
     columns,
-    embed_in_ticks,
+    embedding_of,
     given_of,
     layer_input_weights,
     program_of,
@@ -70,11 +71,11 @@ def evaluate_pipeline(
     transfer = StageTransfer.of(layout, split, state, precision, options)
     given = given_of(batch, loss_fn.rows(batch, key_of(state)))
     weights, (pieces, fed) = transfer.scatter_to_stages(state.params, given, x, schedule.microbatches)
-    head, before = _head(loss_fn, split), embed_in_ticks(loss_fn, split) if in_ticks else None
-    program = program_of(layout, loss_fn, split, transfer, schedule=schedule, head=head, join=join, before=before)
+    head, embedding = _head(loss_fn, split), embedding_of(loss_fn, split) if in_ticks else None
+    program = program_of(layout, loss_fn, split, transfer, schedule=schedule, head=head, join=join, embedding=embedding)
     others = split.others(weights)
     read = layer_input_weights(loss_fn, split, transfer, others, pieces[0])
-    sums = run_forward(program, split.stack(weights), others, fed, pieces, read)
+    sums = run_forward(TickContext.of(program, fed, split.stack(weights), others, pieces, read), fed)
     (loss, metrics), weight = transfer.summed(sums)
     loss, metrics, _ = means_of((loss, metrics, ()), weight)
     return {"loss": loss, **metrics}
@@ -83,8 +84,8 @@ def evaluate_pipeline(
 def _head(loss_fn: PipelineLoss, split: ModelSplit) -> Head:
     """Returns the head of one microbatch, which gives its contribution to all sums."""
 
-    def head(after: Any, piece: Any, y: jax.Array) -> tuple[Any, Any]:
-        loss, metrics, weight = run_head(loss_fn, split, after, y, piece)
+    def head(weights: Any, piece: Any, y: jax.Array) -> tuple[Any, Any]:
+        loss, metrics, weight = run_head(loss_fn, split, weights, y, piece)
         return (weighted_sum((loss, metrics), weight, metrics), weight), ((), jnp.stack([weight, weight]))
 
     return head

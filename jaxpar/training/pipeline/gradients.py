@@ -24,6 +24,7 @@ from jaxpar.parallel.pipeline.executor.layer_placement import AXIS
 from jaxpar.parallel.pipeline.executor.program import Head
 from jaxpar.parallel.pipeline.executor.run import run
 from jaxpar.parallel.pipeline.executor.sequence_chunks import SequenceCarry, check_chunks
+from jaxpar.parallel.pipeline.executor.tick_context import TickContext
 from jaxpar.parallel.pipeline.options import Asynchronous, Pipeline
 from jaxpar.parallel.pipeline.staged_loss import PipelineLoss, with_extras
 from jaxpar.sharding.layout import Layout
@@ -33,7 +34,7 @@ from jaxpar.training.model import show, to_path
 from jaxpar.training.pipeline.stage_functions import (
     check_rows,
     columns,
-    embed_in_ticks,
+    embedding_of,
     given_of,
     layer_input_weights,
     program_of,
@@ -68,9 +69,9 @@ def pipeline_gradients(
     _check_chunks(layout, loss_fn, batch, options)
 
     others = jax.tree.map(precision.computing, split.others(state.params))
-    before = lambda others: columns(layout, run_embed(loss_fn, split, others, batch), loss_fn.dims)
+    embed = lambda others: columns(layout, run_embed(loss_fn, split, others, batch), loss_fn.dims)
     in_ticks = options.embedding == "per_microbatch"
-    x, pull = (jax.eval_shape(before, others), None) if in_ticks else jax.vjp(before, others)
+    x, pull = (jax.eval_shape(embed, others), None) if in_ticks else jax.vjp(embed, others)
     check_chunks(x, schedule)
 
     transfer = StageTransfer.of(layout, split, state, precision, options)
@@ -86,22 +87,23 @@ def pipeline_gradients(
         schedule=schedule,
         head=head_of(loss_fn, split, scale),
         activation_checkpointing=options.activation_checkpointing,
-        divergent=options.executor == "independent",
+        independent=options.executor == "independent",
         reduce=transfer.of_one_layer if options.grad_reduction == "per_microbatch" else None,
-        turn=transfer.of_one_layer if options.grad_reduction == "per_chunk" else None,
+        reduce_bucket=transfer.of_one_layer if options.grad_reduction == "per_chunk" else None,
         join=join,
-        kept=transfer.residual_slots(options),
-        again=options.recompute,
+        layer_slots=transfer.residual_slots(options),
+        recompute=options.recompute,
         carry=_carry(loss_fn, split, schedule.sequence_chunks),
-        before=embed_in_ticks(loss_fn, split) if in_ticks else None,
+        embedding=embedding_of(loss_fn, split) if in_ticks else None,
     )
     others = split.others(weights)
     read = layer_input_weights(loss_fn, split, transfer, others, pieces[0])
-    grads, (sums, weight, after), fed = run(program, split.stack(weights), others, fed, pieces, read)
-    sums, weight, grads, x = transfer.gather_from_stages(split.join(grads, after), sums, weight, fed)
+    context = TickContext.of(program, fed, split.stack(weights), others, pieces, read)
+    grads, (sums, weight, head_grads), fed = run(context, fed)
+    sums, weight, grads, x = transfer.gather_from_stages(split.join(grads, head_grads), sums, weight, fed)
     if pull is not None:
-        (grads_before,) = pull(x)
-        grads = split.add(grads, jax.tree.map(at_least_fp32, grads_before))
+        (embed_grads,) = pull(x)
+        grads = split.add(grads, jax.tree.map(at_least_fp32, embed_grads))
     loss, metrics, grads = means_of((*sums, grads), weight)
     return GradientResult(loss, metrics, state.variables, unscaled(state, grads, scale))
 
@@ -268,14 +270,14 @@ def _carry(loss_fn: PipelineLoss, split: ModelSplit, chunks: int) -> SequenceCar
 def head_of(loss_fn: PipelineLoss, split: ModelSplit, scale: Any) -> Head:
     """Returns the head of one microbatch: its contribution to all sums, and the cotangent of its input."""
 
-    def loss_of(after: Any, y: jax.Array, piece: Any) -> tuple[jax.Array, Any]:
-        loss, metrics, weight = run_head(loss_fn, split, after, y, piece)
+    def loss_of(weights: Any, y: jax.Array, piece: Any) -> tuple[jax.Array, Any]:
+        loss, metrics, weight = run_head(loss_fn, split, weights, y, piece)
         scaled = at_least_fp32(loss) * weight * (1 if scale is None else scale)
         return scaled, (loss, metrics, weight)
 
-    def head(after: Any, piece: Any, y: jax.Array) -> tuple[Any, Any]:
+    def head(weights: Any, piece: Any, y: jax.Array) -> tuple[Any, Any]:
         grad = jax.grad(loss_of, argnums=(0, 1), has_aux=True)
-        (grads, cotangent), (loss, metrics, weight) = grad(after, y, piece)
+        (grads, cotangent), (loss, metrics, weight) = grad(weights, y, piece)
         counts = jnp.stack([weight, weight * (1 if scale is None else scale)])
         grads, cotangent = counted((grads, cotangent), weight, metrics)
         sums = weighted_sum((loss, metrics), weight, metrics)

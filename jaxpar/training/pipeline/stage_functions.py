@@ -19,7 +19,7 @@ from jaxpar.parallel.batch_rows import batch_rows, rows_of
 from jaxpar.parallel.collectives.gather_reduce import at_least_fp32, batch_axes
 from jaxpar.parallel.pipeline.executor.layer_inputs import LayerInputs
 from jaxpar.parallel.pipeline.executor.layer_placement import AXIS
-from jaxpar.parallel.pipeline.executor.program import Before, PipelineProgram
+from jaxpar.parallel.pipeline.executor.program import Embedding, PipelineProgram
 from jaxpar.parallel.pipeline.executor.stage import StageLayer
 from jaxpar.parallel.pipeline.staged_loss import PipelineLoss
 from jaxpar.sharding.layout import Layout
@@ -75,20 +75,20 @@ def run_embed(loss_fn: PipelineLoss, split: ModelSplit, others: Any, batch: Any)
     return x
 
 
-def embed_in_ticks(loss_fn: PipelineLoss, split: ModelSplit) -> Before:
+def embedding_of(loss_fn: PipelineLoss, split: ModelSplit) -> Embedding:
     """Returns the first layer's input and its backward pass for one microbatch at a time, for use in the ticks."""
 
-    def run(weights: Any, piece: Given) -> jax.Array:
+    def forward(weights: Any, piece: Given) -> jax.Array:
         with batch_rows(piece.numbers):
             return run_embed(loss_fn, split, weights, piece.batch)
 
-    def run_backward(weights: Any, piece: Any, cotangent: jax.Array, sums: Any) -> Any:
-        _, pull = jax.vjp(lambda weights: run(weights, piece), weights)
+    def add_grads(weights: Any, piece: Any, cotangent: jax.Array, sums: Any) -> Any:
+        _, pull = jax.vjp(lambda weights: forward(weights, piece), weights)
         (found,) = pull(cotangent)
         *others, grads = sums
         return *others, jax.tree.map(jnp.add, grads, split.constrained(jax.tree.map(at_least_fp32, found)))
 
-    return Before(run, run_backward)
+    return Embedding(forward, add_grads)
 
 
 def layer_of(loss_fn: PipelineLoss, split: ModelSplit) -> StageLayer:
@@ -147,7 +147,7 @@ def layer_input_weights(
 
 
 def run_head(
-    loss_fn: PipelineLoss, split: ModelSplit, after: Any, y: jax.Array, piece: Given
+    loss_fn: PipelineLoss, split: ModelSplit, weights: Any, y: jax.Array, piece: Given
 ) -> tuple[jax.Array, Metrics, jax.Array]:
     """Returns loss, metrics and weight of a microbatch that has passed all layers.
 
@@ -155,7 +155,7 @@ def run_head(
       ModelError: ``head`` returned updates, or a metric that is not a scalar.
     """
     with batch_rows(piece.numbers):
-        found = _call_part(split, "head", lambda model: loss_fn.head(model, y, piece.batch), after)
+        found = _call_part(split, "head", lambda model: loss_fn.head(model, y, piece.batch), weights)
     loss, metrics, updates = unpack(found)
     if updates is not None:
         raise ModelError(

@@ -147,7 +147,7 @@ CASES: dict[str, tuple[jp.Layout, dict[str, Any]]] = {
     "1f1b": piped("1f1b", {"pipeline": 2, "data": 2}),
     "1f1b, flash, before each": piped("1f1b", {"pipeline": 2, "data": 2}, embedding="per_microbatch"),
     "gpipe, residuals, model 2": piped("gpipe", {"pipeline": 2, "model": 2}, 4, activation_checkpointing="none"),
-    "zb_h1, divergent": piped(
+    "zb_h1, independent": piped(
         "zb_h1", {"pipeline": 2, "data": 2}, activation_checkpointing="none", executor="independent"
     ),
     "chunks of sequences": piped("seq1f1b", {"pipeline": 2, "data": 2}, sequence_chunks=2),
@@ -180,7 +180,7 @@ KEYED = dataclasses.replace(LOSS, layer=of_rows, keys=True, chunked_layer=None)
 """Uses a key for each row, step and layer."""
 
 
-@pytest.mark.parametrize("name", ["microbatches 2", "ZeRO 1", "ring", "1f1b", "zb_h1, divergent"])
+@pytest.mark.parametrize("name", ["microbatches 2", "ZeRO 1", "ring", "1f1b", "zb_h1, independent"])
 def test_keys_of_rows_drop_the_same_weights(name: str) -> None:
     want, (layout, options) = stepped(on({"data": 1}), KEYED), CASES[name]
     loss, grads = stepped(layout, **(options | {"loss": KEYED}))

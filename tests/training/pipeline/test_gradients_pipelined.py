@@ -248,9 +248,10 @@ def test_what_some_ticks_do_is_not_done_in_all() -> None:
         step = jp.train_step(layout, LOSS, pipeline=schedule).lower(state, batch_of())
     report = jp.audit(step.compile(compiler_options=QUICK), mesh=layout.mesh)
     counts = {
-        name: {c.count for c in report.collectives if name in c.source} for name in ("after", "over_stages", "_fed")
+        name: {c.count for c in report.collectives if name in c.source}
+        for name in ("after", "over_stages", "first_input")
     }
-    assert counts == {"after": {8}, "over_stages": {1, 7, 8}, "_fed": {1, 7}}
+    assert counts == {"after": {8}, "over_stages": {1, 7, 8}, "first_input": {1, 7}}
     assert {c.count for c in report.select("collective-permute")} == {len(schedule.ticks.rows)}
 
 

@@ -151,7 +151,7 @@ def test_an_evaluation_goes_through_the_stages(embedding: Any, one_device: Any) 
     assert {c.count for c in report.select("collective-permute") if "from_neighbour" in c.source} == {ticks}
     # Only the input of the first stage is gathered over stages, one microbatch at a time; layers never are.
     gathered = report.select("all-gather", axis="pipeline")
-    assert bool(gathered) == (embedding == "per_step") and all("._fed " in c.source for c in gathered)
+    assert bool(gathered) == (embedding == "per_step") and all("first_input " in c.source for c in gathered)
 
 
 def test_draws_are_those_of_one_device_to_the_bit() -> None:

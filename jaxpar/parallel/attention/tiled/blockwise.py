@@ -29,6 +29,7 @@ from jaxpar.parallel.attention.tiled.tile import (
     varies_over,
 )
 from jaxpar.utils.arrays import accumulator
+from jaxpar.utils.scope_facts import trip_count_scope
 
 type Expected = tuple[int, int] | None
 """How many unmasked and partially masked tiles a device visits on average; ``None`` if that depends on arrays."""
@@ -160,8 +161,7 @@ def visit(
             return one(carry, *_divmod(_pick(numbers, at), columns), part, masked)
 
         first, last = _start(0, some.count * parts)
-        # The program does not contain a loop length that depends on the device, so audits read it from the scope.
-        with jax.named_scope("tiles" if expected is None else f"visits_{expected[n] * parts}"):
+        with jax.named_scope("tiles" if expected is None else trip_count_scope(expected[n] * parts)):
             carry = jax.lax.fori_loop(first, last, step, carry)
     return carry
 

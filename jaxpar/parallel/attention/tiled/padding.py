@@ -9,6 +9,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from jaxpar.utils.scope_facts import matmul_flops_scope
+
 SAVED = "attention"
 """The checkpoint name of attention outputs; if a remat policy saves it, the kernel is not recomputed."""
 
@@ -58,4 +60,4 @@ def stated_flops(batch: int, heads: int, head_dim: int, *scores: int) -> str:
       scores: the scores that a kernel computes per head: one number, or one for the forward and one for the backward
         kernels.
     """
-    return "_".join(["attention_matmul_flops", *(str(2 * batch * heads * n * head_dim) for n in scores)])
+    return matmul_flops_scope(*(2 * batch * heads * n * head_dim for n in scores))

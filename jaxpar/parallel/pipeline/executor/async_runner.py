@@ -8,18 +8,21 @@ number of its batch.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.errors import ModelError, listing
+from jaxpar.parallel.pipeline.executor.carry import TickCarry
+from jaxpar.parallel.pipeline.executor.communicate import first_input
 from jaxpar.parallel.pipeline.executor.layer_placement import AXIS
+from jaxpar.parallel.pipeline.executor.per_device import Split
 from jaxpar.parallel.pipeline.executor.primitives import pick, put
-from jaxpar.parallel.pipeline.executor.program import EVERY, PipelineProgram, of_every
-from jaxpar.parallel.pipeline.executor.stage import held
+from jaxpar.parallel.pipeline.executor.program import GLOBAL_FIELDS, PipelineProgram
 from jaxpar.parallel.pipeline.executor.tick import TickRunner
+from jaxpar.parallel.pipeline.executor.tick_context import TickContext
 from jaxpar.parallel.pipeline.schedules.async_window import TURNING
 from jaxpar.parallel.pipeline.schedules.table import FIELDS
 
@@ -32,14 +35,17 @@ def concat_batches(old: Any, new: Any, dim: int) -> Any:
 def numbered(program: PipelineProgram) -> PipelineProgram:
     """Adapts a program to two batches, each with its own version of the weights.
 
-    ``after`` becomes [2, ...] and a piece ``{"batch": 0 or 1, "of": piece}``. The loss of a microbatch and its layers'
-    further inputs use the version of its batch.
+    ``non_layer_weights`` become [2, ...] and a piece ``{"batch": 0 or 1, "of": piece}``. The loss of a microbatch and
+    its layers' further inputs use the version of its batch.
     """
 
-    def head(after: Any, piece: Any, y: jax.Array) -> tuple[Any, tuple[Any, jax.Array]]:
-        return program.head(pick(after, piece["batch"]), piece["of"], y)
+    def head(weights: Any, piece: Any, y: jax.Array) -> tuple[Any, tuple[Any, jax.Array]]:
+        return program.head(pick(weights, piece["batch"]), piece["of"], y)
 
-    return replace(program, head=head, side=lambda piece, read: program.side(piece["of"], pick(read, piece["batch"])))
+    def side(piece: Any, weights: Any) -> Any:
+        return program.side(piece["of"], pick(weights, piece["batch"]))
+
+    return replace(program, head=head, side=side)
 
 
 def rows_of(program: PipelineProgram, exists: jax.Array, rotation: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -54,7 +60,7 @@ def rows_of(program: PipelineProgram, exists: jax.Array, rotation: jax.Array) ->
       The rows of stages, with rotated rings and without the backwards of a missing batch; the rows of all stages,
       without its heads; and the slots [stages] of the first input.
     """
-    (rows, every), table = program.rows(), program.table
+    (rows, global_rows), table = program.rows(), program.table
     batch = program.schedule.microbatches // 2
 
     def rotated(column: np.ndarray, size: int) -> jax.Array:
@@ -65,174 +71,198 @@ def rows_of(program: PipelineProgram, exists: jax.Array, rotation: jax.Array) ->
     found = jnp.asarray(rows)
     for name, column in columns.items():
         found = found.at[:, :, FIELDS.index(name)].set(column)
-    heads = exists[np.minimum(every[:, EVERY.index("head")] // batch, 1)]
-    made = jnp.asarray(every).at[:, EVERY.index("heads")].multiply(heads)
+    heads = exists[np.minimum(global_rows[:, GLOBAL_FIELDS.index("head")] // batch, 1)]
+    made = jnp.asarray(global_rows).at[:, GLOBAL_FIELDS.index("heads")].multiply(heads)
     return found, made, rotated(table.first[0], table.sizes["act"])
 
 
-@dataclass(frozen=True)
-class _InFlightRunner(TickRunner):
-    """Ticks that start with microbatches in flight."""
+class _BatchSums(NamedTuple):
+    """What the head returned, where the microbatches of two batches pass it.
 
-    def _started(self, x: jax.Array) -> dict[str, Any]:
-        """Returns empty buffers.
-
-        Raises:
-          ModelError: layers return losses or metrics, which calls do not pass on.
-        """
-        carry = self.start(x)
-        if carry["aux"]:
-            raise ModelError(
-                f"asynchronous pipeline: layers returned {listing(carry['aux']['sums'])} in addition to x, but these "
-                "values are not kept for the microbatches in flight between calls. Remedy: use layers that return "
-                "only x, or the schedule '1f1b'."
-            )
-        return carry
-
-
-@dataclass(frozen=True)
-class AsyncRunner(_InFlightRunner):
-    """The ticks of one call.
-
-    ``weights`` are [stages, 2, layers, ...], ``after`` is [2, ...], and :func:`numbered` returns the program.
+    Attributes:
+      seen: the weight of all microbatches.
+      sums: loss and metrics of all microbatches.
+      weight: of each batch, [2].
+      grads: of the weights outside the layers, for each batch, [2, ...].
     """
 
-    def aboard(self, x: jax.Array) -> dict[str, Any]:
+    seen: jax.Array
+    sums: Any
+    weight: jax.Array
+    grads: Any
+
+
+@dataclass(frozen=True)
+class AsyncRunner:
+    """The ticks of one call.
+
+    ``weights`` are [stages, 2, layers, ...], ``non_layer_weights`` are [2, ...], and :func:`numbered` returns the
+    program.
+    """
+
+    context: TickContext
+
+    def nothing_in_flight(self, x: jax.Array) -> dict[str, Any]:
         """Returns the state between two calls if nothing is in flight: zeros in the shapes and dtypes of that state.
 
         Args:
           x: the inputs of the first layer for two batches, [devices, 2 * microbatches, rows, ...].
 
         Returns:
-          ``act``, ``sent``, ``res``: the stored inputs or residuals, and the cotangents between stages,
+          ``activations``, ``sent``, ``residuals``: the stored inputs or residuals, and the cotangents between stages,
           [stages, devices, ...]. ``grads``: the gradient sums of the batch whose backwards have begun,
-          [stages, devices, 1, layers, ...]. ``weight``, ``after``: the weight of its loss and the gradient sums of the
-          other weights, [devices, ...]. ``x``: the cotangents of its inputs, [devices, microbatches, rows, ...].
+          [stages, devices, 1, layers, ...]. ``weight``, ``non_layer_grads``: the weight of its loss and the gradient
+          sums of the other weights, [devices, ...]. ``x``: the cotangents of its inputs,
+          [devices, microbatches, rows, ...].
         """
-        carry, count = self._started(x), x.shape[1] // 2
-        _, weight, after = carry["sums"]
-        kept = {name: jax.tree.map(jnp.zeros_like, carry[name]) for name in self._lasting}
-        grads = jax.tree.map(lambda g: g[:, :, :1], carry["grads"])
-        return {**kept, "grads": grads, "weight": weight, "after": after, "x": jnp.zeros_like(x[:, :count])}
+        carry, count = _start(TickRunner(self.context), x), x.shape[1] // 2
+        _, weight, non_layer_grads = carry.sums
+        return {
+            **jax.tree.map(jnp.zeros_like, _stashes(self.context.program, carry)),
+            "grads": jax.tree.map(lambda g: g[:, :, :1], carry.stage.grads),
+            "weight": weight,
+            "non_layer_grads": non_layer_grads,
+            "x": jnp.zeros_like(x[:, :count]),
+        }
 
     def run(
-        self, aboard: Any, x: jax.Array, exists: jax.Array, rotation: jax.Array
+        self, in_flight: dict[str, Any], x: jax.Array, exists: jax.Array, rotation: jax.Array
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Runs the ticks of one call.
 
         Args:
-          aboard: the state between calls, as :meth:`aboard` or the previous call returned it.
+          in_flight: the state between calls, as :meth:`nothing_in_flight` or the previous call returned it.
           x: the inputs of the first layer for the call's own batch, [devices, microbatches, rows, ...].
           exists: [2], whether the previous batch and the call's own batch exist.
           rotation: the number of positions that the rings advanced before this call.
 
         Returns:
-          Two dicts. The first has ``grads``, ``weight``, ``after`` and ``x`` of the previous batch, now complete, in
-          the shapes of :meth:`aboard`. It also has ``sums``, the loss and metrics of all microbatches whose loss this
-          call computed, and ``seen``, their weight. The second dict is the state for the next call.
+          Two dicts. The first has ``grads``, ``weight``, ``non_layer_grads`` and ``x`` of the previous batch, now
+          complete, in the shapes of :meth:`nothing_in_flight`. It also has ``sums``, the loss and metrics of all
+          microbatches whose loss this call computed, and ``seen``, their weight. The second dict is the state for the
+          next call.
         """
-        rows, every, first = rows_of(self.program, exists, rotation)
+        program = self.context.program
+        stage_rows, global_rows, first = rows_of(program, exists, rotation)
+        tick = TickRunner(self.context, self._add_sums)
 
-        def one(carry: Any, xs: tuple[jax.Array, jax.Array]) -> tuple[Any, None]:
-            return self(carry, *xs), None
+        def one(carry: TickCarry, rows: tuple[jax.Array, jax.Array]) -> tuple[TickCarry, None]:
+            return tick(carry, *rows), None
 
-        carry, _ = jax.lax.scan(one, self._resumed(aboard, x, first), (rows, every))
-        carry = self.finish(carry, self.program.table.last, jnp.asarray(self.program.was_first()[-1]))
-        count, sums = x.shape[1], carry["sums"]
+        carry, _ = jax.lax.scan(one, self._resume(in_flight, x, first), (stage_rows, global_rows))
+        carry = tick.finish(carry, program.table.last, jnp.asarray(program.was_first()[-1]))
+        count, sums = x.shape[1], carry.sums
         part = lambda n: {
-            "grads": jax.tree.map(lambda g: g[:, :, n : n + 1], carry["grads"]),
-            "weight": sums["weight"][n],
-            "after": jax.tree.map(lambda g: g[n], sums["after"]),
-            "x": carry["x"][:, n * count : (n + 1) * count],
+            "grads": jax.tree.map(lambda g: g[:, :, n : n + 1], carry.stage.grads),
+            "weight": sums.weight[n],
+            "non_layer_grads": jax.tree.map(lambda g: g[n], sums.grads),
+            "x": carry.x[:, n * count : (n + 1) * count],
         }
-        lasting = {name: carry[name] for name in self._lasting}
-        return {**part(0), "sums": sums["sums"], "seen": sums["seen"]}, {**lasting, **part(1)}
+        return {**part(0), "sums": sums.sums, "seen": sums.seen}, {**_stashes(program, carry), **part(1)}
 
-    @property
-    def _lasting(self) -> tuple[str, ...]:
-        """The buffers that outlive a call; ``res`` is only working memory if residuals are not stored."""
-        return ("act", "sent", "res") if self.program.activation_checkpointing == "none" else ("act", "sent")
-
-    def _resumed(self, aboard: Any, x: jax.Array, first: jax.Array) -> dict[str, Any]:
+    def _resume(self, in_flight: dict[str, Any], x: jax.Array, first: jax.Array) -> TickCarry:
         """Returns the carry of the first tick: empty working buffers, and the state of the previous call."""
-        x = concat_batches(aboard["x"], x, 1)
-        carry = self._started(x)
+        context, program = self.context, self.context.program
+        x = concat_batches(in_flight["x"], x, 1)
+        carry = _start(TickRunner(context), x)
 
-        def local(x: jax.Array, slot: jax.Array, act: jax.Array) -> jax.Array:
-            return put(act, self._fed(x, self.program.table.first[1]), slot)
+        def local(x: jax.Array, slot: jax.Array, activations: jax.Array) -> jax.Array:
+            return put(activations, first_input(context, x, program.table.first[1]), slot)
 
-        act = self._inside(local, ("columns", "stage", "stage own"), "stage own")(x, first, aboard["act"])
-        both = lambda kept: jax.tree.map(lambda s: jnp.stack([s, jnp.zeros_like(s)]), kept)
-        seen, weight, _ = carry["sums"]
-        sums = {"sums": seen, "seen": weight, "weight": both(aboard["weight"]), "after": both(aboard["after"])}
-        grads = concat_batches(aboard["grads"], jax.tree.map(lambda g: g[:, :, 1:], carry["grads"]), 2)
-        lasting = {name: aboard[name] for name in self._lasting}
-        return {**carry, **lasting, "act": act, "grads": grads, "sums": sums}
+        ins = (Split.DEVICE_COLUMNS, Split.STAGE, Split.STAGE_DEVICE)
+        activations = context.per_device(local, ins, Split.STAGE_DEVICE)(x, first, in_flight["activations"])
+        both = lambda stored: jax.tree.map(lambda s: jnp.stack([s, jnp.zeros_like(s)]), stored)
+        sums, seen, _ = carry.sums
+        sums = _BatchSums(seen, sums, both(in_flight["weight"]), both(in_flight["non_layer_grads"]))
+        grads = concat_batches(in_flight["grads"], jax.tree.map(lambda g: g[:, :, 1:], carry.stage.grads), 2)
+        stored = {name: in_flight[name] for name in _stashes(program, carry)}
+        stage = carry.stage._replace(**{**stored, "activations": activations, "grads": grads})
+        return carry._replace(stage=stage, sums=sums)
 
-    def _heads(self, carry: dict[str, Any], y: jax.Array, row: jax.Array, every: jax.Array) -> dict[str, Any]:
-        """As in the base class, but adds weight and gradients to the sums of the microbatch's batch."""
-        at = of_every(every, "head")
-        batch = at // (self.program.schedule.microbatches // 2)
-
-        def one(run: jax.Array, found: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
-            have, _ = found
-            (sums, weight, after), cotangent = self._head(row, at, held(y, run))
-            plus = lambda total, more: put(total, pick(total, batch) + more, batch)
-            result = {
-                "sums": jax.tree.map(jnp.add, have["sums"], sums),
-                "seen": have["seen"] + weight,
-                "weight": plus(have["weight"], weight),
-                "after": jax.tree.map(plus, have["after"], after),
-            }
-            return result, cotangent
-
-        with self._visits("heads"):
-            sums, cotangent = jax.lax.fori_loop(0, of_every(every, "heads"), one, (carry["sums"], carry["cotangent"]))
-        return {**carry, "sums": sums, "cotangent": cotangent}
+    def _add_sums(self, have: _BatchSums, found: Any, microbatch: jax.Array) -> _BatchSums:
+        """Adds weight and gradients to the sums of the microbatch's batch."""
+        sums, weight, grads = found
+        batch = microbatch // (self.context.program.schedule.microbatches // 2)
+        plus = lambda total, more: put(total, pick(total, batch) + more, batch)
+        return _BatchSums(
+            have.seen + weight,
+            jax.tree.map(jnp.add, have.sums, sums),
+            plus(have.weight, weight),
+            jax.tree.map(plus, have.grads, grads),
+        )
 
 
 @dataclass(frozen=True)
-class Stashing(_InFlightRunner):
+class StashingRunner:
     """Single ticks during which weights change.
 
     Forwards use the newest weights, [:, 1] of ``weights``. Backwards use the version of their forward, [:, 0].
     """
 
-    def aboard(self, x: jax.Array) -> dict[str, Any]:
-        """Returns ``act``, ``sent`` and ``res`` as zeros, as :meth:`AsyncRunner.aboard` does: nothing is in flight."""
-        carry = self._started(x)
-        names = ("act", "sent", "res") if self.program.activation_checkpointing == "none" else ("act", "sent")
-        return {name: jax.tree.map(jnp.zeros_like, carry[name]) for name in names}
+    context: TickContext
 
-    def once(
-        self, aboard: dict[str, Any], x: jax.Array, row: jax.Array, every: jax.Array
+    def nothing_in_flight(self, x: jax.Array) -> dict[str, Any]:
+        """Returns zeros for ``activations``, ``sent`` and ``residuals`` of :meth:`AsyncRunner.nothing_in_flight`."""
+        carry = _start(self._tick, x)
+        return jax.tree.map(jnp.zeros_like, _stashes(self.context.program, carry))
+
+    def run(
+        self, in_flight: dict[str, Any], x: jax.Array, stage_rows: jax.Array, global_row: jax.Array
     ) -> tuple[dict[str, Any], Any, Any, jax.Array]:
         """Runs one tick.
 
         Args:
-          aboard: the state after the previous tick.
+          in_flight: the state after the previous tick.
           x: the input of the first stage, [devices, 1, rows, ...].
-          row: the tick's row of each stage, [stages, columns].
-          every: the tick's row of all stages, [columns].
+          stage_rows: the tick's row of each stage, [stages, columns].
+          global_row: the tick's row of all stages, [columns].
 
         Returns:
           The state for the next tick; gradients of the layers [stages, devices, 1, layers, ...]; the sums of the
           microbatch whose loss was computed; and the input cotangent of the microbatch that left the pipeline, in the
           shape of ``x``.
         """
-        carry = self._started(x)
+        context, tick = self.context, self._tick
+        carry = _start(tick, x)
 
-        def fed(x: jax.Array, row: jax.Array, act: jax.Array) -> jax.Array:
-            at = row[FIELDS.index("f_input")]
-            return put(act, jnp.where(jax.lax.axis_index(AXIS) == 0, self._fed(x, 0), pick(act, at)), at)
+        def feed(x: jax.Array, stage_row: jax.Array, activations: jax.Array) -> jax.Array:
+            at = stage_row[FIELDS.index("f_input")]
+            first = jax.lax.axis_index(AXIS) == 0
+            return put(activations, jnp.where(first, first_input(context, x, 0), pick(activations, at)), at)
 
-        act = self._inside(fed, ("columns", "stage", "stage own"), "stage own")(x, row, aboard["act"])
+        ins = (Split.DEVICE_COLUMNS, Split.STAGE, Split.STAGE_DEVICE)
+        activations = context.per_device(feed, ins, Split.STAGE_DEVICE)(x, stage_rows, in_flight["activations"])
         # The caller passes the input and takes the cotangent of this tick, so the tick itself feeds and drains nothing.
-        skipped = [EVERY.index(name) for name in ("feeds", "drains")]
-        row = row.at[:, FIELDS.index("f_chunk")].set(1).at[:, FIELDS.index("b_chunk")].set(0)
-        carry = self({**carry, **aboard, "act": act}, row, every.at[np.asarray(skipped)].set(0))
-        carry = self.finish(carry, 0, row[:, FIELDS.index("b_first")])
-        return {name: carry[name] for name in aboard}, carry["grads"], carry["sums"], carry["x"][:, :1]
+        none = [GLOBAL_FIELDS.index(name) for name in ("feeds", "drains")]
+        stage_rows = stage_rows.at[:, FIELDS.index("f_chunk")].set(1).at[:, FIELDS.index("b_chunk")].set(0)
+        stage = carry.stage._replace(**{**in_flight, "activations": activations})
+        carry = tick(carry._replace(stage=stage), stage_rows, global_row.at[np.asarray(none)].set(0))
+        carry = tick.finish(carry, 0, stage_rows[:, FIELDS.index("b_first")])
+        return _stashes(context.program, carry), carry.stage.grads, carry.sums, carry.x[:, :1]
 
-    def _empty(self, weights: Any) -> Any:
-        return super()._empty(jax.tree.map(lambda w: w[:1], weights))
+    @property
+    def _tick(self) -> TickRunner:
+        return TickRunner(self.context, grad_chunks=1)
+
+
+def _start(tick: TickRunner, x: jax.Array) -> TickCarry:
+    """Returns empty buffers.
+
+    Raises:
+      ModelError: layers return losses or metrics, which calls do not pass on.
+    """
+    carry = tick.start(x)
+    if carry.stage.aux is not None:
+        raise ModelError(
+            f"asynchronous pipeline: layers returned {listing(carry.stage.aux.sums)} in addition to x, but these "
+            f"values are not kept for the microbatches in flight between calls. Remedy: use layers that return only x, "
+            f"or the schedule '1f1b'."
+        )
+    return carry
+
+
+def _stashes(program: PipelineProgram, carry: TickCarry) -> dict[str, Any]:
+    """Returns the arrays that outlive a call; residuals are only working memory if no forward stores them."""
+    stage = carry.stage
+    stored = {"residuals": stage.residuals} if program.activation_checkpointing == "none" else {}
+    return {"activations": stage.activations, "sent": stage.sent, **stored}

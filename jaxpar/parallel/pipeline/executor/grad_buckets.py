@@ -1,7 +1,7 @@
 """``GradientBuckets``: sums the gradients of one chunk over consecutive backwards, then scatters the sums.
 
-A *turn* is a series of consecutive backwards that a stage does for one chunk. All stages scatter the sums of a turn in
-the same tick, when the last stage ends that turn. Stages that are ahead meanwhile sum the next turn. Only the sums of a
+A *bucket* has the gradients of consecutive backwards that a stage does for one chunk. All stages scatter a bucket in
+the same tick, when the last stage completes it. Stages that are ahead meanwhile fill the next one. Only the sums of a
 few chunks are therefore unsharded at a time, in *slots*, for any number of chunks.
 """
 
@@ -24,8 +24,8 @@ class GradientBuckets:
 
     Attributes:
       slots: the number of chunks whose sums are unsharded at a time.
-      rows: int32 [ticks, stages, 4], in the order of ``COLUMNS``.
-      ends: int32 [ticks, 1], whether the stages scatter a turn in a tick.
+      rows: int32 [ticks, stages, 4], in the order of ``BUCKET_FIELDS``.
+      ends: int32 [ticks, 1], whether the stages scatter a bucket in a tick.
     """
 
     slots: int
@@ -33,56 +33,56 @@ class GradientBuckets:
     ends: np.ndarray
 
 
-COLUMNS = ("turn", "turn_begins", "turn_ended", "turn_chunk")
+BUCKET_FIELDS = ("bucket", "bucket_begins", "bucket_ends", "bucket_chunk")
 """The slot to which a tick adds gradients, whether they are its first, the slot to scatter, and that slot's chunk."""
 
 
-def turns_of(schedule: Schedule | AsyncSchedule, table: Table) -> GradientBuckets:
-    """Returns the turns of a schedule.
+def buckets_of(schedule: Schedule | AsyncSchedule, table: Table) -> GradientBuckets:
+    """Returns the gradient buckets of a schedule.
 
     Args:
       schedule: the schedule.
       table: its table.
 
     Raises:
-      ConfigError: the stages do not have equally many turns, so they cannot scatter together.
+      ConfigError: the stages do not have equally many buckets, so they cannot scatter together.
     """
     kind = "w" if schedule.split else "b"
     on, chunks = table.column(f"{kind}_on"), table.column(f"{kind}_chunk")
     each = [_of_stage(on[:, stage], chunks[:, stage]) for stage in range(schedule.stages)]
-    if len({len(turns) for turns in each}) > 1:
+    if len({len(buckets) for buckets in each}) > 1:
         raise ConfigError(
             "pipeline: grad_reduction is 'per_chunk', for which all stages must scatter a chunk's gradients together, "
             f"but in the schedule {schedule.name!r} with {schedule.microbatches} microbatches the stages change "
             f"chunks {', '.join(str(len(turns) - 1) for turns in each)} times. Remedy: set grad_reduction='per_step' "
             "or 'per_microbatch', or use the schedule 'interleaved'."
         )
-    ends = [max(turns[number][-1] for turns in each) for number in range(len(each[0]))]
-    rows = np.zeros((*on.shape, len(COLUMNS)), np.int32)
+    ends = [max(buckets[number][-1] for buckets in each) for number in range(len(each[0]))]
+    rows = np.zeros((*on.shape, len(BUCKET_FIELDS)), np.int32)
     slots = 0
-    for stage, turns in enumerate(each):
+    for stage, buckets in enumerate(each):
         lives = [
-            Live(time(turn[0], FORWARD), time(end, END), (number, 0))
-            for number, (turn, end) in enumerate(zip(turns, ends, strict=True))
+            Live(time(ticks[0], FORWARD), time(end, END), (number, 0))
+            for number, (ticks, end) in enumerate(zip(buckets, ends, strict=True))
         ]
         count, places = allocate(lives)
         slots = max(slots, count)
-        for number, (turn, end) in enumerate(zip(turns, ends, strict=True)):
+        for number, (ticks, end) in enumerate(zip(buckets, ends, strict=True)):
             slot = places[number, 0]
-            rows[turn, stage, 0] = slot
-            rows[turn[0], stage, 1] = 1
-            rows[end, stage, 2:] = slot, chunks[turn[0], stage]
+            rows[ticks, stage, 0] = slot
+            rows[ticks[0], stage, 1] = 1
+            rows[end, stage, 2:] = slot, chunks[ticks[0], stage]
     ended = np.zeros((len(on), 1), np.int32)
     ended[ends] = 1
     return GradientBuckets(slots, rows, ended)
 
 
 def _of_stage(on: np.ndarray, chunks: np.ndarray) -> list[list[int]]:
-    """Returns the ticks of each turn of a stage."""
-    turns: list[list[int]] = []
+    """Returns the ticks of each bucket of a stage."""
+    buckets: list[list[int]] = []
     for tick in np.flatnonzero(on):
-        if turns and chunks[turns[-1][-1]] == chunks[tick]:
-            turns[-1].append(int(tick))
+        if buckets and chunks[buckets[-1][-1]] == chunks[tick]:
+            buckets[-1].append(int(tick))
         else:
-            turns.append([int(tick)])
-    return turns
+            buckets.append([int(tick)])
+    return buckets

@@ -16,18 +16,6 @@ from jaxpar.sharding.hardware.topology import platform_of
 from jaxpar.sharding.layout import current_layout
 
 
-def each_of(f: Callable[[str, Any], Any], kinds: Any, tree: Any) -> Any:
-    """Returns ``f(kind, array)`` for every array; ``kinds`` is a prefix of the tree."""
-    return jax.tree.map(lambda kind, part: jax.tree.map(lambda x: f(kind, x), part), kinds, tree)
-
-
-def pairs(kinds: Any, tree: Any) -> list[tuple[str, Any]]:
-    """Returns the kind and the value of every array."""
-    found: list[tuple[str, Any]] = []
-    each_of(lambda kind, x: found.append((kind, x)), kinds, tree)
-    return found
-
-
 def at_least_fp32_dtype(dtype: Any) -> Any:
     """Returns the dtype, promoted to at least fp32."""
     return jnp.promote_types(dtype, jnp.float32)
@@ -48,9 +36,9 @@ def check_alike(x: Any, y: Any) -> None:
         )
 
 
-def reader(row: jax.Array) -> Callable[[str], jax.Array]:
-    """Returns a function that reads a field of a row by name."""
-    return lambda name: row[FIELDS.index(name)]
+def reader(stage_row: jax.Array) -> Callable[[str], jax.Array]:
+    """Returns a function that reads a field of a stage's row by name."""
+    return lambda name: stage_row[FIELDS.index(name)]
 
 
 def pick(tree: Any, i: Any) -> Any:
@@ -64,10 +52,10 @@ def put(buffer: jax.Array, x: jax.Array, slot: jax.Array) -> jax.Array:
     return jax.lax.dynamic_update_index_in_dim(buffer, x.astype(buffer.dtype), slot, 0, allow_negative_indices=False)
 
 
-def from_neighbour(x: jax.Array, way: str) -> jax.Array:
+def from_neighbour(x: jax.Array, direction: str) -> jax.Array:
     """Returns ``x`` of the previous stage (``down``) or of the next stage (``up``)."""
     stages = jax.lax.axis_size(AXIS)
-    step = 1 if way == "down" else -1
+    step = 1 if direction == "down" else -1
     return jax.lax.ppermute(x, AXIS, [(i, (i + step) % stages) for i in range(stages)])
 
 

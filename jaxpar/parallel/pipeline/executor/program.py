@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpar.parallel.pipeline.executor.grad_buckets import COLUMNS, GradientBuckets, turns_of
+from jaxpar.parallel.pipeline.executor.grad_buckets import BUCKET_FIELDS, GradientBuckets, buckets_of
 from jaxpar.parallel.pipeline.executor.layer_inputs import LayerScalars
 from jaxpar.parallel.pipeline.executor.sequence_chunks import SequenceCarry
 from jaxpar.parallel.pipeline.executor.stage import StageLayer
@@ -23,17 +23,17 @@ type Head = Callable[[Any, Any, jax.Array], tuple[Any, tuple[Any, jax.Array]]]
 
 
 @dataclass(frozen=True)
-class Before:
+class Embedding:
     """The embedding and its backward, if they run in the ticks, one microbatch at a time.
 
     Attributes:
-      given: ``given(weights, microbatch) -> x`` computes the input of the first layer.
-      back: ``back(weights, microbatch, cotangent, sums) -> sums`` adds the embedding's gradients to the sums of
-        ``head``.
+      forward: ``forward(weights, microbatch) -> x`` computes the input of the first layer.
+      add_grads: ``add_grads(weights, microbatch, cotangent, sums) -> sums`` adds the embedding's gradients to the sums
+        of ``head``.
     """
 
-    given: Callable[[Any, Any], jax.Array]
-    back: Callable[[Any, Any, jax.Array, Any], Any]
+    forward: Callable[[Any, Any], jax.Array]
+    add_grads: Callable[[Any, Any, jax.Array, Any], Any]
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class PipelineProgram:
     Attributes:
       schedule: which stage does which operation in which tick.
       layer: runs one layer of the model.
-      side: ``side(microbatch, read)`` computes the layers' further inputs; ``read`` are weights, replicated over
+      side: ``side(microbatch, side_weights)`` computes the layers' further inputs; ``side_weights`` are replicated over
         stages.
       head: ``head(weights, microbatch, y) -> (sums, (cotangent, counts))``: the microbatch's part of the sums over all
         microbatches, the cotangent of ``y``, and the microbatch's weight in the sums and in the differentiated loss,
@@ -53,18 +53,19 @@ class PipelineProgram:
       axes: the mesh axes of the batch and the sequence. Each device along them has its own rows.
       activation_checkpointing: ``full`` stores the input of a forward, from which the backward recomputes it. ``none``
         stores its residuals.
-      divergent: the loops of a stage follow its own row, rather than run whenever any stage needs them.
+      independent: the loops of a stage follow its own row. Otherwise the stages run in lockstep: a loop runs on all
+        stages if any of them needs it.
       reduce: reduces the gradients of one layer for every microbatch; ``None`` leaves each device its own gradients.
-      turn: reduces the summed gradients of one layer at the end of a chunk's turn; ``None`` if there are no turns. See
+      reduce_bucket: reduces the gradients of one layer once a bucket; ``None`` if there are no buckets. See
         :mod:`jaxpar.parallel.pipeline.executor.grad_buckets`.
       counts: [stages, chunks], the number of layers in each chunk; ``None`` if all are equal.
       starts: [stages, chunks], the index in the model of the first layer of each chunk.
       dims: the logical dims of the activations between layers.
-      kept: the slots of layers, if the first layers of a stage recompute. Only with
+      layer_slots: the slots of layers, if the first layers of a stage recompute. Only with
         ``activation_checkpointing="none"``.
-      again: [stages], the number of layers of each piece that recompute.
+      recompute: [stages], the number of layers of each piece that recompute.
       carry: how layers process sequence chunks; ``None`` for full sequences.
-      before: the embedding, if it runs in the ticks; ``None`` if it ran for the full batch.
+      embedding: the embedding, if it runs in the ticks; ``None`` if it ran for the full batch.
     """
 
     schedule: Schedule | AsyncSchedule
@@ -73,23 +74,24 @@ class PipelineProgram:
     head: Head
     axes: Axes
     activation_checkpointing: ActivationCheckpointing = "full"
-    divergent: bool = False
+    independent: bool = False
     reduce: Callable[[Any], Any] | None = None
-    turn: Callable[[Any], Any] | None = None
+    reduce_bucket: Callable[[Any], Any] | None = None
     counts: np.ndarray | None = None
     starts: np.ndarray | None = None
     join: Callable[[Any, LayerScalars], Any] = lambda sums, extras: sums
     dims: tuple[str | None, ...] | None = None
-    kept: Kept | None = None
-    again: tuple[int, ...] = ()
+    layer_slots: Kept | None = None
+    recompute: tuple[int, ...] = ()
     carry: SequenceCarry | None = None
-    before: Before | None = None
+    embedding: Embedding | None = None
     table: Table = field(init=False)
-    turns: GradientBuckets | None = field(init=False)
+    buckets: GradientBuckets | None = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "table", self.schedule.table(self.activation_checkpointing))
-        object.__setattr__(self, "turns", None if self.turn is None else turns_of(self.schedule, self.table))
+        buckets = None if self.reduce_bucket is None else buckets_of(self.schedule, self.table)
+        object.__setattr__(self, "buckets", buckets)
 
     def was_first(self) -> np.ndarray:
         """Returns whether each stage did the backward of the first layers in the previous tick, [ticks + 1, stages]."""
@@ -99,52 +101,53 @@ class PipelineProgram:
         """Returns the rows of each stage and of all stages together.
 
         Returns:
-          int32 [ticks, stages, columns], and int32 [ticks, columns] in the order of ``EVERY``.
+          int32 [ticks, stages, columns], and int32 [ticks, columns] in the order of ``GLOBAL_FIELDS``.
         """
         rows = np.concatenate([self.table.stages, self.was_first()[:-1, :, None]], axis=2)
         does = [self.table.column(f"{kind}_on").any(axis=1) for kind in "fbw"]
         works = self.table.ticks < self.schedule.microbatches
-        every = np.concatenate([self.table.ticks, np.stack(does, 1), works], axis=1).astype(np.int32)
-        if self.turns is not None:
-            rows, every = np.concatenate([rows, self.turns.rows], 2), np.concatenate([every, self.turns.ends], 1)
-        if self.kept is not None:
-            rows = np.concatenate([rows, self.kept.slots.reshape(*rows.shape[:2], -1)], axis=2)
-        return rows, every
+        global_rows = np.concatenate([self.table.ticks, np.stack(does, 1), works], axis=1).astype(np.int32)
+        if self.buckets is not None:
+            rows = np.concatenate([rows, self.buckets.rows], axis=2)
+            global_rows = np.concatenate([global_rows, self.buckets.ends], axis=1)
+        if self.layer_slots is not None:
+            rows = np.concatenate([rows, self.layer_slots.slots.reshape(*rows.shape[:2], -1)], axis=2)
+        return rows, global_rows
 
-    def slots(self, row: jax.Array) -> dict[str, jax.Array]:
+    def slots(self, stage_row: jax.Array) -> dict[str, jax.Array]:
         """Returns the slots of layers in a stage's row, [layers] for each name in ``LAYERED``."""
-        first = len(FIELDS) + 1 + (0 if self.turns is None else len(COLUMNS))
-        columns = row[first:].reshape(len(LAYERED), -1)
+        first = len(FIELDS) + 1 + (0 if self.buckets is None else len(BUCKET_FIELDS))
+        columns = stage_row[first:].reshape(len(LAYERED), -1)
         return dict(zip(LAYERED, columns, strict=True))
 
-    def does_again(self) -> tuple[int, int]:
+    def recomputed_layers(self) -> tuple[int, int]:
         """Returns the number of layers that are recomputed in all ticks, and the number of ticks.
 
-        With ``divergent``, both numbers are summed over stages.
+        With ``independent``, both numbers are summed over stages.
         """
-        most, rounds = (0, 0) if self.kept is None else (self.kept.again, self.kept.rounds)
-        count, ticks = self.does("backward")
-        return (rounds if self.divergent else count * most), ticks
+        most, total = (0, 0) if self.layer_slots is None else (self.layer_slots.again, self.layer_slots.rounds)
+        count, ticks = self.active_ticks("backward")
+        return (total if self.independent else count * most), ticks
 
-    def does(self, name: str) -> tuple[int, int]:
+    def active_ticks(self, name: str) -> tuple[int, int]:
         """Returns the number of ticks that contain an operation, and the number of ticks.
 
-        With ``divergent``, both numbers are summed over stages for operations that stages do on their own.
+        With ``independent``, both numbers are summed over stages for operations that stages do on their own.
 
         Args:
-          name: a column of ``EVERY``.
+          name: a field of ``GLOBAL_FIELDS``.
         """
-        if self.divergent and name in ("forward", "backward", "weights"):
+        if self.independent and name in ("forward", "backward", "weights"):
             each = self.table.column(f"{name[0]}_on")
             return int(each.sum()), each.size
-        column = self.rows()[1][:, EVERY.index(name)]
+        column = self.rows()[1][:, GLOBAL_FIELDS.index(name)]
         return int(column.sum()), len(column)
 
 
-EVERY = (*ALL, "forward", "backward", "weights", "feeds", "heads", "drains", "turns")
-"""The columns of a tick for all stages: microbatches, then whether any stage does an operation."""
+GLOBAL_FIELDS = (*ALL, "forward", "backward", "weights", "feeds", "heads", "drains", "buckets")
+"""The fields of a tick for all stages: microbatches, then whether any stage does an operation."""
 
 
-def of_every(every: jax.Array, name: str) -> jax.Array:
-    """Returns a column of a tick, by its name in ``EVERY``."""
-    return every[EVERY.index(name)]
+def global_field(global_row: jax.Array, name: str) -> jax.Array:
+    """Returns a field of the row of all stages, by its name in ``GLOBAL_FIELDS``."""
+    return global_row[GLOBAL_FIELDS.index(name)]

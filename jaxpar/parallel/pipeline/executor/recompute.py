@@ -48,7 +48,7 @@ def forward(
     return found
 
 
-def again(
+def restore_residuals(
     chunk: Chunk, times: jax.Array, side: Any, residuals: Buffers, inputs: Buffers, slots: dict[str, jax.Array]
 ) -> Buffers:
     """Recomputes the residuals of the first ``times`` layers, and writes them to the slots that the backward reads.

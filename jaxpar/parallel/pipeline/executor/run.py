@@ -6,8 +6,8 @@ Lockstep: if any stage has a forward (or a backward) in a tick, the loop over la
 runs zero iterations on all stages. An idle stage computes values that nothing reads. This takes no longer than the
 bubble, and it is safe with collectives over any other mesh axis.
 
-Independent (``divergent``): each stage's loops follow its own row, so a stage waits only for its neighbours. Layers
-must then contain no collective.
+Independent: each stage's loops follow its own row, so a stage waits only for its neighbours. Layers must then contain
+no collective.
 """
 
 from __future__ import annotations
@@ -17,36 +17,41 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpar.parallel.pipeline.executor.program import PipelineProgram
+from jaxpar.parallel.pipeline.executor.carry import TickCarry
 from jaxpar.parallel.pipeline.executor.tick import TickRunner
+from jaxpar.parallel.pipeline.executor.tick_context import TickContext
 
 
-def run(
-    program: PipelineProgram, weights: Any, after: Any, x: jax.Array | None, pieces: Any, read: Any = ()
-) -> tuple[Any, Any, jax.Array | None]:
+def run(context: TickContext, x: jax.Array | None) -> tuple[Any, Any, jax.Array | None]:
     """Runs all ticks of a training schedule and returns each device's own gradients and sums.
 
     Args:
-      program: the schedule's table and the functions to call.
-      weights: of the layers, [stages, chunks, layers, ...].
-      after: the other weights, which ``head`` and ``before`` receive.
+      context: the program and its arrays.
       x: the input of the first layer, [devices, microbatches, rows, ...], where devices are those along
-        ``program.axes``; ``None`` if the program has a ``before``.
-      pieces: the batch, [devices, microbatches, rows, ...].
-      read: the weights that ``program.side`` receives.
+        ``program.axes``; ``None`` if the program has an ``embedding``.
 
     Returns:
       Gradients [stages, devices, chunks, layers, ...], sums over microbatches [devices, ...], and the cotangents of
       ``x`` in its shape, or ``None``.
     """
-    tick = TickRunner(
-        program, weights, after, pieces, x is not None and x.shape[-1] % program.schedule.stages == 0, read
-    )
-    rows, every = program.rows()
+    carry = _all_ticks(context, x)
+    return carry.stage.grads, carry.sums, None if x is None else carry.x[:, :-1]
 
-    def one(carry: Any, xs: tuple[jax.Array, jax.Array]) -> tuple[Any, None]:
-        return tick(carry, *xs), None
 
-    carry, _ = jax.lax.scan(one, tick.start(x), (jnp.asarray(rows), jnp.asarray(every)))
-    carry = tick.finish(carry, program.table.last, jnp.asarray(program.was_first()[-1]))
-    return carry["grads"], carry["sums"], None if x is None else carry["x"][:, :-1]
+def run_forward(context: TickContext, x: jax.Array | None) -> Any:
+    """Runs all ticks of a forward-only schedule, as in an evaluation, which stores nothing for backwards.
+
+    Args:
+      context, x: as for :func:`run`. The program's ``head`` returns no cotangent.
+
+    Returns:
+      Sums over microbatches, each device's own [devices, ...].
+    """
+    return _all_ticks(context, x).sums
+
+
+def _all_ticks(context: TickContext, x: jax.Array | None) -> TickCarry:
+    tick, program = TickRunner(context), context.program
+    one = lambda carry, rows: (tick(carry, *rows), None)
+    carry, _ = jax.lax.scan(one, tick.start(x), tuple(map(jnp.asarray, program.rows())))
+    return tick.finish(carry, program.table.last, jnp.asarray(program.was_first()[-1]))

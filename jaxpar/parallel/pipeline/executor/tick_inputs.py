@@ -2,39 +2,46 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 
-from jaxpar.parallel.pipeline.executor.grad_buckets import COLUMNS
+from jaxpar.parallel.pipeline.executor.carry import StageCarry
+from jaxpar.parallel.pipeline.executor.grad_buckets import BUCKET_FIELDS
 from jaxpar.parallel.pipeline.schedules.table import FIELDS
 
 
 @dataclass(frozen=True)
 class TickInputs:
-    """The data that a stage has in a tick.
+    """The per-device arrays that a stage has in a tick.
 
     Attributes:
-      row: its row of the table.
-      every: the row of all stages.
+      stage_row: its row of the table.
+      global_row: the row of all stages together.
       weights: its weights, [chunks, layers, ...].
-      now: its part of the carry.
+      carry: its arrays from tick to tick.
+      x: the input of the first layer; see :class:`jaxpar.parallel.pipeline.executor.carry.TickCarry`.
       y: the output of its forward.
-      cotangent: from the head: the cotangent of its input, and the weights (``counts``) of the microbatch.
-      pieces: the batch.
-      read: the weights that ``side`` reads.
+      head_grad: what the head returned for the backward of its microbatch.
+      batch: [microbatches, rows, ...].
+      side_weights: the weights that ``PipelineProgram.side`` receives.
     """
 
-    row: jax.Array
-    every: jax.Array
+    stage_row: jax.Array
+    global_row: jax.Array
     weights: Any
-    now: dict[str, Any]
+    carry: StageCarry
+    x: jax.Array
     y: jax.Array
-    cotangent: Any
-    pieces: Any
-    read: Any
+    head_grad: Any
+    batch: Any
+    side_weights: Any
 
-    def at(self, name: str) -> jax.Array:
-        """Returns a field of the row."""
-        return self.row[(*FIELDS, "was_first", *COLUMNS).index(name)]
+    def field(self, name: str) -> jax.Array:
+        """Returns a field of the stage's row."""
+        return self.stage_row[(*FIELDS, "was_first", *BUCKET_FIELDS).index(name)]
+
+    def updated(self, **arrays: Any) -> TickInputs:
+        """Returns these inputs with other arrays in ``carry``."""
+        return replace(self, carry=self.carry._replace(**arrays))

@@ -9,7 +9,7 @@ import pytest
 
 import jaxpar as jp
 from jaxpar.errors import ConfigError
-from jaxpar.parallel.pipeline.executor.grad_buckets import turns_of
+from jaxpar.parallel.pipeline.executor.grad_buckets import buckets_of
 
 # name, stages, microbatches, chunks, slots of full sums, scatters
 CASES = [
@@ -27,25 +27,25 @@ def test_every_gradient_is_scattered_once(case: tuple[str, int, int, int, int, i
     name, stages, microbatches, chunks, slots, scatters = case
     schedule = jp.pipeline.schedule(name, stages=stages, microbatches=microbatches, chunks=chunks)
     table, kind = schedule.table("none"), "w" if schedule.split else "b"
-    turns = turns_of(schedule, table)
+    buckets = buckets_of(schedule, table)
     on, chunk, microbatch = (table.column(f"{kind}_{what}") for what in ("on", "chunk", "microbatch"))
     for stage in range(stages):
         whole: dict[int, list[tuple[int, int]]] = {}
         scattered: list[tuple[int, int]] = []
         for tick in range(len(on)):
-            slot, begins, ended, to = map(int, turns.rows[tick, stage])
+            slot, begins, ended, to = map(int, buckets.rows[tick, stage])
             if on[tick, stage]:
                 if begins:
                     assert not whole.get(slot), f"tick {tick} of stage {stage} begins in a slot that was not scattered"
                     whole[slot] = []
                 whole[slot].append((int(chunk[tick, stage]), int(microbatch[tick, stage])))
-            if turns.ends[tick, 0]:
+            if buckets.ends[tick, 0]:
                 assert {number for number, _ in whole[ended]} == {to}
                 scattered += whole.pop(ended)
         assert not any(whole.values())
         assert sorted(scattered) == [(c, m) for c in range(chunks) for m in range(microbatches)]
-    assert (turns.slots, int(turns.ends.sum())) == (slots, scatters)
-    assert np.all(turns.rows[:, :, (0, 2)] < turns.slots)
+    assert (buckets.slots, int(buckets.ends.sum())) == (slots, scatters)
+    assert np.all(buckets.rows[:, :, (0, 2)] < buckets.slots)
 
 
 def test_stages_that_change_chunks_at_odds_are_named() -> None:
@@ -56,4 +56,4 @@ def test_stages_that_change_chunks_at_odds_are_named() -> None:
         "grad_reduction='per_step' or 'per_microbatch', or use the schedule 'interleaved'."
     )
     with pytest.raises(ConfigError, match=f"^{re.escape(text)}$"):
-        turns_of(schedule, schedule.table("none"))
+        buckets_of(schedule, schedule.table("none"))

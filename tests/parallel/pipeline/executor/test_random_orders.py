@@ -17,8 +17,9 @@ from one_step import check_same, layout_of, one_step
 from random_orders import orders_of_ones_own
 
 import jaxpar as jp
-from jaxpar.parallel.pipeline.executor.program import EVERY, PipelineProgram
+from jaxpar.parallel.pipeline.executor.program import GLOBAL_FIELDS, PipelineProgram
 from jaxpar.parallel.pipeline.executor.run import run
+from jaxpar.parallel.pipeline.executor.tick_context import TickContext
 from jaxpar.parallel.pipeline.schedules.schedule import Schedule
 from jaxpar.parallel.pipeline.schedules.table import _BUFFERS, CHANNELS, FIELDS, ActivationCheckpointing, Table
 from jaxpar.sharding.layout import tracing_under
@@ -49,7 +50,7 @@ class Given(PipelineProgram):
     def rows(self) -> Any:
         return self.numbers
 
-    def does(self, name: str) -> tuple[int, int]:
+    def active_ticks(self, name: str) -> tuple[int, int]:
         return 1, 1
 
 
@@ -72,7 +73,7 @@ def numbers_of(
     The first microbatch is fed in a tick before all others; the last one leaves in a tick after them.
     """
     program = PipelineProgram(schedule, layer, lambda piece: piece, head, (), activation_checkpointing)
-    (rows, every), table = program.rows(), program.table
+    (rows, global_rows), table = program.rows(), program.table
     found = np.zeros((ticks, *rows.shape[1:]), np.int32)
     length, before, behind = len(rows), found[0], found[len(rows) + 1]
     found[1 : length + 1] = rows
@@ -84,10 +85,13 @@ def numbers_of(
             before[:, at] = np.where(table.first[0] == size, nowhere, table.first[0]) if name == "act_feed" else nowhere
             found[1 : length + 1, :, at] = np.where(rows[:, :, at] == size, nowhere, rows[:, :, at])
     behind[:, len(FIELDS)] = table.column("b_first")[-1]
-    all_ = np.zeros((ticks, every.shape[1]), np.int32)
-    all_[1 : length + 1] = every
-    all_[0, [EVERY.index("feed"), EVERY.index("feeds")]] = table.first[1], 1
-    all_[length + 1, [EVERY.index("drain"), EVERY.index("drains")]] = table.last, table.last < schedule.microbatches
+    all_ = np.zeros((ticks, global_rows.shape[1]), np.int32)
+    all_[1 : length + 1] = global_rows
+    all_[0, [GLOBAL_FIELDS.index("feed"), GLOBAL_FIELDS.index("feeds")]] = table.first[1], 1
+    all_[length + 1, [GLOBAL_FIELDS.index("drain"), GLOBAL_FIELDS.index("drains")]] = (
+        table.last,
+        table.last < schedule.microbatches,
+    )
     return found, all_
 
 
@@ -107,7 +111,7 @@ def pipelined(
             program = Given(
                 like, layer, lambda piece, read: piece["side"], head, (), activation_checkpointing, numbers=numbers
             )
-            return run(program, weights, after, x, pieces)
+            return run(TickContext.of(program, x, weights, after, pieces), x)
 
     everywhere = jax.NamedSharding(layout.mesh, jax.P())
     return jax.jit(pipe, in_shardings=everywhere, compiler_options={"xla_backend_optimization_level": 0})

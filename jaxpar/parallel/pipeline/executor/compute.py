@@ -1,0 +1,164 @@
+"""The compute of a stage in a tick: forward, backward, and the sums of gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar.parallel.collectives.gather_reduce import at_least_fp32
+from jaxpar.parallel.pipeline.executor import recompute
+from jaxpar.parallel.pipeline.executor.aux_losses import add_scalars, zeros_of
+from jaxpar.parallel.pipeline.executor.carry import StageCarry, TickCarry
+from jaxpar.parallel.pipeline.executor.layer_placement import AXIS
+from jaxpar.parallel.pipeline.executor.per_device import Split
+from jaxpar.parallel.pipeline.executor.primitives import at_least_fp32_dtype, pick, reader
+from jaxpar.parallel.pipeline.executor.program import PipelineProgram, global_field
+from jaxpar.parallel.pipeline.executor.sequence_chunks import slots_of
+from jaxpar.parallel.pipeline.executor.stage import Add, held, read, write
+from jaxpar.parallel.pipeline.executor.tick_context import TickContext
+from jaxpar.parallel.pipeline.executor.tick_inputs import TickInputs
+
+
+def forward(
+    context: TickContext, carry: TickCarry, stage_rows: jax.Array, global_row: jax.Array
+) -> tuple[TickCarry, jax.Array]:
+    """Runs the forward of a chunk on every stage; returns the carry, and the outputs [stages, devices, rows, ...]."""
+    program = context.program
+    stores = program.activation_checkpointing == "none"
+    changes = stores or program.carry is not None
+
+    def local(
+        stage_row: jax.Array, global_row: jax.Array, weights: Any, side_weights: Any, stage: StageCarry, batch: Any
+    ) -> tuple[StageCarry, jax.Array]:
+        field, residuals, inputs = reader(stage_row), stage.residuals, stage.layer_inputs
+        side = program.side(pick(batch, field("f_microbatch")), side_weights)
+        chunk = context.chunk(weights, field("f_chunk"), context.is_on("forward", field, global_row))
+        with context.loop_scope("forward"):
+            x, scalars = pick(stage.activations, field("f_input")), zeros_of(stage.aux)
+            if inputs:
+                slots = program.slots(stage_row)
+                y, residuals, inputs, scalars = recompute.forward(chunk, x, side, residuals, inputs, slots, scalars)
+            else:
+                slot = slots_of(field, "f", field("f_residuals") if stores else None, program.schedule.sequence_chunks)
+                y, found, scalars = chunk.forward(x, side, residuals if changes else [], slot, scalars)
+                residuals = found if changes else residuals
+        aux = add_scalars(stage.aux, scalars, field("f_on"), field("f_microbatch"))
+        return StageCarry(aux=aux, residuals=residuals, layer_inputs=inputs), context.constrained(y)
+
+    own, stage = Split.STAGE_DEVICE, carry.stage
+    ins = (Split.STAGE, Split.REPLICATED, Split.STAGE, Split.REPLICATED, own, Split.DEVICE)
+    call = context.per_device(local, ins, (own, own))
+    # The program receives only what a forward reads.
+    given = stage._replace(cotangents=(), split_residuals=(), sent=(), received=(), grads=(), buckets=())
+    found, y = call(stage_rows, global_row, context.weights, context.side_weights, given, context.batch)
+    stage = stage._replace(aux=found.aux, residuals=found.residuals, layer_inputs=found.layer_inputs)
+    return carry._replace(stage=stage), y
+
+
+def backward(context: TickContext, tick: TickInputs) -> TickInputs:
+    """Runs the backward of a chunk, or, if backwards are split, the B of one chunk and the W of another."""
+    program, carry, field, sums = context.program, tick.carry, tick.field, _sums_field(context.program)
+    chunk = context.chunk(tick.weights, field("b_chunk"), context.is_on("backward", field, tick.global_row))
+    side = _side_of_backward(context, tick, field("b_microbatch"))
+    from_input = program.activation_checkpointing == "full"
+    residuals, kept = carry.residuals, jnp.asarray(0) if from_input else field("b_residuals")
+    slot = slots_of(field, "b", kept, program.schedule.sequence_chunks)
+    if from_input:
+        with context.loop_scope("backward"):
+            _, residuals, _ = chunk.forward(pick(carry.activations, field("b_input")), side, residuals, slot)
+    elif program.layer_slots is not None:
+        slots = program.slots(tick.stage_row)
+        slot = slots["b_residuals"]
+        with context.loop_scope("recompute"):
+            times = context.is_on("backward", field, tick.global_row) * _recomputed(program)
+            residuals = recompute.restore_residuals(chunk, times, side, residuals, carry.layer_inputs, slots)
+    cotangent = pick(carry.cotangents, field("b_cotangent"))
+    if not program.schedule.split:
+        add = _grad_adder(context, tick, "b")
+        with context.loop_scope("backward"):
+            found = chunk.backward(residuals, slot, side, cotangent, add, getattr(carry, sums))
+        sent, total, residuals = found
+        return tick.updated(**{sums: total}, residuals=residuals, sent=context.constrained(sent))
+    with context.loop_scope("backward"):
+        sent, stored = chunk.backward_of_inputs(residuals, slot, side, cotangent, carry.split_residuals, field("b_own"))
+    late = context.chunk(tick.weights, field("w_chunk"), context.is_on("weights", field, tick.global_row))
+    side = _side_of_backward(context, tick, field("w_microbatch"))
+    halves = late.halves(side, [jnp.zeros(k.shape[2:], k.dtype) for k in residuals], jnp.zeros_like(cotangent))
+    add = _grad_adder(context, tick, "w")
+    with context.loop_scope("weights"):
+        total = late.backward_of_weights(stored, field("w_own"), side, halves, add, getattr(carry, sums))
+    sent = context.constrained(sent)
+    return tick.updated(**{sums: total}, residuals=residuals, split_residuals=stored, sent=sent)
+
+
+def flush_bucket(context: TickContext, tick: TickInputs) -> TickInputs:
+    """Reduces a bucket that is complete, layer by layer, and adds it to the sums of its chunk."""
+    reduce_bucket, buckets = context.program.reduce_bucket, tick.carry.buckets
+    if reduce_bucket is None:
+        return tick
+
+    def one(i: jax.Array, sums: Any) -> Any:
+        slot, chunk = held((tick.field("bucket_ends"), tick.field("bucket_chunk")), i)
+        own = jax.tree.map(lambda total: read([total], slot, i)[0], buckets)
+        more = lambda total, part: write(total, read([total], chunk, i)[0] + part, chunk, i)
+        return jax.tree.map(more, sums, reduce_bucket(own))
+
+    layers = jax.tree.leaves(tick.weights)[0].shape[1]
+    with context.loop_scope("buckets"):
+        times = global_field(tick.global_row, "buckets") * layers
+        return tick.updated(grads=jax.lax.fori_loop(0, times, one, tick.carry.grads))
+
+
+def empty_grads(program: PipelineProgram, weights: Any, chunks: int) -> Any:
+    """Returns zeros for the sums of gradients [chunks, layers, ...], in fp32 or wider."""
+    layer = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape[2:], w.dtype), weights)
+    found = jax.eval_shape(program.reduce_bucket or program.reduce or (lambda grads: grads), layer)
+    zeros = lambda w, g: jnp.zeros((chunks, w.shape[1], *g.shape), at_least_fp32_dtype(g.dtype))
+    return jax.tree.map(zeros, weights, found)
+
+
+def empty_buckets(program: PipelineProgram, weights: Any) -> Any:
+    """Returns zeros for the sums [slots, layers, ...] of the current buckets, or an empty list without buckets."""
+    if program.buckets is None:
+        return []
+    slots = program.buckets.slots
+    return jax.tree.map(lambda w: jnp.zeros((slots, *w.shape[1:]), at_least_fp32_dtype(w.dtype)), weights)
+
+
+def _side_of_backward(context: TickContext, tick: TickInputs, microbatch: jax.Array) -> Any:
+    """Returns the layers' further inputs for a microbatch in its backward, with the weight of its loss."""
+    side, aux = context.program.side(pick(tick.batch, microbatch), tick.side_weights), tick.carry.aux
+    return side if aux is None else side._replace(weight=pick(aux.weights, microbatch)[1])
+
+
+def _sums_field(program: PipelineProgram) -> str:
+    """The array of ``StageCarry`` to which a backward adds gradients."""
+    return "grads" if program.buckets is None else "buckets"
+
+
+def _grad_adder(context: TickContext, tick: TickInputs, kind: str) -> Add:
+    """Returns a function that adds a layer's gradients to sums [chunks or slots, layers, ...], in at least fp32."""
+    reduce, on = context.program.reduce, tick.field(f"{kind}_on")
+    if context.program.buckets is None:
+        number, begins = tick.field(f"{kind}_chunk"), None
+    else:
+        number, begins = tick.field("bucket"), tick.field("bucket_begins")
+
+    def add(sums: Any, i: jax.Array, grads: Any, exists: jax.Array) -> Any:
+        def one(total: jax.Array, grad: jax.Array) -> jax.Array:
+            (have,) = read([total], number, i)
+            have = have if begins is None else jnp.where(begins == 1, 0, have)
+            return write(total, have + jnp.where((on == 1) & exists, at_least_fp32(grad), 0), number, i)
+
+        return jax.tree.map(one, sums, grads if reduce is None else reduce(grads))
+
+    return add
+
+
+def _recomputed(program: PipelineProgram) -> jax.Array:
+    """Returns how many layers a backward recomputes: the stage's own number if independent, else the largest one."""
+    most = program.layer_slots.again if program.layer_slots is not None else 0
+    each = [min(n, most) for n in program.recompute]
+    return jnp.asarray(each)[jax.lax.axis_index(AXIS)] if program.independent else jnp.asarray(most)
