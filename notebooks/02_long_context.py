@@ -128,9 +128,10 @@ SEQ, HEADS, HEAD_DIM = 256, 8, 16
 def why(kv_heads, asked="auto"):
     q = jax.ShapeDtypeStruct((1, SEQ, HEADS, HEAD_DIM), jnp.float32)
     k = jax.ShapeDtypeStruct((1, SEQ, kv_heads, HEAD_DIM), jnp.float32)
-    spread = jp.context.Spread(layout.resolve(Q, q.shape).axes, layout.resolve(KV, k.shape).axes)
-    return jp.context.choice(asked, q, k, spread, layout.sizes), {
-        impl: jp.context.sends(impl, q, k, spread, layout.sizes) for impl in ("ring", "gather", "ulysses", "hybrid")
+    spread = jp.context.QKVSharding(layout.resolve(Q, q.shape).axes, layout.resolve(KV, k.shape).axes)
+    return jp.context.select_impl(asked, q, k, spread, layout.sizes), {
+        impl: jp.context.bytes_sent(impl, q, k, spread, layout.sizes)
+        for impl in ("ring", "gather", "ulysses", "hybrid")
     }
 
 

@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from jaxpar.parallel.attention.attention_local import KEYS, check_heads, compute, ordered, roles, with_sinks
-from jaxpar.parallel.attention.cost_model import AttentionRequest, Spread
+from jaxpar.parallel.attention.cost_model import AttentionRequest, QKVSharding
 from jaxpar.parallel.attention.dropout import global_indices, manual_axes_of
 from jaxpar.parallel.attention.kernels.dense import dense
 from jaxpar.parallel.attention.kernels.gpu_flash import mha
@@ -22,7 +22,7 @@ from jaxpar.parallel.attention.kernels.select import Kernel, KernelChoice, find
 from jaxpar.parallel.attention.mask import Mask
 from jaxpar.parallel.attention.options import Impl, Options, check_impl, check_order, read, read_keep
 from jaxpar.parallel.attention.padded_tokens import Arrays, result_without_padding, without_padding
-from jaxpar.parallel.attention.select import Choice, choice, observed
+from jaxpar.parallel.attention.select import Choice, observed, select_impl
 from jaxpar.parallel.attention.split import ulysses as exchange
 from jaxpar.parallel.attention.split.partition import AttentionPlan, Backend
 from jaxpar.parallel.attention.split.token_order import check_given, permutation
@@ -116,7 +116,7 @@ def attention(
         if array_options.order is not None:
             options["order"] = array_options.order
     q, k, v = (hint(x, *dims) for x, dims in zip(arrays, (q_dims, kv_dims, kv_dims), strict=True))
-    spread = Spread(_axes(q, q_dims), _axes(k, kv_dims))
+    spread = QKVSharding(_axes(q, q_dims), _axes(k, kv_dims))
     array_options, first_head = _add_sequence_indices(q, array_options, q_dims)
     # Tokens added by ``pad`` are 0 already, so only the caller's own segments need zeroing.
     segments = _shard_segments(array_options.segments, spread) if given else None
@@ -133,7 +133,9 @@ def attention(
     )
     layout = current_layout()
     links = links_of(layout.mesh) if impl == "auto" else None
-    picked = choice(impl, q, k, spread, layout.sizes, heads_axis=swapped, kernel=kernel, request=request, links=links)
+    picked = select_impl(
+        impl, q, k, spread, layout.sizes, heads_axis=swapped, kernel=kernel, request=request, links=links
+    )
     if impl == "auto":
         observed(call_site, q, k, picked)
     if picked.impl == "dense":
@@ -152,7 +154,7 @@ def attention(
         # A shard of the query heads would meet the wrong key heads, so every query head gets its own key head.
         dims = (*kv_dims[:2], q_dims[2], kv_dims[3])
         k, v = (hint(jnp.repeat(x, q.shape[2] // x.shape[2], axis=2), *dims) for x in (k, v))
-        spread = Spread(spread.q, (*spread.kv[:2], spread.q[2], spread.kv[3]))
+        spread = QKVSharding(spread.q, (*spread.kv[:2], spread.q[2], spread.kv[3]))
     ring, heads = roles(picked.impl, spread.kv[1], swapped) if spread.kv[1] else ((), ())
     check_order(picked.impl, options, ring, heads)
     key_source = KEYS[picked.impl] if ring else "here"
@@ -182,9 +184,9 @@ def shares(
       heads_axis: the mesh axes that exchange sequence for heads.
       request: the options on which the choice of ``auto`` depends.
     """
-    spread, layout = Spread(_axes(q, dims[0]), _axes(k, dims[1])), current_layout()
+    spread, layout = QKVSharding(_axes(q, dims[0]), _axes(k, dims[1])), current_layout()
     links = links_of(layout.mesh) if impl == "auto" else None
-    picked = choice(impl, q, k, spread, layout.sizes, heads_axis=heads_axis, request=request, links=links)
+    picked = select_impl(impl, q, k, spread, layout.sizes, heads_axis=heads_axis, request=request, links=links)
     ring, heads = roles(picked.impl, spread.kv[1], heads_axis)
     return _num_shards(ring), _num_shards(heads)
 
@@ -206,7 +208,7 @@ def _sharded(
     picked: Choice,
     plan: AttentionPlan,
     options: Options,
-    spread: Spread,
+    spread: QKVSharding,
     arrays: Arrays,
     array_options: AttentionArrays,
     first_head: Any,
@@ -282,7 +284,7 @@ def _by_kernel(plan: AttentionPlan, arrays: Arrays, segments: Segments, kernel: 
     return exchange.heads_to_seq(o, plan.heads)
 
 
-def _shard_segments(segments: Segments, spread: Spread) -> Segments:
+def _shard_segments(segments: Segments, spread: QKVSharding) -> Segments:
     """Shards segments like queries and keys: under Explicit axes ``jnp.where`` requires equal shardings."""
     mesh, context = current_layout().mesh, jax.sharding.get_abstract_mesh()
     if segments is None or jax.sharding.AxisType.Explicit not in mesh.axis_types:
@@ -293,7 +295,7 @@ def _shard_segments(segments: Segments, spread: Spread) -> Segments:
     return a, b
 
 
-def _auto_sharded(plain: Callable[..., jax.Array], spread: Spread) -> Callable[..., jax.Array]:
+def _auto_sharded(plain: Callable[..., jax.Array], spread: QKVSharding) -> Callable[..., jax.Array]:
     """Lets the compiler shard ``plain``, because under Explicit axes JAX cannot derive a sharding for the scores."""
     mesh = current_layout().mesh
     free = set(mesh.axis_names) - set(jax.sharding.get_abstract_mesh().manual_axes)
@@ -313,7 +315,7 @@ def _dense(
     rules: TileSpec,
     offset: int,
     options: Options,
-    spread: Spread,
+    spread: QKVSharding,
     heads_axis: tuple[str, ...],
     first_head: Any,
 ) -> jax.Array:

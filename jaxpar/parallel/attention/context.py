@@ -11,9 +11,9 @@ import jax
 from jaxpar.errors import ConfigError, LayoutError, did_you_mean
 from jaxpar.parallel.attention.attention import attention, shares
 from jaxpar.parallel.attention.attention_local import attention_local, roles
-from jaxpar.parallel.attention.cost_model import AttentionRequest, Spread
+from jaxpar.parallel.attention.cost_model import AttentionRequest, QKVSharding
 from jaxpar.parallel.attention.options import IMPLS, KV_GRAD_DTYPES, Impl
-from jaxpar.parallel.attention.select import choice
+from jaxpar.parallel.attention.select import select_impl
 from jaxpar.parallel.attention.split.token_order import ORDERS, permutation
 from jaxpar.sharding.hardware.links import links_of
 from jaxpar.sharding.layout import current_layout
@@ -201,7 +201,9 @@ class Context:
         how: dict[str, Any] = {"heads_axis": HEADS_AXIS}
         how["request"] = AttentionRequest(order=self.load_balance, free=True, kv_grad_dtype=self.grad_dtype)
         how["links"] = links_of(layout.mesh) if self.impl == "auto" else None
-        impl = choice(self.impl, q, k, Spread(split, split), layout.sizes, **how).impl if split[1] else "flash"
+        impl = (
+            select_impl(self.impl, q, k, QKVSharding(split, split), layout.sizes, **how).impl if split[1] else "flash"
+        )
         ring, _ = roles(impl, split[1], HEADS_AXIS)
         return impl, math.prod(layout.sizes[axis] for axis in ring)
 

@@ -32,7 +32,7 @@ FORWARD, BACKWARD = 2, 5
 
 
 @dataclass(frozen=True)
-class Spread:
+class QKVSharding:
     """The mesh axes that shard each dim of the queries, and of the keys and values.
 
     Attributes:
@@ -42,7 +42,7 @@ class Spread:
     >>> import jaxpar as jp
     >>> layout = jp.Layout(jp.MeshSpec(data=4, context=8).abstract(), jp.Rules(batch="data", seq="context"))
     >>> axes = layout.resolve(("batch", "seq", None, None)).axes
-    >>> Spread(q=axes, kv=axes).q
+    >>> QKVSharding(q=axes, kv=axes).q
     (('data',), ('context',), (), ())
     """
 
@@ -123,7 +123,7 @@ def cost(
     impl: str,
     q: Any,
     k: Any,
-    spread: Spread,
+    spread: QKVSharding,
     sizes: Mapping[str, int],
     heads_axis: tuple[str, ...] = ("ulysses",),
     request: AttentionRequest | None = None,
@@ -216,7 +216,7 @@ def _parts(
     impl: str,
     q: Any,
     k: Any,
-    spread: Spread,
+    spread: QKVSharding,
     sizes: Mapping[str, int],
     heads_axis: tuple[str, ...],
     request: AttentionRequest,

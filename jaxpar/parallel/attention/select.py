@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxpar.errors import LayoutError, listing
-from jaxpar.parallel.attention.cost_model import AttentionRequest, Cost, Spread, cost
+from jaxpar.parallel.attention.cost_model import AttentionRequest, Cost, QKVSharding, cost
 from jaxpar.parallel.attention.kernels.select import Kernel, KernelChoice
 from jaxpar.sharding.hardware.links import Links
 from jaxpar.utils.contexts import attention_observer
@@ -27,11 +27,11 @@ class Choice:
     why: str
 
 
-def choice(
+def select_impl(
     requested: str,
     q: Any,
     k: Any,
-    spread: Spread,
+    spread: QKVSharding,
     sizes: Mapping[str, int],
     *,
     heads_axis: tuple[str, ...] = ("ulysses",),
@@ -57,10 +57,10 @@ def choice(
       LayoutError: the implementation does not support dims sharded in this way.
 
     >>> import jax
-    >>> from jaxpar.context import Spread
+    >>> from jaxpar.context import QKVSharding
     >>> q = jax.ShapeDtypeStruct((1, 4096, 8, 64), "bfloat16")
     >>> axes = ((), ("context",), (), ())
-    >>> choice("auto", q, q, Spread(axes, axes), {"context": 8}).impl
+    >>> select_impl("auto", q, q, QKVSharding(axes, axes), {"context": 8}).impl
     'ulysses'
     """
     seq, why = spread.q[1], f"impl {requested!r} was requested"
@@ -122,7 +122,7 @@ def choice(
     return _with_kernel(best, _describe_costs(ranked, links), kernel(best))
 
 
-def _supports_split_kv(spread: Spread) -> bool:
+def _supports_split_kv(spread: QKVSharding) -> bool:
     """Whether ``split_kv`` applies: the keys' sequence is sharded over axes over which the queries are replicated."""
     q_axes = {axis for axes in spread.q for axis in axes}
     return bool(spread.kv[1]) and not spread.q[1] and not q_axes & set(spread.kv[1]) and spread.q[0] == spread.kv[0]
@@ -141,7 +141,7 @@ def _describe_costs(ranked: list[tuple[str, Cost]], links: Links | None) -> str:
     return f"estimated ms, forward and backward, by the roofline of {links.name}: {', '.join(parts)}"
 
 
-def _gathered(q: Any, k: Any, spread: Spread, sizes: Mapping[str, int]) -> float:
+def _gathered(q: Any, k: Any, spread: QKVSharding, sizes: Mapping[str, int]) -> float:
     """Returns the bytes of gathered keys and values and of their gradients, at four bytes per gradient."""
     shares = [axis for axes in (spread.kv[0], spread.kv[2]) for axis in axes]
     numbers = 2.0 * k.shape[0] * k.shape[1] * k.shape[2] * k.shape[3]
@@ -161,8 +161,8 @@ def _with_kernel(impl: str, why: str, found: KernelChoice) -> Choice:
     return Choice(impl, found.kernel, f"{why}; {how}")
 
 
-def sends(
-    impl: str, q: Any, k: Any, spread: Spread, sizes: Mapping[str, int], heads_axis: tuple[str, ...] = ("ulysses",)
+def bytes_sent(
+    impl: str, q: Any, k: Any, spread: QKVSharding, sizes: Mapping[str, int], heads_axis: tuple[str, ...] = ("ulysses",)
 ) -> float:
     """Returns the bytes that a device sends in one forward and one backward pass of causal attention.
 
@@ -181,10 +181,10 @@ def sends(
       Bytes; 0 if the implementation does not support this sharding.
 
     >>> import jax
-    >>> from jaxpar.context import Spread
+    >>> from jaxpar.context import QKVSharding
     >>> q = jax.ShapeDtypeStruct((1, 4096, 8, 64), "bfloat16")
     >>> axes = ((), ("context",), (), ())
-    >>> {impl: sends(impl, q, q, Spread(axes, axes), {"context": 8}) / 2**20 for impl in ("ring", "ulysses")}
+    >>> {impl: bytes_sent(impl, q, q, QKVSharding(axes, axes), {"context": 8}) / 2**20 for impl in ("ring", "ulysses")}
     {'ring': 28.0, 'ulysses': 3.5}
     """
     found = cost(impl, q, k, spread, sizes, heads_axis)

@@ -20,9 +20,9 @@ import jaxpar as jp
 from jaxpar.errors import LayoutError
 from jaxpar.models import llama
 from jaxpar.models.losses import next_token_loss
-from jaxpar.parallel.attention.cost_model import AttentionRequest, Spread, cost, work
+from jaxpar.parallel.attention.cost_model import AttentionRequest, QKVSharding, cost, work
 from jaxpar.parallel.attention.load_balance import balance
-from jaxpar.parallel.attention.select import Choice, choice, sends
+from jaxpar.parallel.attention.select import Choice, bytes_sent, select_impl
 from jaxpar.sharding.hardware.accelerators import accelerator
 from jaxpar.sharding.hardware.links import Links, likely_shape, links_of
 
@@ -56,8 +56,8 @@ def took(
 ) -> Choice:
     layout = jp.Layout(mesh, RULES)
     q, k = (jax.ShapeDtypeStruct((1, seq, n, 128), dtype) for n in heads)
-    spread = Spread(layout.resolve(Q, q.shape).axes, layout.resolve(KV, k.shape).axes)
-    return choice(impl, q, k, spread, layout.sizes, request=request, links=links or links_of(mesh))
+    spread = QKVSharding(layout.resolve(Q, q.shape).axes, layout.resolve(KV, k.shape).axes)
+    return select_impl(impl, q, k, spread, layout.sizes, request=request, links=links or links_of(mesh))
 
 
 @pytest.mark.parametrize(
@@ -157,14 +157,14 @@ def test_where_nothing_is_known_of_the_devices_bytes_decide() -> None:
 def test_bytes_of_a_relay_count_what_leaves_a_device() -> None:
     layout = jp.Layout(jp.MeshSpec(context=4).abstract(), RULES)
     q = jax.ShapeDtypeStruct((1, 64, 2, 8), jnp.float32)
-    spread = Spread(layout.resolve(Q, q.shape).axes, layout.resolve(KV, q.shape).axes)
+    spread = QKVSharding(layout.resolve(Q, q.shape).axes, layout.resolve(KV, q.shape).axes)
     plain, relayed = (
         cost("ring", q, q, spread, layout.sizes, request=a) for a in (AttentionRequest(free=True), AttentionRequest())
     )
     # Each device has 16 tokens of q, k, v, o and their gradients. Three of four devices give each half away: 0→0, 1→2,
     # 2→3, 3→1 and 0→1, 1→3, 2→2, 3→0.
     assert relayed.sent - plain.sent == 8 * (16 * 2 * 8 * 4) * 3 / 4
-    assert sends("ring", q, q, spread, layout.sizes) == plain.sent
+    assert bytes_sent("ring", q, q, spread, layout.sizes) == plain.sent
 
 
 @pytest.mark.parametrize("mask", [CAUSAL, jp.Mask(causal=True, window=1500), jp.Mask(causal=False, chunk=1024)])
