@@ -16,12 +16,12 @@
 # %% [markdown]
 # # Layouts
 #
-# A model is split over many devices so that it fits and runs faster.
-# In `jaxpar` the split is described by one value, the *layout*: a mesh of devices and a table of rules.
+# A model is sharded over many devices so that it fits in memory and trains faster.
+# In `jaxpar`, one value describes the sharding. This value is the *layout*: a mesh of devices and a table of rules.
 #
 # In this notebook you write a small model once and run it in two layouts.
-# You look at where its weights lie, change one rule, and look again.
-# It needs no accelerator.
+# You see how its weights are sharded, change one rule, and see what changed.
+# The notebook runs on a CPU.
 
 # %%
 import jax
@@ -38,18 +38,18 @@ from jaxpar.nnx import axes
 # %% [markdown]
 # ## Eight devices
 #
-# JAX can act as if your CPU were several devices.
-# This must happen before JAX computes anything.
+# JAX can simulate several devices on your CPU.
+# Call `jp.simulate_devices` before JAX computes anything.
 
 # %%
 jp.simulate_devices(8)
 jax.devices()
 
 # %% [markdown]
-# ## A model with names
+# ## A model with named dims
 #
-# Here is a two-layer network. Nothing in it mentions devices.
-# It only gives each dim a name: `axes` names the dims of a weight, `jp.hint` those of an activation.
+# Here is a two-layer network. Its code does not mention devices.
+# It only names the dims: `axes` names the dims of a weight, and `jp.hint` names the dims of an activation.
 
 # %%
 EMBED, MLP = 64, 256
@@ -68,8 +68,8 @@ class Network(nnx.Module):
 
 
 # %% [markdown]
-# `jaxpar` wants a function that builds the model from a random key, not the model itself.
-# That way each weight is created where it belongs and is never whole on one device first.
+# Pass `jaxpar` a function that builds the model from a random key, instead of the model itself.
+# `jaxpar` then creates each weight already sharded, so no device ever has to hold the full model.
 
 
 # %%
@@ -83,26 +83,26 @@ tx = optax.adam(1e-2)
 # ## The first layout: data parallelism
 #
 # The mesh has one axis, `data`, of eight devices.
-# Each rule sends a name to a mesh axis, or to `None`.
+# Each rule maps the name of a dim to a mesh axis, or to `None`.
 #
-# Here the batch is split eight ways. `embed` and `mlp` stay whole, so every device holds the whole model.
+# Here the batch is sharded over eight devices. `embed` and `mlp` are not sharded, so every device holds the full model.
 
 # %%
 mesh = jp.MeshSpec(data=8).build()
 dp = jp.Layout(mesh, jp.Rules(batch="data", embed=None, mlp=None))
 
 # %% [markdown]
-# `jp.explain` shows where every tensor would lie, and why.
-# It works from shapes, so nothing is allocated.
+# `jp.explain` shows how the layout shards every tensor, and why.
+# It only uses shapes, so it allocates no memory.
 #
-# Look at the column `spec`: a dot is a dim that is not split. The last column gives the reason.
+# In the column `spec`, a dot marks a dim that is not sharded. The last column gives the reason.
 
 # %%
 jp.explain(dp, make_model, tx)
 
 # %% [markdown]
-# The first weight as a picture. Each block lists the devices that hold it.
-# There is one block, and all eight devices hold it.
+# `jp.analysis.draw_shards` draws one weight and labels each block with the devices that hold it.
+# This weight has a single block, and all eight devices hold it.
 
 # %%
 jp.analysis.draw_shards(dp, "embed", "mlp", shape=(EMBED, MLP), role="params", path="params/up/kernel")
@@ -110,62 +110,62 @@ jp.analysis.draw_shards(dp, "embed", "mlp", shape=(EMBED, MLP), role="params", p
 # %% [markdown]
 # ## Change one rule
 #
-# The same table with one rule more: *for parameters*, `embed` is split over `data`.
-# This is fully sharded data parallelism. Activations keep the base rule, `embed=None`.
+# Add one rule to the table: *for parameters*, `embed` is sharded over `data`.
+# This is fully sharded data parallelism (FSDP). Activations keep the base rule, `embed=None`.
 
 # %%
 fsdp = jp.Layout(mesh, dp.rules.replace(params={"embed": "data"}))
 jp.explain(fsdp, make_model, tx)
 
 # %% [markdown]
-# The weight has moved. Each device now holds eight of its 64 rows.
-# The model was not touched.
+# The weight is now sharded: each device holds eight of its 64 rows.
+# The model's code did not change.
 
 # %%
 jp.analysis.draw_shards(fsdp, "embed", "mlp", shape=(EMBED, MLP), role="params", path="params/up/kernel")
 
 # %% [markdown]
-# The optimizer state follows the parameters, so it is split too.
-# `up/bias` has only the dim `mlp`, which has no axis. It stays whole, and so do its moments.
-# That is why the bytes on each device fall by a little less than eight times.
+# The optimizer state is sharded like the parameters.
+# `up/bias` has only the dim `mlp`, which maps to no axis. Therefore `up/bias` and its Adam moments stay replicated,
+# and the bytes per device shrink by slightly less than a factor of eight.
 
 # %%
 for name, layout in {"data parallel": dp, "fully sharded": fsdp}.items():
     total = jp.explain(layout, make_model, tx).total("params", "opt_state")
-    print(f"{name}: {total.bytes:,} bytes in all, {total.device_bytes:,} of them on each device")
+    print(f"{name}: {total.bytes:,} bytes in total, {total.device_bytes:,} on each device")
 
 # %% [markdown]
-# A rule can also name a second axis.
-# On a mesh of `data` 4 × `model` 2 this layout splits both dims of the weight.
+# Rules can use several mesh axes.
+# On a mesh of `data` 4 × `model` 2, this layout shards both dims of the weight.
 
 # %%
-both = jp.Layout(
+fsdp_tp = jp.Layout(
     jp.MeshSpec(data=4, model=2).build(),
     jp.Rules(batch="data", embed=None, mlp="model", params={"embed": "data"}),
 )
-jp.analysis.draw_shards(both, "embed", "mlp", shape=(EMBED, MLP), role="params", path="params/up/kernel")
+jp.analysis.draw_shards(fsdp_tp, "embed", "mlp", shape=(EMBED, MLP), role="params", path="params/up/kernel")
 
 # %% [markdown]
 # ## Make a mistake
 #
-# This model has two: a misspelled name, and a size that eight devices cannot share.
+# This model contains two mistakes: a misspelled dim, and a size that is not a multiple of eight.
 
 
 # %%
-class Mistaken(nnx.Module):
+class BrokenNetwork(nnx.Module):
     def __init__(self, rngs):
         self.up = nnx.Linear(EMBED, MLP, use_bias=False, kernel_init=axes(normal)("embed", "mpl"), rngs=rngs)
         self.down = nnx.Linear(MLP, 60, use_bias=False, kernel_init=axes(normal)("mlp", "embed"), rngs=rngs)
 
 
 # %% [markdown]
-# `jp.init` would refuse to build it. `jp.check` says so before anything is built.
+# `jp.init` would reject this model. `jp.check` finds the mistakes without building the model.
 #
-# Read the error: for each problem it names the tensor, its dims and its sizes, and says what to do.
+# For each problem, the error reports the tensor, its dims, its sizes and a remedy.
 
 # %%
 try:
-    jp.check(fsdp, lambda key: Mistaken(rngs=nnx.Rngs(key)), tx)
+    jp.check(fsdp, lambda key: BrokenNetwork(rngs=nnx.Rngs(key)), tx)
 except jp.errors.LayoutError as error:
     print(error)
 
@@ -173,9 +173,9 @@ except jp.errors.LayoutError as error:
 # ## A mesh you do not have
 #
 # An *abstract* mesh has sizes but no devices.
-# Everything up to running works on it, so you can check a large job on a laptop.
+# It supports everything except running the model, so you can check a large job on a laptop.
 #
-# Here are 4,096 devices, and the rules of one of the layouts that come with `jaxpar`.
+# This layout combines an abstract mesh of 4,096 devices with the rules of a layout that comes with `jaxpar`.
 
 # %%
 rules = jp.Layout.from_yaml("../configs/layouts/fsdp_tp.yaml", devices=4096).rules
@@ -183,43 +183,44 @@ large = jp.Layout(jp.MeshSpec(data=-1, model=8).abstract(4096), rules)
 print(large.sizes)
 
 # %% [markdown]
-# The model is Llama 3.1 70B. A batch is described by shapes and names.
-# With the batch and the loss, the check follows the activations through the model too.
+# The model is Llama 3.1 70B. Shapes and dim names describe the batch.
+# Given the batch and the loss, `jp.check` also checks the activations.
 
 # %%
 config = preset("llama3_1_70b")
 tokens = jp.tag(jax.ShapeDtypeStruct((1024, 8192), jnp.int32), "batch", "seq")
 job = {"batch": {"tokens": tokens, "targets": tokens}, "loss_fn": next_token_loss}
 
-checked = jp.check(large, make_llama(config), optax.adamw(3e-4), max_replicated=0.02, **job)
-total = checked.total("params", "opt_state")
-print(f"{config.params:,} parameters on {checked.devices:,} devices: no problem found")
+report = jp.check(large, make_llama(config), optax.adamw(3e-4), max_replicated=0.02, **job)
+total = report.total("params", "opt_state")
+print(f"{config.params:,} parameters on {report.devices:,} devices: no problem found")
 print(
-    f"{total.bytes / 2**30:,.0f} GiB of parameters and optimizer state, {total.device_bytes / 2**20:,.0f} MiB a device"
+    f"{total.bytes / 2**30:,.0f} GiB of parameters and optimizer state, "
+    f"{total.device_bytes / 2**20:,.0f} MiB on each device"
 )
 
 # %% [markdown]
-# One of its weights. The mesh has too many blocks to draw all, so you see the first and the last.
+# This is one of its weights. It has too many blocks to draw them all, so the picture shows the first and the last.
 
 # %%
-gate = next(row for row in checked.rows if row.path == "params/blocks/mlp/gate")
+gate = next(row for row in report.rows if row.path == "params/blocks/mlp/gate")
 jp.analysis.draw_shards(large, *gate.dims, shape=gate.shape, role="params", path=gate.path)
 
 # %% [markdown]
-# With plain data parallelism the same model would lie whole on every device.
-# `max_replicated` turns that into an error.
+# With plain data parallelism, every device would hold the full model.
+# `max_replicated` limits the replicated fraction of the bytes, so `jp.check` raises an error.
 
 # %%
-whole = jp.Layout.from_yaml("../configs/layouts/dp.yaml", devices=4096)
+large_dp = jp.Layout.from_yaml("../configs/layouts/dp.yaml", devices=4096)
 try:
-    jp.check(whole, make_llama(config), optax.adamw(3e-4), max_replicated=0.02)
+    jp.check(large_dp, make_llama(config), optax.adamw(3e-4), max_replicated=0.02)
 except jp.errors.LayoutError as error:
     print(error)
 
 # %% [markdown]
 # ## Train in both layouts
 #
-# Back to the small network. The task: predict what a fixed random function makes of its input.
+# Now train the small network. Its task is to predict the output of a fixed random function.
 
 # %%
 rng = np.random.default_rng(0)
@@ -233,8 +234,9 @@ def loss_fn(model, batch):
 
 
 # %% [markdown]
-# The training loop does not depend on the layout.
-# `jp.shard_array` splits the batch, `jp.init` builds the state in place, and `jp.train_step` returns an ordinary jitted function.
+# The training loop is the same for every layout.
+# `jp.shard_array` shards the batch, `jp.init` creates the sharded state, and `jp.train_step` returns an ordinary jitted
+# function.
 
 
 # %%
@@ -253,7 +255,7 @@ dp_losses, dp_state = train(dp)
 fsdp_losses, fsdp_state = train(fsdp)
 
 # %% [markdown]
-# A layout decides where the numbers lie, not what they are. The two curves lie on each other.
+# A layout decides where values are stored, not what they are. The two loss curves coincide.
 
 # %%
 figure, ax = plt.subplots(figsize=(5.5, 3.2), layout="constrained")
@@ -264,27 +266,26 @@ ax.legend(frameon=False)
 plt.show()
 
 # %% [markdown]
-# They need not be equal to the last bit: sums over devices are taken in another order.
-# They agree to 1e-5.
+# The losses agree to 1e-5, but need not be bitwise equal: each layout adds numbers in a different order.
 
 # %%
 difference = np.abs(dp_losses - fsdp_losses).max()
-print(f"largest difference of the losses: {difference:.1e}")
+print(f"largest difference between the losses: {difference:.1e}")
 assert difference < 1e-5
 
 # %% [markdown]
-# The trained weights are ordinary JAX arrays. You can ask them where they lie.
+# The trained weights are ordinary JAX arrays, and each array reports its shards.
 
 # %%
 for state in (dp_state, fsdp_state):
     kernel = state.params["up"]["kernel"]
-    print(f"of {kernel.shape} device 3 holds {kernel.addressable_shards[3].data.shape}")
+    print(f"device 3 holds a shard {kernel.addressable_shards[3].data.shape} of the weight {kernel.shape}")
 
 # %% [markdown]
 # ## What you have seen
 #
-# - A model names its dims. It knows nothing of devices.
-# - A layout is a mesh and a table of rules. One changed rule moves the weights.
-# - `jp.explain` shows where everything lies and why. `jp.check` refuses what does not fit.
+# - A model names its dims and does not mention devices.
+# - A layout is a mesh and a table of rules. Changing one rule reshards the weights.
+# - `jp.explain` shows how every tensor is sharded, and why. `jp.check` rejects a model that does not fit the layout.
 # - Both work on a mesh that you do not have.
-# - The layout does not change the result.
+# - The layout does not change the result, up to rounding.
