@@ -9,6 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import profiles  # noqa: F401 (registers hypothesis profiles before the command line selects one)
 import pytest
 
 from jaxpar.utils.simulate_devices import simulate_devices

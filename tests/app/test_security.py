@@ -18,8 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from profiles import examples
 
 import jaxpar as jp
 from jaxpar.analysis.compile.ahead_of_time import cache_folder
@@ -195,7 +196,7 @@ def test_a_record_of_a_state_on_disk_is_read_as_strictly(tmp_path: Path) -> None
             store._read_record(tmp_path / RECORD)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(data=st.data())
 def test_bytes_changed_anywhere_in_a_manifest_are_found(data: st.DataObject) -> None:
     tensor = {"dtype": "float32", "itemsize": 4, "shape": [4], "chunk": [2], "folder": "a/w", "sums": [1, 2]}
@@ -294,7 +295,7 @@ WORDS = [
 KEYS = ["model", "layout", "mesh", "rules", "train", "steps", "data", "checkpoint", "best", "parallel", "optimizer"]
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(
     st.lists(st.sampled_from(WORDS + [f"{key}: " for key in KEYS]), max_size=40).map("".join)
     | st.text(max_size=60)

@@ -18,9 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from profiles import examples
 
 import jaxpar as jp
 from jaxpar.checkpoint import manager as manager_module
@@ -367,7 +368,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(data=st.data())
 def test_malformed_manifests_are_checkpoint_errors(data: st.DataObject) -> None:
     entry = {

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from profiles import examples
 
 from jaxpar.data import Batch, Batches, batches, eval_batches
 from jaxpar.errors import DataError, MissingExtraError
@@ -109,7 +110,7 @@ def test_without_shuffling_every_epoch_is_in_order() -> None:
     assert taken == [[0, 1], [2, 3], [0, 1], [2, 3], [0, 1]]
 
 
-@settings(max_examples=12, deadline=None)
+@examples(12)
 @given(
     rows=st.integers(1, 3),
     process_count=st.integers(1, 4),

@@ -13,9 +13,10 @@ import jax
 import numpy as np
 import pytest
 import yaml
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from jax.sharding import AxisType
+from profiles import examples
 
 from jaxpar import MeshSpec
 from jaxpar.errors import MeshError
@@ -123,7 +124,7 @@ def test_an_axis_larger_than_a_host_fills_hosts() -> None:
     ]
 
 
-@settings(deadline=None)
+@examples()
 @given(SPECS, st.integers(2, 16))
 def test_axes_that_fit_into_a_host_stay_there_or_the_mesh_is_refused(spec: MeshSpec, count: int) -> None:
     sizes = spec.abstract().shape
@@ -163,7 +164,7 @@ def test_granules_of_different_sizes_are_refused() -> None:
         arrange(devices, MeshSpec(data=-1).sizes(12))
 
 
-@settings(deadline=None)
+@examples()
 @given(SPECS, st.none() | st.sampled_from(AXES))
 def test_a_spec_survives_yaml(spec: MeshSpec, free: str | None) -> None:
     spec = spec if free is None else replace(spec, **{free: -1})
@@ -171,7 +172,7 @@ def test_a_spec_survives_yaml(spec: MeshSpec, free: str | None) -> None:
     assert hash(MeshSpec.from_dict(spec.to_dict())) == hash(spec)
 
 
-@settings(deadline=None)
+@examples()
 @given(SPECS, st.booleans(), st.integers(1, 128))
 def test_what_an_error_says_would_fit_fits(spec: MeshSpec, free: bool, devices: int) -> None:
     asked = {**spec.to_dict(), "data": -1} if free else spec.to_dict()

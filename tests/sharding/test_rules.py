@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from profiles import examples
 
 from jaxpar import Rules, first_of, over
 from jaxpar.errors import RulesError
@@ -236,7 +237,7 @@ def test_every_axis_of_the_table_is_listed_with_its_place() -> None:
     ]
 
 
-@settings(deadline=None)
+@examples()
 @given(tables(), st.randoms(use_true_random=False))
 def test_order_never_matters(table: dict[str, Any], rng: random.Random) -> None:
     def shuffled(entries: Any) -> Any:
@@ -248,7 +249,7 @@ def test_order_never_matters(table: dict[str, Any], rng: random.Random) -> None:
     assert hash(Rules(**shuffled(table))) == hash(Rules(**table))
 
 
-@settings(deadline=None)
+@examples()
 @given(tables())
 def test_a_table_survives_yaml(table: dict[str, Any]) -> None:
     rules = Rules(**table)
@@ -262,7 +263,7 @@ def test_another_table_is_not_equal(change: dict[str, Any]) -> None:
     assert rules != Rules(mlp="model", optimizer=over("data"), indivisible={"mlp": "replicate"})
 
 
-@settings(deadline=None)
+@examples()
 @given(cases())
 def test_an_axis_is_used_once_at_most_and_never_when_it_has_size_1(case: Case) -> None:
     axes = [axis for dim in case.resolve().dims for axis in dim.axes]
@@ -270,7 +271,7 @@ def test_an_axis_is_used_once_at_most_and_never_when_it_has_size_1(case: Case) -
     assert all(case.sizes[axis] > 1 for axis in axes)
 
 
-@settings(deadline=None)
+@examples()
 @given(cases())
 def test_a_tensor_without_problems_is_cut_into_equal_shards(case: Case) -> None:
     resolved = case.resolve()
@@ -280,7 +281,7 @@ def test_a_tensor_without_problems_is_cut_into_equal_shards(case: Case) -> None:
     assert tuple(size * way for size, way in zip(shard, ways, strict=True)) == case.shape
 
 
-@settings(deadline=None)
+@examples()
 @given(cases())
 def test_every_dim_has_a_rule_or_a_reason(case: Case) -> None:
     resolved = case.resolve()

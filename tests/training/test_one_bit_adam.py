@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
+from profiles import examples
 
 import jaxpar as jp
 from jaxpar.errors import ConfigError, JaxparError, LayoutError, ModelError
@@ -40,7 +41,7 @@ def layout_of(mesh: str) -> jp.Layout:
 # ---------------------------------------------------------------------------------------------------------- compression
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(
     size=st.sampled_from([(8, 8), (72, 16), (328, 64), (40, 256)]),  # few, because each size compiles a program
     power=st.integers(-30, 30),

@@ -8,8 +8,9 @@ from typing import Any, Literal
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from profiles import examples
 
 from jaxpar import MeshSpec
 from jaxpar.errors import ConfigError
@@ -52,7 +53,7 @@ def built(**values: Any) -> Config:
     return build(Config, {"name": "a", **values}, "c.yaml")
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(TREES)
 def test_plain_data_survives_yaml(tree: dict[str, Any]) -> None:
     assert parse_yaml(yaml.safe_dump(tree)) == tree
@@ -152,7 +153,7 @@ def test_a_circle_of_extends_is_refused(tmp_path: Path) -> None:
         load_yaml(tmp_path / "c.yaml")
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(TREES, TREES)
 def test_merge_keeps_every_key_and_prefers_the_changes(base: dict[str, Any], changes: dict[str, Any]) -> None:
     merged = merge(base, changes)

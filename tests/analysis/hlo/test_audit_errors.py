@@ -8,8 +8,9 @@ import audit_programs as programs
 import jax
 import jax.numpy as jnp
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from profiles import examples
 
 import jaxpar as jp
 from jaxpar.errors import AuditError
@@ -103,7 +104,7 @@ def test_text_that_lost_an_instruction(text):
     )
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.floats(0, 0.999))
 def test_wherever_it_is_cut_the_audit_says_so(share):
     whole = _program()

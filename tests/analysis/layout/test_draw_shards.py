@@ -9,8 +9,9 @@ import jax
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from profiles import examples
 
 import jaxpar as jp
 from jaxpar.analysis.layout.draw_shards import draw_shards, shards
@@ -69,7 +70,7 @@ def test_shards_are_those_of_jax(name: str, role: str, dims: tuple[str | None, .
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_shards_are_those_of_jax_for_any_dims(data: st.DataObject) -> None:
     layout = build(data.draw(st.sampled_from(sorted(MESHES))))
     dims = tuple(data.draw(st.lists(st.sampled_from([*RULES.table, None]), max_size=4)))

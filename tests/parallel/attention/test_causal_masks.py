@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 from attention_reference import MESHES, arrays, compiled, masks
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from profiles import examples
 
 import jaxpar as jp
 from jaxpar.errors import ConfigError
@@ -32,7 +33,7 @@ UNSAID: dict[str, Any] = {
 
 
 @given(masks(st.integers(1, 9), st.none() | st.just(WHERE)))
-@settings(deadline=None)
+@examples()
 def test_only_an_explicitly_bidirectional_mask_or_a_prefix_shows_later_keys(mask: jp.Mask) -> None:
     x = np.arange(14)
     later = x[None] > x[:, None]

@@ -13,9 +13,10 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 from attention_reference import masks
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from interpreters import python
+from profiles import examples
 
 import jaxpar as jp
 from jaxpar.errors import ConfigError, LayoutError, MissingExtraError
@@ -50,7 +51,7 @@ def seen(mask: jp.Mask, at: np.ndarray, segments: np.ndarray | None) -> np.ndarr
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_it_counts_what_looking_at_every_score_counts(data: st.DataObject) -> None:
     seq, ways, block = 48, data.draw(st.sampled_from([1, 2, 4])), data.draw(st.integers(2, 12))
     mask, segments = data.draw(MASKS), data.draw(st.one_of(st.none(), packings(seq)))
@@ -204,7 +205,7 @@ def test_errors_say_what_is_wanted(error: type[Exception], call: Any, text: str)
 
 
 @given(st.data())
-@settings(max_examples=20, deadline=None)
+@examples(20)
 def test_a_balanced_order_is_one_and_no_worse_than_zigzag(data: st.DataObject) -> None:
     seq, ways, chunks = 64, data.draw(st.sampled_from([2, 4])), data.draw(st.sampled_from([2, 4, 8]))
     segments, impl = data.draw(packings(seq)), data.draw(st.sampled_from(["ring", "gather"]))

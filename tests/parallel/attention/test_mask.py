@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_reference import masks
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from profiles import examples
 
 import jaxpar as jp
 from jaxpar.errors import ConfigError
@@ -20,7 +21,7 @@ from jaxpar.parallel.attention.tiled.tile import TileArrays, TileSpec, Tokens
 
 
 @given(masks(st.integers(1, 9)), st.integers(1, 7), st.sampled_from(["contiguous", "zigzag", "striped"]), st.booleans())
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_tiles_that_are_left_out_have_nothing_and_unmasked_ones_everything(
     mask: jp.Mask, block: int, order: Any, packed: bool
 ) -> None:

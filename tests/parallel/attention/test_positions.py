@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_reference import MESHES, arrays, assert_close, compiled, layout, masks, reference, sees
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from profiles import examples
 
 import jaxpar as jp
 from jaxpar.errors import LayoutError
@@ -34,7 +35,7 @@ def starts(length: int) -> st.SearchStrategy[int]:
 
 
 @given(masks(sizes), starts(7), starts(9))
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_a_mask_of_any_size_is_what_its_words_say_of_any_positions(mask: jp.Mask, first: int, other: int) -> None:
     """For Python's integers, and for numpy's of 32 and of 64 bits."""
     q, k = first + np.arange(7), other + np.arange(9)
@@ -55,7 +56,7 @@ def test_a_mask_of_any_size_is_what_its_words_say_in_a_program() -> None:
 
 
 @given(st.data(), masks(sizes, st.none() | st.just(WHERE)), st.sampled_from(["contiguous", "zigzag", "striped"]))
-@settings(max_examples=80, deadline=None)
+@examples(80)
 def test_no_tile_that_is_left_out_has_a_visible_score(data: Any, mask: jp.Mask, order: Any) -> None:
     """Unmasked tiles have no hidden score either; also in a ring's hops, and for queries at any position."""
     ways, block, seq = 3, data.draw(st.integers(1, 5)), 18
@@ -202,7 +203,7 @@ def test_the_local_form_counts_the_queries_of_all_devices() -> None:
 
 
 @given(masks(sizes), st.sampled_from(["contiguous", "zigzag", "striped"]), st.integers(1, 7))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_work_of_masks_of_any_size_is_counted(mask: jp.Mask, order: Any, block: int) -> None:
     found = jp.context.balance(mask, 24, 2, order, block=block)
     assert found.visible.sum() == sees(mask, np.arange(24), np.arange(24)).sum()

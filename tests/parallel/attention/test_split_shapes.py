@@ -1,27 +1,26 @@
 """Attention over split sequences of random size, mask and mesh, against dense attention on one device.
 
-Runs a few examples, always the same. ``JAXPAR_EXAMPLES=100`` tries 100 new ones, about five CPU seconds each.
+Runs a few examples, always the same; the profile ``thorough`` runs ten times as many, about five CPU seconds each.
 """
 
 from __future__ import annotations
 
 import math
-import os
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from attention_reference import masks
-from hypothesis import HealthCheck, given, note, settings
+from hypothesis import HealthCheck, given, note
 from hypothesis import strategies as st
+from profiles import examples
 
 import jaxpar as jp
 
 RULES = jp.Rules(batch="data", seq=("context", "ulysses"), heads=None, kv_heads=None, head_dim=None)
 MESHES = [(4, 2), (2, 2), (8, 1), (4, 1), (2, 1), (1, 8), (1, 4), (1, 2), (2, 4), (1, 1)]
 """Sizes of context and ulysses, of eight devices; the other devices split the batch."""
-BUDGET = os.environ.get("JAXPAR_EXAMPLES")
 MASKS = masks(st.integers(1, 9), st.none() | st.just(lambda q, k: (q + k) % 3 != 0))
 
 
@@ -69,13 +68,7 @@ def run(sizes: dict[str, int], impl: str, x: tuple[np.ndarray, ...], options: di
 
 
 @given(problems())
-@settings(
-    max_examples=int(BUDGET or 3),
-    derandomize=BUDGET is None,
-    database=None,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-)
+@examples(3, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 def test_any_size_mask_and_mesh_equals_the_plain_form(problem: Any) -> None:
     sizes, impl, x, options = problem
     note(f"{[a.shape for a in x]}")

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
+from profiles import examples
 
 import jaxpar as jp
 from jaxpar.errors import ConfigError
@@ -39,7 +40,7 @@ MESHES = {
 }
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(
     rows=st.integers(1, 3),
     n=st.integers(1, 700),

@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from one_step import LLAMA_RULES, SGD, check_same, layout_of, one_step
+from profiles import examples
 
 import jaxpar as jp
 from jaxpar.errors import ConfigError, LayoutError, ModelError
@@ -274,7 +275,7 @@ def test_weights_of_a_single_layer_are_not_done_where_their_loop_runs_zero_times
     assert " dot(" in loops and " dot(" not in entry
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.data())
 def test_layers_go_to_their_stages_and_back(data: st.DataObject) -> None:
     stages, chunks = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))

@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.extend.core import JaxprEqn, Var
 from one_step import LLAMA_RULES
+from profiles import examples
 
 import jaxpar as jp
 from jaxpar.models.llama import Llama, LlamaConfig
@@ -95,7 +96,7 @@ def least_by_trying(one: Halves, early: list[JaxprEqn]) -> float:
     return min((sum(map(size, saved)) for saved in sets if possible(set(saved))), default=math.inf)
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(st.data())
 def test_the_least_is_kept(data: st.DataObject) -> None:
     pull, keys = random_pull(data.draw), jax.random.split(jax.random.key(0), 5)

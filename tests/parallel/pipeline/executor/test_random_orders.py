@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, given
 from hypothesis import strategies as st
 from one_step import check_same, layout_of, one_step
+from profiles import examples
 from random_orders import orders_of_ones_own
 
 import jaxpar as jp
@@ -135,7 +136,7 @@ def alone() -> Callable[..., Any]:
 def test_any_order_gives_the_gradients_of_one_device(case: tuple[int, int, str, ActivationCheckpointing]) -> None:
     stages, chunks, kinds, activation_checkpointing = case
 
-    @settings(max_examples=25, deadline=None)
+    @examples(25)
     @given(orders_of_ones_own([stages], [chunks], [1], [kinds]), st.integers(0, 99))
     def check(drawn: tuple[Any, dict[str, Any]], seed: int) -> None:
         orders, sizes = drawn
@@ -184,7 +185,7 @@ def batch_of() -> dict[str, np.ndarray]:
 
 
 # Every example compiles a program, and so would every attempt to shrink a failure.
-@settings(max_examples=2, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@examples(2, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(orders_of_ones_own([2], [1, 2], [1], ["FB", "FBW"]), st.sampled_from(["full", "none"]))
 def test_a_step_in_any_order_is_that_of_one_device(
     drawn: tuple[Any, dict[str, Any]], activation_checkpointing: Any

@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from one_step import BOUND, SGD, check_grads, layout_of, one_step
+from profiles import examples
 
 import jaxpar as jp
 from jaxpar.analysis.compile.ahead_of_time import aim
@@ -123,7 +124,7 @@ def test_fewer_slots_take_less_memory_and_no_more_is_computed_than_the_list_says
     assert found[1][1] - found[0][1] == pytest.approx(more, rel=1e-4)
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(st.data())
 def test_slots_of_layers_are_as_few_as_the_stage_with_most_needs(data: st.DataObject) -> None:
     name, fused = data.draw(st.sampled_from([("1f1b", None), ("1f1b", False), ("interleaved", None), ("zb_v", None)]))

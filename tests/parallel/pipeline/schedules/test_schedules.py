@@ -10,8 +10,9 @@ from typing import Any, get_args
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from profiles import examples
 from random_orders import orders_of_ones_own
 
 import jaxpar as jp
@@ -164,7 +165,7 @@ def test_costs() -> None:
 # Orders and tables.
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(orders_of_ones_own())
 def test_orders_of_ones_own_make_tables_that_do_what_they_say(given: tuple[list[list[Op]], dict[str, Any]]) -> None:
     orders, sizes = given
@@ -178,7 +179,7 @@ def test_orders_of_ones_own_make_tables_that_do_what_they_say(given: tuple[list[
         )
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     st.sampled_from(sorted(NAMES)),
     st.integers(1, 5),
