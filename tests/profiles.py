@@ -1,9 +1,14 @@
-"""Hypothesis profiles: ``fast`` by default, ``thorough`` with ``pytest --hypothesis-profile thorough``."""
+"""How many cases run by default: hypothesis profiles, and the marker ``slow`` for a part of a long list of cases.
+
+The profile is ``fast``, or ``thorough`` with ``pytest --hypothesis-profile thorough``.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+import pytest
 from hypothesis import settings
 
 settings.register_profile("fast", deadline=None)
@@ -14,3 +19,17 @@ def examples(fast: int = 100, **options: Any) -> settings:
     """Settings of a property test: ``fast`` examples by default, ten times as many in the profile ``thorough``."""
     thorough = settings.get_current_profile_name() == "thorough"
     return settings(max_examples=10 * fast if thorough else fast, deadline=None, **options)
+
+
+def few(values: Iterable[Any], keep: int, names: int = 1) -> list[Any]:
+    """The values of a ``parametrize``: ``keep`` of them, evenly spread, run by default, the others are slow.
+
+    Args:
+      values: of one parameter, or tuples of several.
+      keep: how many run by default.
+      names: the number of parameters.
+    """
+    cases = list(values)
+    default = {round(i * (len(cases) - 1) / max(keep - 1, 1)) for i in range(keep)}
+    marks = [() if i in default else pytest.mark.slow for i in range(len(cases))]
+    return [pytest.param(*(x if names > 1 else (x,)), marks=mark) for x, mark in zip(cases, marks, strict=True)]

@@ -27,7 +27,7 @@ class Found(NamedTuple):
 
     metrics: dict[str, Any]
     grads: Any
-    rest: Any
+    variables: Any
 
     @property
     def finite(self) -> bool:

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from one_step import layout_of
+from profiles import few
 
 import jaxpar as jp
 from jaxpar.models.losses import cross_entropy, linear_cross_entropy
@@ -45,7 +46,9 @@ def assert_near(found: Any, expected: Any, bound: float) -> None:
 
 
 @pytest.mark.parametrize("scale", [2.0**10, 2.0**16])
-@pytest.mark.parametrize(("vocab", "tokens"), [(6, 8), (50, 1024), (1000, 64), (64, 65_536), (32_768, 2048)])
+@pytest.mark.parametrize(
+    ("vocab", "tokens"), few([(6, 8), (50, 1024), (1000, 64), (64, 65_536), (32_768, 2048)], 3, names=2)
+)
 @pytest.mark.parametrize("dtype", HALF)
 def test_16_bit_gradients_equal_those_of_fp32(dtype: str, vocab: int, tokens: int, scale: float) -> None:
     x, head, targets = inputs(vocab, tokens, dtype)

@@ -236,7 +236,7 @@ def full_disk(step: jp.offload.disk_offloaded_train_step, state: jp.TrainState) 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(os, "pwrite", full)
         with pytest.raises(
-            DiskError, match=r"writing opt_state/0/mu/last: No space left on device.*step 3 stays whole"
+            DiskError, match=r"writing opt_state/0/mu/last: No space left on device.*step 3 remains intact"
         ):
             step(state, batch(3))
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from profiles import few
 
 import jaxpar as jp
 from jaxpar.analysis.compare import gradient_gaps
@@ -93,7 +94,9 @@ def llama_on_one_device(layout_of: Any) -> dict[str, Any]:
     return of_llama(layout_of("dp", jax.devices()[:1]))
 
 
-@pytest.mark.parametrize(("stage", "layout"), [(1, "tp"), (2, "tp"), (3, "tp"), (1, "fsdp_tp"), (2, "fsdp_tp")])
+@pytest.mark.parametrize(
+    ("stage", "layout"), few([(1, "tp"), (2, "tp"), (3, "tp"), (1, "fsdp_tp"), (2, "fsdp_tp")], 2, names=2)
+)
 def test_stages_compose_with_tensor_parallelism(
     stage: int, layout: str, layout_of: Any, llama_on_one_device: dict[str, Any]
 ) -> None:

@@ -16,6 +16,7 @@ import optax
 import optax.contrib
 import pytest
 from jax.sharding import PartitionSpec as P
+from profiles import few
 
 import jaxpar as jp
 from jaxpar.errors import ConfigError, ModelError
@@ -287,13 +288,13 @@ def stepped() -> list[str]:
     return [name for name in CONSTRUCTORS if name not in {*NOT_STEPPED, *TRAINED, *cores}]
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", few(range(4), 1))
 def test_updates_equal_one_device(part: int, mlp: Any) -> None:
     tx = side_by_side(stepped()[part::4])
     assert_close(train(mlp.layout(), mlp, tx), train(mlp.one_device, mlp, tx))
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", few(TRAINED, 3))
 def test_training_equals_one_device(name: str, mlp: Any) -> None:
     assert_close(train(mlp.layout(), mlp, build(name)), train(mlp.one_device, mlp, build(name)))
 

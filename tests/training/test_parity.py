@@ -16,6 +16,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from profiles import few
 
 import jaxpar as jp
 from jaxpar.analysis.compare import gradient_gaps
@@ -145,7 +146,7 @@ def assert_equal(layout: jp.Layout, task: Task, reference: list[Step]) -> list[S
     return steps
 
 
-@pytest.mark.parametrize("name", ["dp", "fsdp", "hsdp", "tp", "tp_sp", "fsdp_tp"])
+@pytest.mark.parametrize("name", few(["dp", "fsdp", "hsdp", "tp", "tp_sp", "fsdp_tp"], 3))
 @pytest.mark.parametrize("model", ["llama", "vit"])
 def test_a_layout_equals_one_device(model: str, name: str, layout_of: Any, on_one_device: Any) -> None:
     key = model, name == "tp_sp"

@@ -15,6 +15,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from profiles import few
 
 import jaxpar as jp
 from jaxpar.errors import JaxparError
@@ -142,7 +143,7 @@ def one_device(kind: str) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", few(KINDS, 3))
 def test_every_cell_of_the_table(kind: str, mode: str) -> None:
     said, (sizes, stage, options) = cells()[kind, mode], MODES[mode]
     if said == "error":

@@ -15,6 +15,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 from one_step import check_grads, layout_of
+from profiles import few
 
 import jaxpar as jp
 from jaxpar.errors import ConfigError, LayoutError
@@ -164,7 +165,7 @@ CASES: dict[str, tuple[jp.Layout, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", few(CASES, 8))
 def test_one_key_drops_the_same_weights(name: str, one_device: tuple[float, Any]) -> None:
     layout, options = CASES[name]
     loss, grads = stepped(layout, **options)

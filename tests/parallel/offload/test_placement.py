@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
+from profiles import few
 
 import jaxpar as jp
 from jaxpar.errors import ConfigError
@@ -102,7 +103,9 @@ def kinds(state: Any) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("name", "stage"), [(name, 1) for name in OPTIMIZERS] + [("adamw", 0), ("adamw", 3), ("muon", 3)], ids=str
+    ("name", "stage"),
+    few([(name, 1) for name in OPTIMIZERS] + [("adamw", 0), ("adamw", 3), ("muon", 3)], 5, names=2),
+    ids=str,
 )
 def test_steps_are_the_same_and_by_layers_to_the_bit(name: str, stage: int) -> None:
     tx, tangled = OPTIMIZERS[name]
