@@ -14,7 +14,7 @@ from optax import contrib
 import jaxpar as jp
 
 from .cases import Differences, InvalidCase
-from .optimizers import BOUND, PROBED
+from .optimizers import BOUND, BOUND_FP64, PROBED
 from .stepping import layout_of, state_with
 
 RATE = 0.25
@@ -90,9 +90,12 @@ def probe() -> optax.GradientTransformationExtraArgs:
 def optimizer_of(case: Any) -> Any:
     """The chain, then a descent with a constant rate, inside the wrapper."""
     parts = [MADE[name]() for name in case.chain]
-    searched = any(name in SEARCHES for name in case.chain)
-    inner = optax.chain(*parts, optax.scale(-1.0 if searched else -RATE))
-    if searched and case.chain[-1] in ("backtracking", "stored", "zoom"):  # a line search requires a descent direction
+    inner = optax.chain(*parts, optax.scale(-1.0 if searches(case) else -RATE))
+    if searches(case) and case.chain[-1] in (
+        "backtracking",
+        "stored",
+        "zoom",
+    ):  # a line search requires a descent direction
         inner = optax.chain(*parts[:-1], optax.scale(-1.0), parts[-1])
     kind = case.wrapper
     if kind == "masked":
@@ -114,10 +117,20 @@ def optimizer_of(case: Any) -> Any:
     return inner
 
 
+def searches(case: Any) -> bool:
+    """Whether a line search chooses the step from differences between losses."""
+    return any(name in SEARCHES for name in case.chain)
+
+
+def dtype_of(case: Any) -> Any:
+    """fp64 for a line search: differences between losses that are nearly equal amplify fp32's rounding without bound."""
+    return np.float64 if searches(case) else np.float32
+
+
 def parameters(case: Any) -> dict[str, Any]:
     """Parameters that are nonzero multiples of 1/8."""
     rng = np.random.default_rng(case.seed)
-    draw = lambda shape: (rng.choice([-1, 1], shape) * rng.integers(1, 12, shape) / 8).astype(np.float32)
+    draw = lambda shape: (rng.choice([-1, 1], shape) * rng.integers(1, 12, shape) / 8).astype(dtype_of(case))
     return {f"w{i}": draw(shape) for i, shape in enumerate(case.shapes)}
 
 
@@ -125,7 +138,7 @@ def batch_of(case: Any, step: int) -> dict[str, Any]:
     """A batch with rows of multiples of 1/8 for each parameter."""
     rng = np.random.default_rng((case.seed, step, 1))
     return {
-        f"w{i}": (rng.integers(-16, 17, (case.batch, *shape)) / 8 + 0.125 * (i + 1)).astype(np.float32)
+        f"w{i}": (rng.integers(-16, 17, (case.batch, *shape)) / 8 + 0.125 * (i + 1)).astype(dtype_of(case))
         for i, shape in enumerate(case.shapes)
     }
 
@@ -207,7 +220,7 @@ def library_step(case: Any, tx: Any, params: Any) -> Callable[..., Any]:
 
 
 def compared(case: Any, differences: Differences) -> None:
-    """Compare a few steps in fp32; both loops start each step from the state of the plain one."""
+    """Compare a few steps; both loops start each step from the state of the plain one."""
     tx, params = optimizer_of(case), parameters(case)
     take = library_step(case, tx, params)
     if case.chain[-1:] == ("probe",):
@@ -226,13 +239,14 @@ def compared(case: Any, differences: Differences) -> None:
         for what, a, b in zip(("parameter ", "state ", "loss"), found, want, strict=True):
             # Entries of a curved loss cancel: rounding is relative to parameters and data, which are about 1.
             size = 0.125 if case.loss == "curved" or what != "state " else 1e-6
-            _check(differences, f"step {number}: {what}", a, b, size)
+            _check(differences, f"step {number}: {what}", a, b, size, searches(case))
         params, opt_state = want[:2]
 
 
-def _check(differences: Differences, what: str, found: Any, want: Any, size: float) -> None:
+def _check(differences: Differences, what: str, found: Any, want: Any, size: float, fp64: bool) -> None:
+    bound, label = (BOUND_FP64, "fp64") if fp64 else (BOUND, "fp32")
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(want), strict=True):
-        differences.check(what + jax.tree_util.keystr(path), a, b, BOUND, size)
+        differences.check(what + jax.tree_util.keystr(path), a, b, bound, size, label)
 
 
 def _probed(case: Any, opt_state: Any, differences: Differences) -> None:

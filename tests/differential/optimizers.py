@@ -10,6 +10,8 @@ from .cases import Dice, Differences, InvalidCase
 
 # An update is some 30 operations on numbers whose sums over rows are exact (data are multiples of 1/8): 2^-24 * 170.
 BOUND = 1e-5
+BOUND_FP64 = 1e-11
+"""The bound for line searches, which run in fp64: a difference between losses may cancel five digits."""
 PROBED = 2e-6
 """The bound between the value that an optimizer receives and ``value_fn`` at the same parameters: a few roundings."""
 
@@ -84,8 +86,11 @@ def run(case: Case) -> Differences:
     """Compare parameters and the optimizer's state after each step, from the same state before it."""
     if min(case.rows, case.microbatches, case.steps) < 1 or any(n < 1 for shape in case.shapes for n in shape):
         raise InvalidCase("a size is below 1")
-    from .optimizer_chains import compared
+    import jax
+
+    from .optimizer_chains import compared, searches
 
     differences = Differences()
-    compared(case, differences)
+    with jax.enable_x64(searches(case)):
+        compared(case, differences)
     return differences

@@ -196,7 +196,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize(("mode", "name"), few(PAIRS, 2, names=2), ids=": ".join)
+@pytest.mark.parametrize(("mode", "name"), few(PAIRS, 2, names=2))
 def test_a_line_search_takes_the_steps_of_a_plain_loop_of_optax(mode: str, name: str) -> None:
     batches, tx = [batch_of(seed) for seed in (2, 3)], SEARCHES[name]()
     first, metrics, after = one_step(MODES[mode], tx, batches)
