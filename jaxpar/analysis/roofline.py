@@ -23,13 +23,12 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
 from jaxpar.analysis.hlo.audit import Audit
 from jaxpar.analysis.hlo.collectives import Collective
 from jaxpar.analysis.units import aligned, html_table, show_bytes
-from jaxpar.sharding.hardware.accelerators import accelerator
 from jaxpar.sharding.hardware.links import Links
 from jaxpar.sharding.hardware.topology import Topology
 
@@ -115,10 +114,8 @@ class Roofline:
     def headline(self) -> str:
         """Returns the step in one or two lines, with bounds marked as such."""
         least, most = ("≥ ", "≤ ") if self.missing else ("", "")
-        text = (
-            f"step {least}{show_time(self.step)} on {self.topology} "
-            f"({self.devices} × {self.device}), bound by {self.bound}"
-        )
+        hardware = f"{self.topology} ({self.devices} × {self.device})"
+        text = f"step {least}{show_time(self.step)} on {hardware}, bound by {self.bound}"
         text += f"; MFU {'unknown' if self.mfu is None else f'{most}{self.mfu:.1%} ({self.mfu_of}, {self.dtype})'}"
         if self.tokens_per_second is not None:
             text += f"; {most}{self.tokens_per_second:,.0f} tokens/s"
@@ -128,23 +125,19 @@ class Roofline:
 
     def rows(self) -> list[tuple[str, ...]]:
         """Returns table cells: resource, its time, of which hidden, stalled and exposed, and what it does."""
-        hbm = f"at most {show_bytes(self.hbm_bytes)}"
         rows: list[tuple[str, ...]] = [
             ("compute", show_time(self.compute), "", "", "", f"{self.flops:.4g} FLOPs"),
-            ("HBM", show_time(self.hbm), "", "", "", hbm),
+            ("HBM", show_time(self.hbm), "", "", "", f"at most {show_bytes(self.hbm_bytes)}"),
         ]
         for t in self.transfers:
-            what = (
-                f"{show_bytes(round(t.wire_bytes))} in {t.count} "
-                f"collective{'s' * (t.count != 1)} on {' + '.join(t.levels)}"
-            )
+            counted = f"{t.count} collective{'s' * (t.count != 1)}"
+            what = f"{show_bytes(round(t.wire_bytes))} in {counted} on {' + '.join(t.levels)}"
             times = (show_time(s) for s in (t.seconds, t.hidden, t.stalled, t.exposed))
             rows.append((f"links over {'+'.join(t.axes)}", *times, what))
         return rows
 
     def __str__(self) -> str:
-        lines = [f"A model, not a measurement: {self.headline()}", *aligned([_COLUMNS, *self.rows()])]
-        return "\n".join(lines) + "\n"
+        return "\n".join([f"A model, not a measurement: {self.headline()}", *aligned([_COLUMNS, *self.rows()]), ""])
 
     def _repr_html_(self) -> str:
         head = html.escape(f"A model, not a measurement: {self.headline()}")
@@ -191,20 +184,15 @@ def roofline(
 
     Raises:
       MeshError: the audit's mesh has another size than the topology, or the topology is unknown.
-      PlanError: unknown accelerator, no matmul rate for ``dtype``, or a slice larger than its pod.
+      PlanError: no matmul rate for ``dtype``, or a slice larger than its pod.
 
     >>> report = Audit({"data": 4}, 2 * 1024**3, 0, 6 * 1024**2, (), (), (), (), {})  # a matmul of 1024 × 1024 in bf16
     >>> print(roofline(report, "v5e:2x2", tokens=1024).headline())
     step 10.9 µs on v5e:2x2 (4 × TPU v5e), bound by compute; MFU 100.0% (the program's FLOPs, bf16); 93,936,920 tokens/s
     """
-    hardware = Topology.parse(topology) if isinstance(topology, str) else topology
-    device = accelerator(hardware.kind)
-    peak = device.rate(dtype)
-    links = Links.of(hardware, device, report.mesh)
-    flops = report.matmul_flops + report.kernel_flops
-    compute, hbm = flops / peak, report.hbm_bytes / device.hbm_bandwidth
-    work = max(compute, hbm)
-    timed = _times(report.collectives, links, work / flops if flops else 0.0)
+    hardware = Topology.parse(str(topology))
+    compute, hbm, timed = _timed(report, hardware, dtype)
+    device, flops, work = hardware.accelerator, report.matmul_flops + report.kernel_flops, max(compute, hbm)
     transfers = _by_axes(timed)
     busiest, stalled = _busiest(timed)
     exposed = sum(t.transfers.exposed for t in timed)
@@ -227,7 +215,7 @@ def roofline(
         exposed=exposed,
         step=step,
         bound=_bound(compute, hbm, step, transfers),
-        mfu=useful / (step * peak * hardware.devices) if useful is not None and step else None,
+        mfu=useful / (step * device.rate(dtype) * hardware.devices) if useful is not None and step else None,
         mfu_of="the program's FLOPs" if model_flops is None else "the model's FLOPs",
         tokens_per_second=tokens / step if tokens is not None and step else None,
         missing=missing,
@@ -242,12 +230,7 @@ def time_each(report: Audit, topology: Topology | str, *, dtype: str = "bf16") -
     >>> time_each(Audit({"data": 4}, 0, 0, 0, (), (), (), (), {}), "v5e:2x2")
     ()
     """
-    hardware = Topology.parse(topology) if isinstance(topology, str) else topology
-    device = accelerator(hardware.kind)
-    flops = report.matmul_flops + report.kernel_flops
-    work = max(flops / device.rate(dtype), report.hbm_bytes / device.hbm_bandwidth)
-    links = Links.of(hardware, device, report.mesh)
-    return tuple(one.transfers for one in _times(report.collectives, links, work / flops if flops else 0.0))
+    return tuple(one.transfers for one in _timed(report, Topology.parse(str(topology)), dtype)[2])
 
 
 @dataclass(frozen=True)
@@ -258,11 +241,18 @@ class _Timed:
     queues: Mapping[str, float]
 
 
-def _times(collectives: Sequence[Collective], links: Links, pace: float) -> list[_Timed]:
-    """Time each collective. Exposed permutes in flight together take the time of their busiest link."""
-    timed = [_time(c, links, pace) for c in collectives]
+def _timed(report: Audit, hardware: Topology, dtype: str) -> tuple[float, float, list[_Timed]]:
+    """Returns the seconds of the FLOPs and of the memory traffic, and the transfers of each collective.
+
+    Exposed permutes in flight together take the time of their busiest link.
+    """
+    flops, device = report.matmul_flops + report.kernel_flops, hardware.accelerator
+    compute, hbm = flops / device.rate(dtype), report.hbm_bytes / device.hbm_bandwidth
+    links = Links.of(hardware, report.mesh)
+    pace = max(compute, hbm) / flops if flops else 0.0
+    timed = [_time(c, links, pace) for c in report.collectives]
     flights: dict[int, list[int]] = {}
-    for n, c in enumerate(collectives):
+    for n, c in enumerate(report.collectives):
         if c.flight is not None:
             flights.setdefault(c.flight, []).append(n)
     for members in flights.values():
@@ -275,12 +265,12 @@ def _times(collectives: Sequence[Collective], links: Links, pace: float) -> list
         for n in members:
             transfers = replace(timed[n].transfers, exposed=timed[n].transfers.exposed * ratio)
             timed[n] = replace(timed[n], transfers=transfers)
-    return timed
+    return compute, hbm, timed
 
 
 def _time(c: Collective, links: Links, pace: float) -> _Timed:
     """Time one collective in one step; ``pace`` is seconds per FLOP in this program."""
-    phases = links.phases(c)
+    phases = links.phases(c.kind, c.axes, c.wire_bytes, c.between_slices, c.pairs)
     seconds_once = sum(phase.seconds for phase in phases)
     exposed = seconds_once * c.exposed_bytes / c.wire_bytes if c.wire_bytes else 0.0
     overlapped_time = max(seconds_once - exposed, 0.0)  # rounding may make it negative
@@ -294,10 +284,8 @@ def _time(c: Collective, links: Links, pace: float) -> _Timed:
         stalled=(overlapped_time - hidden) * c.count,
         exposed=exposed * c.count,
     )
-    queues: dict[str, float] = {}
-    for phase in phases:
-        for queue, seconds in phase.queues.items():
-            queues[queue] = queues.get(queue, 0.0) + (seconds / seconds_once if seconds_once else 0.0)
+    # The phases are of different levels, so no queue occurs twice.
+    queues = {queue: s / (seconds_once or 1.0) for phase in phases for queue, s in phase.queues.items()}
     return _Timed(transfers, queues)
 
 

@@ -21,7 +21,6 @@ from jaxpar.analysis.hlo.parser import parse
 from jaxpar.analysis.roofline import Roofline, roofline, time_each
 from jaxpar.analysis.units import aligned, show_bytes
 from jaxpar.errors import CompileError
-from jaxpar.sharding.hardware.accelerators import accelerator
 from jaxpar.sharding.hardware.topology import Topology
 from jaxpar.sharding.layout import Layout
 from jaxpar.training.model import MakeModel
@@ -239,8 +238,7 @@ def examine(
     module = parse(step.text)
     report = _named(dataclasses.replace(audit(step.text, mesh=sizes), memory=step.memory), held)
     line = roofline(report, step.topology, tokens=about.tokens or None, model_flops=about.model_flops or None)
-    device = accelerator(Topology.parse(step.topology).kind)
-    memory = footprint(peak(module), held, step.memory, sizes, device)
+    memory = footprint(peak(module), held, step.memory, sizes, Topology.parse(step.topology).accelerator)
     warnings = [w for text in step.warnings if (w := rematerialised(text, module)) is not None]
     evidence = Evidence(
         audit=report,

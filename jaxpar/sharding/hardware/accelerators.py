@@ -44,18 +44,18 @@ class Accelerator:
     name: str
     device_kinds: tuple[str, ...]
     bf16: float
+    fp8: float | None
+    int8: float | None
+    tf32: float | None
+    fp32: float
     hbm_bytes: float
     hbm_bandwidth: float
     torus: int
+    wrap: int | None
     link_bandwidth: float
     domain: int
     network_bandwidth: float
-    fp8: float | None = None
-    int8: float | None = None
-    tf32: float | None = None
-    fp32: float | None = None
-    wrap: int | None = None
-    chip_bandwidth: float | None = None
+    chip_bandwidth: float | None
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     def rate(self, dtype: str) -> float:
@@ -86,15 +86,53 @@ class Accelerator:
         return closed if self.torus < 3 else (all(closed),) * len(shape)
 
     @property
+    def chip_devices(self) -> int:
+        """The number of jax devices of a chip."""
+        return 2 if self.chip_bandwidth else 1
+
+    @property
     def figures(self) -> tuple[str, ...]:
         """The names of all figures that the accelerator has; each is a key of ``sources``."""
         words = ("kind", "name", "device_kinds", "sources")
         return tuple(f.name for f in fields(self) if f.name not in words and getattr(self, f.name) is not None)
 
 
-def _by(source: str, *figures: str) -> dict[str, str]:
-    return dict.fromkeys(figures, source)
-
+# Kind → the product name, and jax's device kinds.
+_NAMES = {
+    "v4": ("TPU v4", "TPU v4"),
+    "v5e": ("TPU v5e", "TPU v5 lite", "TPU v5e"),
+    "v5p": ("TPU v5p", "TPU v5", "TPU v5p"),
+    "v6e": ("TPU v6e", "TPU v6 lite", "TPU v6e"),
+    "tpu7x": ("TPU7x", "TPU7x"),
+    "a100": ("NVIDIA A100 80GB SXM", "NVIDIA A100-SXM4-80GB"),
+    "h100": ("NVIDIA H100 SXM", "NVIDIA H100 80GB HBM3"),
+    "h200": ("NVIDIA H200 SXM", "NVIDIA H200"),
+    "b200": ("NVIDIA B200", "NVIDIA B200"),
+}
+_FIGURES = {
+    #        bf16       fp8      int8     tf32      fp32           hbm_bytes   hbm_bandwidth
+    "v4":    (275e12,    None,    275e12,  None,     275e12 / 6,    32 * 2**30, 1200e9),
+    "v5e":   (197e12,    None,    393e12,  None,     197e12 / 6,    16 * 2**30, 819e9),
+    "v5p":   (459e12,    459e12,  918e12,  None,     459e12 / 6,    95 * 2**30, 2765e9),
+    "v6e":   (918e12,    918e12,  1836e12, None,     918e12 / 6,    32 * 2**30, 1638e9),
+    "tpu7x": (1153.5e12, 2307e12, None,    None,     1153.5e12 / 6, 96 * 2**30, 3690e9),
+    "a100":  (312e12,    None,    624e12,  156e12,   19.5e12,       80e9,       2039e9),
+    "h100":  (989e12,    1979e12, 1979e12, 494.5e12, 67e12,         80e9,       3350e9),
+    "h200":  (989e12,    1979e12, 1979e12, 494.5e12, 67e12,         141e9,      4800e9),
+    "b200":  (2250e12,   4500e12, 4500e12, 1100e12,  80e12,         180e9,      8000e9),
+}  # fmt: skip
+_LINKS = {
+    #      torus wrap  link_bandwidth domain network_bandwidth chip_bandwidth
+    "v4":    (3, 4,    50e9,          4096,  6.25e9,           None),
+    "v5e":   (2, 16,   50e9,          256,   3.125e9,          None),
+    "v5p":   (3, 4,    100e9,         8960,  6.25e9,           None),
+    "v6e":   (2, 16,   100e9,         256,   12.5e9,           None),
+    "tpu7x": (3, 4,    50e9,          9216,  6.25e9,           600e9),
+    "a100":  (0, None, 300e9,         8,     25e9,             None),
+    "h100":  (0, None, 450e9,         8,     50e9,             None),
+    "h200":  (0, None, 450e9,         8,     50e9,             None),
+    "b200":  (0, None, 900e9,         8,     50e9,             None),
+}  # fmt: skip
 
 # Vendors' pages have no date. Those marked 2026-11 were read then. NVIDIA's pages were not available; their figures
 # were compared with copies by third parties, which docs/reference/accelerators.md lists.
@@ -106,203 +144,75 @@ _PASSES = (
 _PORTS = "derived: both-way bandwidth of a chip / 2 directions / {} links, {}"
 _BOOK = "https://jax-ml.github.io/scaling-book/tpus (2026-11)"
 _ISCA = "Jouppi et al., TPU v4, ISCA 2023, table 4, https://arxiv.org/abs/2304.01433 (6 links of 50 GB/s)"
-_A100 = "https://www.nvidia.com/en-us/data-center/a100, datasheet of the 80GB SXM"
-_H100 = (
-    "https://resources.nvidia.com/en-us-tensor-core/nvidia-tensor-core-gpu-datasheet "
-    "(H100 SXM, halved where with sparsity)"
-)
-_H200 = "https://www.nvidia.com/en-us/data-center/h200 (H200 SXM, halved where with sparsity)"
-_B200 = (
-    "NVIDIA Blackwell Architecture Technical Brief, "
-    "https://resources.nvidia.com/en-us-blackwell-architecture (HGX B200)"
-)
+_DATASHEETS, _RESOURCES = "https://www.nvidia.com/en-us/data-center", "https://resources.nvidia.com"
+_SPARSE = "halved where with sparsity"
 _DGX = "https://docs.nvidia.com/dgx/dgx{}-user-guide ({})"
-_NVLINK = "derived: both-way NVLink bandwidth of a GPU / 2, {}"
 
-_HOPPER = Accelerator(
-    kind="h100",
-    name="NVIDIA H100 SXM",
-    device_kinds=("NVIDIA H100 80GB HBM3",),
-    bf16=989e12,
-    fp8=1979e12,
-    int8=1979e12,
-    tf32=494.5e12,
-    fp32=67e12,
-    hbm_bytes=80e9,
-    hbm_bandwidth=3350e9,
-    torus=0,
-    link_bandwidth=450e9,
-    domain=8,
-    network_bandwidth=50e9,
-    sources=_by(_H100, "bf16", "fp8", "int8", "tf32", "fp32", "hbm_bytes", "hbm_bandwidth")
-    | _by(_NVLINK.format(f"900 GB/s, {_H100}"), "torus", "link_bandwidth")
-    | _by(_DGX.format("h100", "8 GPUs, each with a 400 Gbit/s card"), "domain", "network_bandwidth"),
-)
+# Kind → the source of most figures, and the figures with a source of their own.
+_SOURCES: dict[str, tuple[str, dict[str, str]]] = {
+    "v4": (_V4, {"link_bandwidth": _ISCA, "network_bandwidth": f"'typically', {_BOOK}"}),
+    "v5e": (
+        _V5E,
+        {
+            "hbm_bytes": f"{_V5E}, its '16 GB' read as GiB",
+            "link_bandwidth": _PORTS.format(4, f"400 GB/s, {_V5E}"),
+            "network_bandwidth": f"derived: 6.4 Tbit/s of a pod / 256 chips, {_V5E}",
+        },
+    ),
+    "v5p": (
+        _V5P,
+        {
+            "int8": _BOOK,
+            "wrap": _V5P,
+            "link_bandwidth": _PORTS.format(6, f"1200 GB/s, {_V5P}"),
+            "network_bandwidth": f"50 Gbit/s a chip, {_V5P}",
+        },
+    ),
+    "v6e": (
+        _V6E,
+        {
+            **dict.fromkeys(("fp8", "hbm_bytes"), f"the comparison in {_7X}"),
+            "link_bandwidth": _PORTS.format(4, f"800 GB/s, {_V6E}"),
+            "network_bandwidth": f"100 Gbit/s a chip, the comparison in {_7X}",
+        },
+    ),
+    "tpu7x": (
+        f"half a chip, {_7X}",
+        {
+            **dict.fromkeys(("torus", "domain"), _7X),
+            "link_bandwidth": _PORTS.format(6, f"1200 GB/s, halved for a chip's 2 devices, {_7X}"),
+            "network_bandwidth": f"100 Gbit/s a chip, halved, {_7X}",
+            "chip_bandwidth": f"6 times one link of the chip, {_7X}; not checked on the page again",
+        },
+    ),
+    "a100": (f"{_DATASHEETS}/a100, datasheet of the 80GB SXM", {}),
+    "h100": (f"{_RESOURCES}/en-us-tensor-core/nvidia-tensor-core-gpu-datasheet (H100 SXM, {_SPARSE})", {}),
+    "h200": (f"{_DATASHEETS}/h200 (H200 SXM, {_SPARSE})", {}),
+    "b200": (
+        f"NVIDIA Blackwell Architecture Technical Brief, {_RESOURCES}/en-us-blackwell-architecture (HGX B200)",
+        dict.fromkeys(("hbm_bytes", "hbm_bandwidth"), _DGX.format("b200", "8 GPUs: 1440 GB and 64 TB/s together")),
+    ),
+}
 
-_TABLE = (
-    Accelerator(
-        kind="v4",
-        name="TPU v4",
-        device_kinds=("TPU v4",),
-        bf16=275e12,
-        int8=275e12,
-        fp32=275e12 / 6,
-        hbm_bytes=32 * 2**30,
-        hbm_bandwidth=1200e9,
-        torus=3,
-        wrap=4,
-        link_bandwidth=50e9,
-        domain=4096,
-        network_bandwidth=6.25e9,
-        sources=_by(_V4, "bf16", "int8", "hbm_bytes", "hbm_bandwidth", "torus", "domain")
-        | _by(_PASSES, "fp32")
-        | _by(_ISCA, "link_bandwidth")
-        | _by(_BOOK, "wrap")
-        | _by(f"'typically', {_BOOK}", "network_bandwidth"),
-    ),
-    Accelerator(
-        kind="v5e",
-        name="TPU v5e",
-        device_kinds=("TPU v5 lite", "TPU v5e"),
-        bf16=197e12,
-        int8=393e12,
-        fp32=197e12 / 6,
-        hbm_bytes=16 * 2**30,
-        hbm_bandwidth=819e9,
-        torus=2,
-        wrap=16,
-        link_bandwidth=50e9,
-        domain=256,
-        network_bandwidth=3.125e9,
-        sources=_by(_V5E, "bf16", "int8", "hbm_bandwidth", "torus", "domain")
-        | _by(f"{_V5E}, its '16 GB' read as GiB", "hbm_bytes")
-        | _by(_PASSES, "fp32")
-        | _by(_PORTS.format(4, f"400 GB/s, {_V5E}"), "link_bandwidth")
-        | _by(f"derived: 6.4 Tbit/s of a pod / 256 chips, {_V5E}", "network_bandwidth")
-        | _by(_BOOK, "wrap"),
-    ),
-    Accelerator(
-        kind="v5p",
-        name="TPU v5p",
-        device_kinds=("TPU v5", "TPU v5p"),
-        bf16=459e12,
-        fp8=459e12,
-        int8=918e12,
-        fp32=459e12 / 6,
-        hbm_bytes=95 * 2**30,
-        hbm_bandwidth=2765e9,
-        torus=3,
-        wrap=4,
-        link_bandwidth=100e9,
-        domain=8960,
-        network_bandwidth=6.25e9,
-        sources=_by(_V5P, "bf16", "fp8", "hbm_bytes", "hbm_bandwidth", "torus", "wrap", "domain")
-        | _by(_BOOK, "int8")
-        | _by(_PASSES, "fp32")
-        | _by(_PORTS.format(6, f"1200 GB/s, {_V5P}"), "link_bandwidth")
-        | _by(f"50 Gbit/s a chip, {_V5P}", "network_bandwidth"),
-    ),
-    Accelerator(
-        kind="v6e",
-        name="TPU v6e",
-        device_kinds=("TPU v6 lite", "TPU v6e"),
-        bf16=918e12,
-        fp8=918e12,
-        int8=1836e12,
-        fp32=918e12 / 6,
-        hbm_bytes=32 * 2**30,
-        hbm_bandwidth=1638e9,
-        torus=2,
-        wrap=16,
-        link_bandwidth=100e9,
-        domain=256,
-        network_bandwidth=12.5e9,
-        sources=_by(_V6E, "bf16", "int8", "hbm_bandwidth", "torus", "domain")
-        | _by(f"the comparison in {_7X}", "fp8", "hbm_bytes")
-        | _by(_PASSES, "fp32")
-        | _by(_PORTS.format(4, f"800 GB/s, {_V6E}"), "link_bandwidth")
-        | _by(f"100 Gbit/s a chip, the comparison in {_7X}", "network_bandwidth")
-        | _by(_BOOK, "wrap"),
-    ),
-    Accelerator(
-        kind="tpu7x",
-        name="TPU7x",
-        device_kinds=("TPU7x",),
-        bf16=1153.5e12,
-        fp8=2307e12,
-        fp32=1153.5e12 / 6,
-        hbm_bytes=96 * 2**30,
-        hbm_bandwidth=3690e9,
-        torus=3,
-        wrap=4,
-        link_bandwidth=50e9,
-        domain=9216,
-        network_bandwidth=6.25e9,
-        chip_bandwidth=600e9,
-        sources=_by(f"half a chip, {_7X}", "bf16", "fp8", "hbm_bytes", "hbm_bandwidth")
-        | _by(_7X, "torus", "domain")
-        | _by(_PASSES, "fp32")
-        | _by(_PORTS.format(6, f"1200 GB/s, halved for a chip's 2 devices, {_7X}"), "link_bandwidth")
-        | _by(f"100 Gbit/s a chip, halved, {_7X}", "network_bandwidth")
-        | _by(f"6 times one link of the chip, {_7X}; not checked on the page again", "chip_bandwidth")
-        | _by(_BOOK, "wrap"),
-    ),
-    Accelerator(
-        kind="a100",
-        name="NVIDIA A100 80GB SXM",
-        device_kinds=("NVIDIA A100-SXM4-80GB",),
-        bf16=312e12,
-        int8=624e12,
-        tf32=156e12,
-        fp32=19.5e12,
-        hbm_bytes=80e9,
-        hbm_bandwidth=2039e9,
-        torus=0,
-        link_bandwidth=300e9,
-        domain=8,
-        network_bandwidth=25e9,
-        sources=_by(_A100, "bf16", "int8", "tf32", "fp32", "hbm_bytes", "hbm_bandwidth")
-        | _by(_NVLINK.format(f"600 GB/s, {_A100}"), "torus", "link_bandwidth")
-        | _by(_DGX.format("a100", "8 GPUs, each with a 200 Gbit/s card"), "domain", "network_bandwidth"),
-    ),
-    _HOPPER,
-    replace(
-        _HOPPER,
-        kind="h200",
-        name="NVIDIA H200 SXM",
-        device_kinds=("NVIDIA H200",),
-        hbm_bytes=141e9,
-        hbm_bandwidth=4800e9,
-        sources=_by(_H200, *_HOPPER.sources)
-        | _by(_NVLINK.format(f"900 GB/s, {_H200}"), "link_bandwidth")
-        | _by(_DGX.format("h100", "H200: 8 GPUs, each with a 400 Gbit/s card"), "domain", "network_bandwidth"),
-    ),
-    Accelerator(
-        kind="b200",
-        name="NVIDIA B200",
-        device_kinds=("NVIDIA B200",),
-        bf16=2250e12,
-        fp8=4500e12,
-        int8=4500e12,
-        tf32=1100e12,
-        fp32=80e12,
-        hbm_bytes=180e9,
-        hbm_bandwidth=8000e9,
-        torus=0,
-        link_bandwidth=900e9,
-        domain=8,
-        network_bandwidth=50e9,
-        sources=_by(_B200, "bf16", "fp8", "int8", "tf32", "fp32")
-        | _by(_NVLINK.format(f"1.8 TB/s, {_B200}"), "torus", "link_bandwidth")
-        | _by(_DGX.format("b200", "8 GPUs: 1440 GB and 64 TB/s together"), "hbm_bytes", "hbm_bandwidth")
-        | _by(_DGX.format("b200", "8 GPUs, each with a 400 Gbit/s card"), "domain", "network_bandwidth"),
-    ),
-)
 
-ACCELERATORS: Mapping[str, Accelerator] = {a.kind: a for a in _TABLE}
+def _accelerator(kind: str) -> Accelerator:
+    """Returns an entry of the tables."""
+    (name, *device_kinds), (sheet, own) = _NAMES[kind], _SOURCES[kind]
+    made = Accelerator(kind, name, tuple(device_kinds), *_FIGURES[kind], *_LINKS[kind])
+    if made.torus:
+        shared = {"fp32": _PASSES, "wrap": _BOOK}
+    else:
+        nvlink = f"derived: both-way NVLink bandwidth of a GPU / 2, {2 * made.link_bandwidth / 1e9:g} GB/s, {sheet}"
+        machine = "h100" if kind == "h200" else kind
+        card = _DGX.format(machine, f"{made.domain} GPUs, each with a {8 * made.network_bandwidth / 1e9:g} Gbit/s card")
+        shared = {"torus": nvlink, "link_bandwidth": nvlink, "domain": card, "network_bandwidth": card}
+    return replace(made, sources=dict.fromkeys(made.figures, sheet) | shared | own)
+
+
+ACCELERATORS: Mapping[str, Accelerator] = {kind: _accelerator(kind) for kind in _NAMES}
 """Every accelerator that jaxpar knows, by kind."""
 
-_BY_DEVICE_KIND = {name: a for a in _TABLE for name in a.device_kinds}
+_BY_DEVICE_KIND = {name: a for a in ACCELERATORS.values() for name in a.device_kinds}
 
 
 def of_device(device_kind: str) -> Accelerator | None:

@@ -28,7 +28,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from jaxpar.errors import MeshError, PlanError
 from jaxpar.sharding.hardware.accelerators import Accelerator, of_device
@@ -37,40 +37,6 @@ from jaxpar.sharding.hardware.torus import Torus, take
 
 if TYPE_CHECKING:
     from jax.sharding import AbstractMesh, Mesh
-
-
-class Sent(Protocol):
-    """The facts about a collective that its cost depends on.
-
-    Attributes:
-      kind: the operation, as XLA names it.
-      axes: the mesh axes of its groups.
-      wire_bytes: the bytes that each device sends.
-      between_slices: whether it crosses slices; ``None`` if the program does not show it.
-      pairs: (source, target) of each message of a permute.
-    """
-
-    @property
-    def kind(self) -> str: ...
-    @property
-    def axes(self) -> tuple[str, ...]: ...
-    @property
-    def wire_bytes(self) -> float: ...
-    @property
-    def between_slices(self) -> bool | None: ...
-    @property
-    def pairs(self) -> tuple[tuple[int, int], ...]: ...
-
-
-@dataclass(frozen=True)
-class Planned:
-    """A collective that is not part of a compiled program."""
-
-    kind: str
-    axes: tuple[str, ...]
-    wire_bytes: float
-    between_slices: bool | None = None
-    pairs: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -114,43 +80,36 @@ class Links:
         self.torus = Torus.lay(middle, shape, closed, accelerator.link_bandwidth) if accelerator.torus else None
 
     @classmethod
-    def of(cls, topology: Topology, accelerator: Accelerator, mesh: Mapping[str, int]) -> Links:
+    def of(cls, topology: Topology, mesh: Mapping[str, int]) -> Links:
         """Returns the links of a topology under the mesh of an audited program.
 
         Raises:
           MeshError: the mesh and the topology differ in size.
-          PlanError: a slice has more chips, or a host more GPUs, than the accelerator allows.
+          PlanError: a slice has more chips than the accelerator allows.
         """
-        devices = math.prod(mesh.values())
+        devices, accelerator = math.prod(mesh.values()), topology.accelerator
         if devices != topology.devices:
             sizes = ", ".join(f"{axis}={size}" for axis, size in mesh.items() if size > 1) or "one device"
             raise MeshError(
                 f"the audited program runs on {devices} devices ({sizes}), but {topology} has {topology.devices}. "
                 f"Remedy: audit a program compiled for {topology.devices} devices, or use a topology of {devices}."
             )
-        # A GPU topology ends with the number of GPUs in a host; the number before it, if any, is that of the hosts.
-        shape = topology.shape if accelerator.torus else topology.shape[-1:]
-        chips = math.prod(shape)
-        slices = topology.slices * math.prod(topology.shape) // chips
+        chips = math.prod(topology.shape)
         if chips > accelerator.domain:
-            one, more = ("slice", "slices") if accelerator.torus else ("host", "hosts")
             raise PlanError(
-                f"{topology} has {chips} chips in one {one}, but {accelerator.name} has at most {accelerator.domain}. "
-                f"Remedy: use more {more} of fewer chips."
+                f"{topology} has {chips} chips in one slice, but {accelerator.name} has at most {accelerator.domain}. "
+                f"Remedy: use more slices of fewer chips."
             )
-        return cls(accelerator, slices, shape, topology.devices // (slices * chips), mesh)
+        return cls(accelerator, topology.slices, topology.shape, accelerator.chip_devices, mesh)
 
     @property
     def name(self) -> str:
         """The name of the topology: ``v5e:4x4``, ``v5e:4x4*2``, ``h100:4x8``."""
-        shape, many = "x".join(map(str, self.shape)), self.slices > 1
-        if self.accelerator.torus:
-            return f"{self.accelerator.kind}:{shape}{f'*{self.slices}' if many else ''}"
-        return f"{self.accelerator.kind}:{f'{self.slices}x' if many else ''}{shape}"
+        return str(Topology(self.accelerator.kind, self.shape, self.slices))
 
     def seconds(self, kind: str, axes: tuple[str, ...], sent: float) -> float:
         """Returns the seconds of a collective over ``axes`` in which each device sends ``sent`` bytes."""
-        return sum(phase.seconds for phase in self.phases(Planned(kind, axes, sent)))
+        return sum(phase.seconds for phase in self.phases(kind, axes, sent))
 
     def permute(self, axes: tuple[str, ...], sent: float, pairs: Sequence[tuple[int, int]]) -> float:
         """Returns the seconds of a permute; messages that share a link of a torus are serialized.
@@ -161,8 +120,8 @@ class Links:
           pairs: (source, target) of each message, as indices along the axes.
         """
         away = tuple((a, b) for a, b in pairs if a != b)
-        sending = Planned("collective-permute", axes, sent, pairs=away)
-        return sum(phase.seconds for phase in self.phases(sending)) if away else 0.0
+        phases = self.phases("collective-permute", axes, sent, pairs=away) if away else []
+        return sum(phase.seconds for phase in phases)
 
     def rings(self, axes: Sequence[str]) -> tuple[int, ...]:
         """Returns the sizes of the rings that join a group over the axes, outermost first; their product is the group.
@@ -173,24 +132,34 @@ class Links:
         >>> links_of(MeshSpec(data=8, model=8).on("v5p:4x4x4")).rings(("model",))
         (4, 2)
         """
-        levels = list(self.levels)
-        along = [
-            sizes
-            for axis in axes
-            for level in levels
-            for sizes in (self.torus.rings(axis) if level == "ICI" and self.torus else (self.levels[level][axis],))
-        ]
+        along: list[int] = []
+        for axis in axes:
+            for level, sizes in self.levels.items():
+                along += self.torus.rings(axis) if level == "ICI" and self.torus else (sizes[axis],)
         return tuple(size for size in along if size > 1)
 
-    def phases(self, collective: Sent) -> list[Phase]:
-        """Returns the cost of one execution of a collective, one phase per level; an empty list if nothing moves."""
-        axes, kind = collective.axes, collective.kind
+    def phases(
+        self,
+        kind: str,
+        axes: Sequence[str],
+        sent: float,
+        between_slices: bool | None = None,
+        pairs: Sequence[tuple[int, int]] = (),
+    ) -> list[Phase]:
+        """Returns the cost of one execution of a collective, one phase per level; an empty list if nothing moves.
+
+        Args:
+          kind: the operation, as XLA names it.
+          axes: the mesh axes of its groups.
+          sent: the bytes that each device sends.
+          between_slices: whether it crosses slices; ``None`` if the program does not show it.
+          pairs: (source, target) of each message of a permute, as indices along the axes.
+        """
         groups = {level: math.prod(sizes[axis] for axis in axes) for level, sizes in self.levels.items()}
         # A program for several slices shows for each collective whether it runs between them.
-        told = collective.between_slices
-        used = [level for level, n in groups.items() if n > 1 and (told is None or told == (level == "DCN"))]
+        used = [level for level, n in groups.items() if n > 1 and between_slices in (None, level == "DCN")]
         if kind == "collective-permute":
-            return [self._permuted(used[0], collective)] if used else []
+            return [self._permuted(used[0], axes, sent, pairs)] if used else []
         others = math.prod(groups[level] for level in used) - 1
         found = []
         for level in used:
@@ -198,12 +167,14 @@ class Links:
             inside = math.prod(groups[other] for other in used[used.index(level) + 1 :])
             # A gather's pieces grow with every level already gathered. Those of an all-to-all go to one device each.
             pieces = (groups[level] - 1) * (inside if kind == "all-to-all" else outside)
-            found.append(self._phase(level, axes, kind, collective.wire_bytes * pieces / others, groups[level]))
+            moved, torus = sent * pieces / others, self.torus if level == "ICI" else None
+            found.append(
+                self._phase(level, moved) if torus is None else _spread(torus, axes, kind, moved, groups[level])
+            )
         return found
 
-    def _phase(self, level: str, axes: Sequence[str], kind: str, sent: float, group: int) -> Phase:
-        if level == "ICI" and self.torus is not None:
-            return self._on_torus(self.torus, axes, kind, sent, group)
+    def _phase(self, level: str, sent: float) -> Phase:
+        """Returns the phase of a level whose devices each have one link."""
         speeds = {
             "DCN": self.accelerator.network_bandwidth,
             "NVLink": self.accelerator.link_bandwidth,
@@ -211,28 +182,16 @@ class Links:
         }
         return Phase(level, {level: sent / speeds[level]})
 
-    @staticmethod
-    def _on_torus(torus: Torus, axes: Sequence[str], kind: str, sent: float, group: int) -> Phase:
-        ways = torus.ways(axes)
-        if kind == "all-to-all":
-            held = sent * group / (group - 1)  # the bytes that a device holds; it sends all but its own share
-            seconds = max(held * (chips**2 // 4) / chips / speed for chips, speed in ways.values())
-        else:
-            seconds = sent / sum(speed for _, speed in ways.values())
-        return Phase("ICI", {_queue(dim, way): seconds for dim in ways for way in (1, -1)})
-
-    def _permuted(self, level: str, collective: Sent) -> Phase:
+    def _permuted(self, level: str, axes: Sequence[str], sent: float, pairs: Sequence[tuple[int, int]]) -> Phase:
         """Returns the phase of a permute, in which messages that share a link of a torus are serialized."""
-        axes, sent = collective.axes, collective.wire_bytes
         if level != "ICI" or self.torus is None:
-            return self._phase(level, axes, collective.kind, sent, 2)
+            return self._phase(level, sent)
         inside = self.levels["chip"]
         sharers = math.prod(inside[axis] for axis in axes)  # devices of one chip; `pairs` lists the messages of all
-        pairs = collective.pairs or self._shift(axes)
-        moved = [(self._chip(axes, a), self._chip(axes, b)) for a, b in pairs]
+        moved = [(self._chip(axes, a), self._chip(axes, b)) for a, b in pairs or self._shift(axes)]
         loads = self.torus.loads(axes, moved)
         if not loads:  # no message leaves its chip
-            return self._phase("chip", axes, collective.kind, sent, 2)
+            return self._phase("chip", sent)
         speed = self.torus.link * sharers
         return Phase("ICI", {_queue(*link): sent * load / speed for link, load in loads.items()})
 
@@ -251,6 +210,17 @@ class Links:
             found += along // inner % chips * stride
             stride *= chips
         return found
+
+
+def _spread(torus: Torus, axes: Sequence[str], kind: str, sent: float, group: int) -> Phase:
+    """Returns the phase of a collective that uses all dims of a torus along which its groups extend."""
+    ways = torus.ways(axes)
+    if kind == "all-to-all":
+        held = sent * group / (group - 1)  # the bytes that a device holds; it sends all but its own share
+        seconds = max(held * (chips**2 // 4) / chips / speed for chips, speed in ways.values())
+    else:
+        seconds = sent / sum(speed for _, speed in ways.values())
+    return Phase("ICI", {_queue(dim, way): seconds for dim in ways for way in (1, -1)})
 
 
 def _queue(dim: int, way: int) -> str:
@@ -292,21 +262,16 @@ def links_of(mesh: Mesh | AbstractMesh) -> Links | None:
     accelerator = None if device is None else of_device(device.device_kind)
     if accelerator is None:
         return None
-    pair = 2 if accelerator.chip_bandwidth and mesh.size % 2 == 0 else 1
+    pair = accelerator.chip_devices if mesh.size % 2 == 0 else 1
     slices, shape = _placed(accelerator, mesh, mesh.size // pair)
     return Links(accelerator, slices, shape, pair, dict(mesh.shape))
 
 
-def _devices(mesh: Any) -> list[Any]:
-    """Returns the devices of a mesh; none if it is abstract."""
-    import jax
-
-    return list(mesh.devices.flat) if isinstance(mesh, jax.sharding.Mesh) else []
-
-
 def _placed(accelerator: Accelerator, mesh: Any, chips: int) -> tuple[int, tuple[int, ...]]:
     """Returns the number of slices or hosts, and the shape of one."""
-    devices = _devices(mesh)
+    import jax
+
+    devices = list(mesh.devices.flat) if isinstance(mesh, jax.sharding.Mesh) else []
     group = "slice_index" if all(getattr(d, "slice_index", None) is not None for d in devices) else "process_index"
     groups = {getattr(device, group) for device in devices} if accelerator.torus == 0 or group == "slice_index" else {0}
     slices = len(groups) or -(-chips // accelerator.domain)

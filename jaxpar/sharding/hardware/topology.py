@@ -11,39 +11,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from jaxpar.errors import MeshError, did_you_mean
+from jaxpar.sharding.hardware.accelerators import ACCELERATORS, Accelerator, of_device
 
 if TYPE_CHECKING:
     from jax.sharding import AbstractDevice, AbstractMesh, Mesh
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """One kind of accelerator as jax reports it, recorded from its compiler.
+_CORES = {"v4": 2, "v5e": 1, "v5p": 2, "v6e": 1, "tpu7x": 1, "h100": 132}
+"""The kinds of a topology, and the cores of one jax device as jax's compiler reports them: TensorCores, or the
+multiprocessors of a GPU. A v4 or v5p chip with two cores is one device ("megacore"); a tpu7x chip is two."""
 
-    Attributes:
-      device_kind: jax's name of one device.
-      dims: the number of dims of the torus that joins the chips; 0 for GPUs, which a switch joins.
-      devices: jax devices per chip. A v4 or v5p chip with two cores is one device ("megacore"); a tpu7x chip is two.
-      cores: per device: TensorCores, or the multiprocessors of a GPU.
-      host: the largest number of GPUs that one switch joins.
-    """
-
-    device_kind: str
-    dims: int
-    devices: int = 1
-    cores: int = 1
-    host: int = 0
-
-
-_KINDS = {
-    "v4": _Kind("TPU v4", 3, cores=2),
-    "v5e": _Kind("TPU v5 lite", 2),
-    "v5p": _Kind("TPU v5", 3, cores=2),
-    "v6e": _Kind("TPU v6 lite", 2),
-    "tpu7x": _Kind("TPU7x", 3, devices=2),
-    "h100": _Kind("NVIDIA H100 80GB HBM3", 0, cores=132, host=8),
-}
-_KNOWN = ", ".join(f"{kind}:{'x'.join('4' * its.dims)}" for kind, its in _KINDS.items() if its.dims) + ", h100:4x8"
+_KNOWN = ", ".join(f"{kind}:{'x'.join('4' * ACCELERATORS[kind].torus) or '4x8'}" for kind in _CORES)
 
 
 @dataclass(frozen=True)
@@ -86,11 +64,11 @@ class Topology:
                 f"KIND:HOSTSxGPUS, such as {_KNOWN}."
             )
         kind, shape = found[1], tuple(int(n) for n in found[2].split("x"))
-        if kind not in _KINDS:
+        if kind not in _CORES:
             raise MeshError(
-                f"unknown accelerator {kind!r} in {name!r}.{did_you_mean(kind, _KINDS)} Known are {_KNOWN}."
+                f"unknown accelerator {kind!r} in {name!r}.{did_you_mean(kind, _CORES)} Known are {_KNOWN}."
             )
-        dims = _KINDS[kind].dims
+        dims = ACCELERATORS[kind].torus
         if dims == 0:
             return cls._of_hosts(name, kind, shape, starred=found[3] is not None)
         if len(shape) != dims or 0 in shape or found[3] == "0":
@@ -103,7 +81,7 @@ class Topology:
 
     @classmethod
     def _of_hosts(cls, name: str, kind: str, shape: tuple[int, ...], *, starred: bool) -> Topology:
-        host = _KINDS[kind].host
+        host = ACCELERATORS[kind].domain
         if starred or len(shape) > 2 or 0 in shape or shape[-1] > host:
             raise MeshError(
                 f"{name!r}: {kind} GPUs are written as {kind}:GPUS or {kind}:HOSTSxGPUS, with 1 to {host} GPUS in a "
@@ -112,26 +90,31 @@ class Topology:
         return cls(kind, shape[-1:], shape[0] if len(shape) == 2 else 1)
 
     @property
+    def accelerator(self) -> Accelerator:
+        """The figures of its devices."""
+        return ACCELERATORS[self.kind]
+
+    @property
     def devices(self) -> int:
         """The number of jax devices."""
-        return math.prod(self.shape) * _KINDS[self.kind].devices * self.slices
+        return math.prod(self.shape) * self.accelerator.chip_devices * self.slices
 
     @property
     def platform(self) -> str:
         """The platform of its devices, as jax names it: ``tpu`` or ``gpu``."""
-        return "tpu" if _KINDS[self.kind].dims else "gpu"
+        return "tpu" if self.accelerator.torus else "gpu"
 
     @property
     def device_kind(self) -> str:
         """jax's name of one device, such as ``TPU v5 lite``."""
-        return _KINDS[self.kind].device_kind
+        return self.accelerator.device_kinds[0]
 
     @property
     def abstract_device(self) -> AbstractDevice:
         """The abstract device of a mesh on this topology, from which kernels read at trace time where they will run."""
         import jax
 
-        return jax.sharding.AbstractDevice(self.device_kind, _KINDS[self.kind].cores, self.platform)
+        return jax.sharding.AbstractDevice(self.device_kind, _CORES[self.kind], self.platform)
 
     @property
     def slice_name(self) -> str:
@@ -141,11 +124,8 @@ class Topology:
     def __str__(self) -> str:
         if self.slices == 1:
             return self.slice_name
-        return (
-            f"{self.slice_name}*{self.slices}"
-            if self.platform == "tpu"
-            else f"{self.kind}:{self.slices}x{self.shape[0]}"
-        )
+        hosts = f"{self.kind}:{self.slices}x{self.shape[0]}"
+        return f"{self.slice_name}*{self.slices}" if self.platform == "tpu" else hosts
 
 
 def platform_of(mesh: Mesh | AbstractMesh) -> str:
@@ -171,8 +151,8 @@ def torus_of(mesh: Mesh | AbstractMesh) -> int:
     3
     """
     device = device_of(mesh)
-    kind = "" if device is None else device.device_kind
-    return next((its.dims for its in _KINDS.values() if its.device_kind == kind), 0)
+    found = None if device is None else of_device(device.device_kind)
+    return 0 if found is None else found.torus
 
 
 def device_of(mesh: Mesh | AbstractMesh) -> Any:
