@@ -1,21 +1,37 @@
-"""Bytes of shards, byte counts as text, and tables as text and HTML."""
+"""Shards and their bytes, byte counts as text, and tables as text and HTML."""
 
 from __future__ import annotations
 
 import html
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 
-def device_bytes(shape: Sequence[int], itemsize: int, ways: Sequence[int]) -> int:
+def axes_of_dims(spec: Iterable[Any], rank: int) -> tuple[tuple[str, ...], ...]:
+    """Returns a ``PartitionSpec`` as a tuple of mesh axes for each of ``rank`` dims.
+
+    >>> axes_of_dims(("data", None, ("a", "b")), 4)
+    (('data',), (), ('a', 'b'), ())
+    """
+    axes = [() if a is None else (a,) if isinstance(a, str) else tuple(a) if isinstance(a, tuple) else () for a in spec]
+    return (*axes, *[()] * (rank - len(axes)))
+
+
+def shard_count(axes: Iterable[str], sizes: Mapping[str, int]) -> int:
+    """Returns the number of shards that these axes make; ``sizes`` is mesh axis → size, by default 1."""
+    return math.prod(sizes.get(axis, 1) for axis in axes)
+
+
+def device_bytes(shape: Sequence[int], itemsize: int, num_shards: Sequence[int]) -> int:
     """Returns the bytes of the largest shard of an array.
 
     Args:
       shape: the global shape.
       itemsize: bytes of one element.
-      ways: the number of shards along each dim. A dim that is not divisible is rounded up.
+      num_shards: the number of shards along each dim. A dim that is not divisible is rounded up.
     """
-    return itemsize * math.prod(-(-size // count) for size, count in zip(shape, ways, strict=True))
+    return itemsize * math.prod(-(-size // count) for size, count in zip(shape, num_shards, strict=True))
 
 
 def show_bytes(n: int) -> str:

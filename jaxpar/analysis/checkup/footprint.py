@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxpar.analysis.hlo.liveness import Buffer, Peak
+from jaxpar.analysis.units import axes_of_dims, device_bytes, shard_count
 from jaxpar.parallel.offload.placement import KIND
 from jaxpar.sharding.hardware.accelerators import Accelerator
 from jaxpar.sharding.layout import Layout
@@ -122,16 +123,12 @@ def held_by(layout: Layout, state: TrainState, batch: Any) -> tuple[HeldTensor, 
 
 
 def _held(path: str, category: str, dims: Iterable[str | None], leaf: Any, layout: Layout) -> HeldTensor:
-    entries = (*leaf.sharding.spec, *(None,) * (len(leaf.shape) - len(leaf.sharding.spec)))
-    spec = tuple(() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries)
-    num_shards = [math.prod(layout.sizes[axis] for axis in axes) for axes in spec]
-    local = math.prod(-(-size // shards) for size, shards in zip(leaf.shape, num_shards, strict=True))
-    if leaf.sharding.memory_kind == KIND:
-        local = 0
+    spec = axes_of_dims(leaf.sharding.spec, len(leaf.shape))
+    num_shards = [shard_count(axes, layout.sizes) for axes in spec]
     # The itemsize of a PRNG key dtype is that of the two 32-bit words of a key.
-    size = leaf.dtype.itemsize
+    size = 0 if leaf.sharding.memory_kind == KIND else device_bytes(leaf.shape, leaf.dtype.itemsize, num_shards)
     copies = layout.mesh.size // math.prod(num_shards)
-    return HeldTensor(path, category, tuple(dims), tuple(leaf.shape), spec, local * size, copies)
+    return HeldTensor(path, category, tuple(dims), tuple(leaf.shape), spec, size, copies)
 
 
 def footprint(

@@ -16,11 +16,9 @@ import shutil
 import subprocess
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -28,6 +26,7 @@ import optax
 from jax.sharding import AbstractMesh
 
 from jaxpar.analysis.compile.compilers import COMPILERS, Compiler, description_of, environment_of, versions_of
+from jaxpar.analysis.units import axes_of_dims
 from jaxpar.errors import CompileError, MeshError, need
 from jaxpar.parallel.collectives.bucketing import CollectiveFusion
 from jaxpar.parallel.offload.placement import KIND
@@ -72,15 +71,6 @@ class AheadOfTime:
     def as_text(self) -> str:
         """Returns the optimized HLO, like ``jax.stages.Compiled.as_text``."""
         return self.text
-
-    def memory_analysis(self) -> SimpleNamespace:
-        """Returns the figures under the names of ``jax.stages.Compiled.memory_analysis``.
-
-        A figure that the compiler does not report is ``None``.
-        """
-        names = {"argument": "argument_size", "output": "output_size", "temp": "temp_size", "alias": "alias_size"}
-        names |= {"peak": "peak_memory"}
-        return SimpleNamespace(**{f"{long}_in_bytes": self.memory.get(short) for short, long in names.items()})
 
 
 def compile_for(
@@ -259,7 +249,7 @@ def compile_program(
         "topology": description_of(topology, versions),
         "versions": versions,
         "mesh": layout.sizes,
-        "specs": [_spec(leaf) for leaf in leaves],
+        "specs": [axes_of_dims(leaf.sharding.spec, len(leaf.shape)) for leaf in leaves],
         "donated": list(range(donated)),
         "compiler_options": dict(compiler_options or {}),
         "kept": "text, memory, warnings",  # recompiles cached results that lack one of these
@@ -273,18 +263,14 @@ def compile_program(
     return _run(compiler, program, request)
 
 
-def _spec(leaf: jax.ShapeDtypeStruct) -> list[list[str]]:
-    spec = tuple(leaf.sharding.spec)
-    full = (*spec, *[None] * (len(leaf.shape) - len(spec)))
-    return [[] if axes is None else [axes] if isinstance(axes, str) else list(axes) for axes in full]
-
-
 def _run(compiler: Compiler, program: jax.export.Exported, request: dict[str, Any]) -> AheadOfTime:
     # The key includes source locations, because audits report them: a program with moved lines is compiled again.
     request_text = json.dumps([program.mlir_module(), request], sort_keys=True)
     key = hashlib.sha256(request_text.encode()).hexdigest()[:24]
     cache_entry = cache_folder() / key
-    with _one_at_a_time(cache_folder()):
+    # Lock out other processes of this machine: a compilation takes a core and a gigabyte of memory.
+    with (cache_entry.parent / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         cached = (cache_entry / "result.json").is_file()
         if not cached:
             _compile(compiler, bytes(program.serialize()), request, cache_entry)
@@ -360,11 +346,3 @@ def cache_folder() -> Path:
     if found.st_mode & 0o077 and found.st_uid == os.getuid():
         folder.chmod(0o700)  # created by an older jaxpar, or by hand
     return folder
-
-
-@contextmanager
-def _one_at_a_time(folder: Path) -> Iterator[None]:
-    """Lock out other processes of this machine: a compilation takes a core and a gigabyte of memory."""
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield

@@ -272,15 +272,12 @@ def _text(program: Any) -> str:
 
 def _memory(program: Any) -> dict[str, int]:
     """Returns bytes by use, as far as the executable reports them; ``host`` is what it keeps in host memory."""
+    if isinstance(own := getattr(program, "memory", None), dict):  # compiled ahead of time
+        return own
     stats = program.memory_analysis() if hasattr(program, "memory_analysis") else None
     if stats is None:
         return {}
-
-    def size(name: str) -> int:
-        return int(
-            getattr(stats, f"{name}_in_bytes", 0) or 0
-        )  # the analysis of an ahead-of-time compilation may hold None
-
+    size = lambda name: int(getattr(stats, f"{name}_in_bytes", 0) or 0)
     found = {name: size(f"{name}_size") for name in ("argument", "output", "temp", "alias")}
     host = sum(size(f"host_{name}_size") for name in ("argument", "output", "temp")) - size("host_alias_size")
     return {**found, "peak": size("peak_memory"), "host": host}

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from jaxpar.analysis.hlo.parser import CALLS, Computation, Instruction, Module
 from jaxpar.analysis.hlo.slices import rendezvous
 
-_MOVES = frozenset(
+MOVES = frozenset(
     ("copy", "convert", "bitcast", "bitcast-convert", "transpose", "reshape", "opt-barrier", "copy-start", "copy-done")
     + ("slice-done", "all-reduce-done", "collective-permute-done", "async-done", "fusion-done", "call-done")
 )
-_SLICES = frozenset(("dynamic-slice", "slice", "slice-start"))
+SLICES = frozenset(("dynamic-slice", "slice", "slice-start"))
 _ELEMENTWISE = frozenset(
     ("add", "subtract", "multiply", "divide", "maximum", "minimum", "negate", "abs", "select", "sqrt", "rsqrt", "power")
 )
@@ -45,7 +45,7 @@ class Flow:
         """Yield the instructions of one computation that finally read a value, through moves and tuples."""
         taken = self.received(instruction, where) if instruction.opcode == "send" else instruction
         for user in self.users(taken.name, where) if taken else ():
-            if user.opcode in _MOVES or user.opcode in ("get-tuple-element", "all-gather-done"):
+            if user.opcode in MOVES or user.opcode in ("get-tuple-element", "all-gather-done"):
                 yield from self.readers(user, where)
             else:
                 yield user
@@ -69,7 +69,7 @@ class Flow:
 
     def _back(self, instruction: Instruction, where: Computation) -> tuple[str, Computation] | None:
         """Take one step of :meth:`origin`."""
-        if instruction.opcode in _MOVES or instruction.opcode in _SLICES:
+        if instruction.opcode in MOVES or instruction.opcode in SLICES:
             return instruction.operands[0], where
         if instruction.opcode in ("collective-permute", "collective-permute-start"):
             return instruction.operands[0], where
@@ -101,7 +101,7 @@ class Flow:
         self, value: Instruction, inner: Computation, fusion: Instruction, where: Computation
     ) -> tuple[str, Computation] | None:
         """Returns the operand of a fusion that one of its results only copies or slices."""
-        while value.opcode in _MOVES or value.opcode in _SLICES:
+        while value.opcode in MOVES or value.opcode in SLICES:
             value = inner[value.operands[0]]
         return (fusion.operands[int(value.arguments)], where) if value.opcode == "parameter" else None
 
@@ -160,7 +160,7 @@ class Flow:
             return False
         seen.add((where.name, name))
         # The result of a slice depends on its offsets too, so the search follows all its operands.
-        source = None if instruction.opcode in _SLICES else self._back(instruction, where)
+        source = None if instruction.opcode in SLICES else self._back(instruction, where)
         source = source or self._computed(instruction, where)
         if source is not None:
             return self.by_device(*source, seen)
@@ -191,7 +191,7 @@ class Flow:
         if user.opcode == "dynamic-slice" and user.operands[0] == name:
             own = any(self.by_device(offset, where) for offset in user.operands[1:])
             return user.types[0].size if own else None
-        if user.opcode in _MOVES or user.opcode in _ELEMENTWISE:
+        if user.opcode in MOVES or user.opcode in _ELEMENTWISE:
             return self.kept(user.name, where)
         inner = self.inner(user)
         if inner is None:

@@ -7,23 +7,10 @@ activations.
 from __future__ import annotations
 
 from jaxpar.analysis.hlo.collectives import kind_of
-from jaxpar.analysis.hlo.dataflow import Flow
+from jaxpar.analysis.hlo.dataflow import MOVES, SLICES, Flow
 from jaxpar.analysis.hlo.parser import Computation, Instruction
 
-_MOVES = frozenset(
-    ("copy", "convert", "bitcast", "bitcast-convert", "transpose", "reshape", "opt-barrier", "copy-start", "copy-done")
-    + (
-        "reduce-precision",
-        "slice",
-        "slice-start",
-        "slice-done",
-        "dynamic-slice",
-        "all-gather-done",
-        "async-done",
-        "fusion-done",
-        "call-done",
-    )
-)
+_PASSES_ON = MOVES | SLICES | {"reduce-precision", "all-gather-done"}
 _Place = tuple[Instruction, Computation]
 
 
@@ -65,7 +52,7 @@ def _gather(value: Instruction, where: Computation, flow: Flow) -> _Place | None
 
 
 def _back(value: Instruction, where: Computation, flow: Flow) -> _Place | None:
-    if value.opcode in _MOVES:
+    if value.opcode in _PASSES_ON:
         return where[value.operands[0]], where
     if value.opcode == "parameter":
         callers = flow.callers.get(where.name, [])

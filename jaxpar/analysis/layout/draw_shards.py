@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+from jaxpar.analysis.units import axes_of_dims, shard_count
 from jaxpar.sharding.layout import Layout
 from jaxpar.utils.plotting import new_figure
 
@@ -76,8 +77,8 @@ def owners(mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> dict[Block, list[i
     sizes = dict(mesh.shape)
     coordinate = dict(zip(sizes, np.indices(tuple(sizes.values())).reshape(len(sizes), -1), strict=True))
     blocks = np.zeros((mesh.size, len(spec)), int)
-    for i, entry in enumerate(spec):
-        for axis in _axes(entry):  # major to minor
+    for i, axes in enumerate(axes_of_dims(spec, len(spec))):
+        for axis in axes:  # major to minor
             blocks[:, i] = blocks[:, i] * sizes[axis] + coordinate[axis]
     found: dict[Block, list[int]] = {}
     for block, device in zip(blocks.tolist(), devices.tolist(), strict=True):
@@ -119,10 +120,12 @@ def draw_shards(
     """
     spec = layout.spec(dims, shape, role=role, dtype=dtype, path=path)
     sides = [
-        _Side(name or f"dim {i}", size, _axes(entry), math.prod(layout.sizes[axis] for axis in _axes(entry)))
-        for i, (name, size, entry) in enumerate(zip(dims, shape, spec, strict=True))
+        _Side(name or f"dim {i}", size, axes, shard_count(axes, layout.sizes))
+        for i, (name, size, axes) in enumerate(zip(dims, shape, axes_of_dims(spec, len(spec)), strict=True))
     ]
-    kept = _drawn(sides)
+    # Two dims at most, in the tensor's order: sharded before replicated, large before small.
+    ranked = sorted(range(len(sides)), key=lambda i: (not sides[i].axes, -sides[i].size, i))
+    kept = tuple(sorted(ranked[:2]))
     picture = _Picture(layout, spec, tuple(sides), kept, owners(layout.mesh, spec), path)
     if ax is None:
         ax = _new_axes(picture)
@@ -194,17 +197,6 @@ class _Picture:
                 text += f" Shown: the first of {side.num_shards} blocks along {side.title(self.layout.sizes)}."
         kind = "positions in the mesh" if isinstance(self.layout.mesh, AbstractMesh) else "device ids"
         return f"{text} Numbers: {kind}."
-
-
-def _axes(entry: Any) -> tuple[str, ...]:
-    """Returns one entry of a ``PartitionSpec`` as a tuple of axes."""
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-
-
-def _drawn(sides: Sequence[_Side]) -> tuple[int, ...]:
-    """Returns the dims to draw, at most two, in the tensor's order: sharded before replicated, large before small."""
-    ranked = sorted(range(len(sides)), key=lambda i: (not sides[i].axes, -sides[i].size, i))
-    return tuple(sorted(ranked[:2]))
 
 
 def _new_axes(picture: _Picture) -> Any:

@@ -10,13 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 
 from jaxpar.analysis.layout.notes import assumed_replicated, narrow_sums, unequal_initial_values, with_reason
 from jaxpar.analysis.layout.report import Report, Row
 from jaxpar.analysis.memory.estimate import Memory, estimate
-from jaxpar.analysis.units import device_bytes, show_bytes
+from jaxpar.analysis.units import device_bytes, shard_count, show_bytes
 from jaxpar.errors import LayoutError
 from jaxpar.parallel.attention.select import Choice
 from jaxpar.parallel.offload.placement import no_layers
@@ -109,7 +108,9 @@ def explain(
         rows.append(_row(layout, tensor, tensor.role))
     memory = None
     if loss_fn is not None and batch is not None:
-        memory = _memory(layout, loss_fn, state, plain_batch, [*tensors, *inputs], problems, step or {})
+        memory = Memory("", {}, ("the layout has problems",))
+        if not problems:
+            memory = estimate(layout, loss_fn, state, plain_batch, [*tensors, *inputs], **(step or {}))
     sizes = {axis: size for axis, size in layout.sizes.items() if size > 1}
     unused, texts = _unused(layout, used), tuple(dict.fromkeys(problems))
     notes: tuple[str, ...] = () if problems or on_disk is None else (_on_disk(layout, state, rows, on_disk.path),)
@@ -175,25 +176,11 @@ def check(
     return report
 
 
-def _memory(
-    layout: Layout,
-    loss_fn: Callable[..., Any],
-    state: Any,
-    batch: Any,
-    tensors: Sequence[PlacedLeaf],
-    problems: Sequence[str],
-    step: Mapping[str, Any],
-) -> Memory:
-    if problems:
-        return Memory("", {}, ("the layout has problems",))
-    return estimate(layout, loss_fn, state, batch, tensors, **step)
-
-
 def _row(layout: Layout, tensor: PlacedLeaf, part: str, *, disk: str = "") -> Row:
     itemsize = tensor.dtype.itemsize  # a PRNG key dtype has an itemsize, though it is no numpy dtype
     resolved = tensor.resolved
     dims = resolved.dims
-    num_shards = [int(np.prod([layout.sizes[a] for a in dim.axes], initial=1)) for dim in dims]
+    num_shards = [shard_count(dim.axes, layout.sizes) for dim in dims]
     # Without logical dims the reasons of all dims are the same; the tensor's own note gives them once.
     why = [f"{dim.name or f'dim {i}'}: {dim.why}" for i, dim in enumerate(dims) if dim.why and dim.name is not None]
     if tensor.names is not None:
@@ -209,7 +196,7 @@ def _row(layout: Layout, tensor: PlacedLeaf, part: str, *, disk: str = "") -> Ro
         dtype=str(tensor.dtype),
         dims=tuple(dim.name for dim in dims),
         spec=resolved.axes,
-        bytes=itemsize * int(np.prod(tensor.shape, initial=1, dtype=np.int64)),
+        bytes=itemsize * math.prod(tensor.shape),
         device_bytes=0 if tensor.host or disk else size,
         disk_bytes=size if disk else 0,
         rules=tuple(dict.fromkeys(dim.rule for dim in dims if dim.axes)),

@@ -13,24 +13,18 @@ from typing import Any
 
 from jax.extend.core import Literal
 
-from jaxpar.analysis.memory.propagate import Spec, UnknownSharding, full, propagate, shard_count, without
-from jaxpar.analysis.units import device_bytes
+from jaxpar.analysis.memory.propagate import Spec, UnknownSharding, propagate, without
+from jaxpar.analysis.units import axes_of_dims, device_bytes, shard_count
 from jaxpar.parallel.zero.sharded_matmul import GATHERED
 
 _OPENED = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr", "remat2": "jaxpr"}
 _OPENED |= {"eval_jaxpr": "call_jaxpr"}  # jax 0.12's name of a closed call
 _OPENED |= {"checkpoint": "jaxpr", "custom_vjp_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}
 # Their inner programs work on single elements, or in a device's fast on-chip memory.
-_OWN_CODE: tuple[str, ...] = (
-    "pallas_call",
-    "reduce",
-    "reduce_window",
-    "select_and_scatter",
-    "scatter",
-    "scatter-add",
-    "scatter_add",
+_OWN_CODE = frozenset(
+    ("pallas_call", "reduce", "reduce_window", "select_and_scatter", "scatter", "scatter-add", "scatter_add")
+    + ("scatter-mul", "scatter_mul", "scatter-min", "scatter_min", "scatter-max", "scatter_max", "scatter-apply")
 )
-_OWN_CODE += ("scatter-mul", "scatter_mul", "scatter-min", "scatter_min", "scatter-max", "scatter_max", "scatter-apply")
 _NAMED = ("name", "reduce_precision", "reshape", "convert_element_type")
 """Operations between the name of a gathered weight and the value that a loop keeps; they preserve the weight."""
 SMALL = 2**20
@@ -131,7 +125,7 @@ class Reader:
     def _value(self, aval: Any, spec: Spec | None) -> Value:
         shape = tuple(getattr(aval, "shape", ()))
         itemsize = getattr(getattr(aval, "dtype", None), "itemsize", 0)
-        return Value(shape, itemsize, spec if spec is None else full(spec, len(shape)), self.sizes)
+        return Value(shape, itemsize, spec if spec is None else axes_of_dims(spec, len(shape)), self.sizes)
 
     def _open(self, jaxpr: Any, inputs: Sequence[Value], ops: list[JaxprOp]) -> list[Value]:
         values: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
@@ -199,7 +193,7 @@ class Reader:
         inner, manual = eqn.params["jaxpr"], frozenset(eqn.params["newly_manual_axes"])
         inputs = []
         for value, spec, var in zip(reads, eqn.params["in_specs"], inner.invars, strict=True):
-            inside_spec = full(spec, len(value.shape))
+            inside_spec = axes_of_dims(spec, len(value.shape))
             rest = None if value.open else without(value.spec, manual)
             local = self._value(var.aval, rest)
             moved = value.spec is not None and inside_spec != tuple(
@@ -211,7 +205,7 @@ class Reader:
         outer = []
         for value, spec, var in zip(results, eqn.params["out_specs"], eqn.outvars, strict=True):
             rest = without(value.spec, manual) or ((),) * len(value.shape)
-            joined = tuple((*axes, *more) for axes, more in zip(full(spec, len(rest)), rest, strict=True))
+            joined = tuple((*axes, *more) for axes, more in zip(axes_of_dims(spec, len(rest)), rest, strict=True))
             outer.append(self._value(var.aval, joined))
             outer[-1].open = value.spec is None and value.bytes > SMALL
             ops.append(JaxprOp("local", [value], [outer[-1]]))

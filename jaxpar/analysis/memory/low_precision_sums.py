@@ -12,29 +12,9 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from jaxpar.analysis.memory.jaxpr import JaxprOp, TracedProgram, Value
 
 _ONE = frozenset(
-    (
-        "convert_element_type",
-        "sharding_constraint",
-        "reshard",
-        "reshape",
-        "transpose",
-        "squeeze",
-        "broadcast_in_dim",
-        "name",
-        "local",
-    )
-    + (
-        "reduce_precision",
-        "optimization_barrier",
-        "split",
-        "slice",
-        "dynamic_slice",
-        "copy",
-        "unstack",
-        "neg",
-        "relayout",
-        "expand_dims",
-    )
+    ("convert_element_type", "sharding_constraint", "reshard", "reshape", "transpose", "squeeze", "broadcast_in_dim")
+    + ("name", "local", "reduce_precision", "optimization_barrier", "split", "slice", "dynamic_slice", "copy")
+    + ("unstack", "neg", "relayout", "expand_dims")
 )
 _MANY = frozenset(
     ("add", "add_any", "mul", "div", "sub", "select_n", "stack", "concatenate", "pad", "dynamic_update_slice")

@@ -6,9 +6,10 @@ spec of a constant is ``None``, as a constant may have any sharding.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
+
+from jaxpar.analysis.units import axes_of_dims, shard_count
 
 Spec = tuple[tuple[str, ...], ...]
 
@@ -20,21 +21,6 @@ class UnknownSharding(Exception):
 class _Array(Protocol):
     shape: tuple[int, ...]
     spec: Spec | None
-
-
-def full(spec: Iterable[Any], rank: int) -> Spec:
-    """Returns a ``PartitionSpec`` as a tuple of axes for each of ``rank`` dims.
-
-    >>> full(("data", None, ("a", "b")), 4)
-    (('data',), (), ('a', 'b'), ())
-    """
-    axes = [() if a is None else (a,) if isinstance(a, str) else tuple(a) if isinstance(a, tuple) else () for a in spec]
-    return (*axes, *[()] * (rank - len(axes)))
-
-
-def shard_count(axes: Iterable[str], sizes: Mapping[str, int]) -> int:
-    """Returns the number of shards that these axes make."""
-    return math.prod(sizes.get(axis, 1) for axis in axes)
 
 
 def without(spec: Spec | None, axes: Collection[str]) -> Spec | None:
@@ -80,7 +66,7 @@ def propagate(
     if name in ("sharding_constraint", "reshard", "mesh_cast"):
         sharding = params.get("sharding", params.get("dst_sharding"))
         spec = getattr(sharding, "spec", None)
-        return [full(spec, len(makes[0].shape)) if spec is not None else reads[0].spec]
+        return [axes_of_dims(spec, len(makes[0].shape)) if spec is not None else reads[0].spec]
     if name == "optimization_barrier":
         return [x.spec for x in reads]
     if name in ("iota", "random_seed", "random_bits", "random_wrap", "random_unwrap", "random_fold_in", "random_split"):
@@ -150,12 +136,10 @@ def _transpose(params: Mapping[str, Any], reads: Sequence[_Array], out: _Array, 
     return tuple(spec[i] for i in params["permutation"])
 
 
-def _squeeze(params: Mapping[str, Any], reads: Sequence[_Array], out: _Array, sizes: Mapping[str, int]) -> Spec:
-    return tuple(axes for i, axes in enumerate(reads[0].spec or ()) if i not in params["dimensions"])
-
-
 def _reduce(params: Mapping[str, Any], reads: Sequence[_Array], out: _Array, sizes: Mapping[str, int]) -> Spec:
-    return tuple(axes for i, axes in enumerate(reads[0].spec or ()) if i not in params["axes"])
+    """Drop dims: those of a reduction, or of a squeeze."""
+    dropped = params["axes"] if "axes" in params else params["dimensions"]
+    return tuple(axes for i, axes in enumerate(reads[0].spec or ()) if i not in dropped)
 
 
 def _stack(params: Mapping[str, Any], reads: Sequence[_Array], out: _Array, sizes: Mapping[str, int]) -> Spec:
@@ -272,7 +256,7 @@ _RULES: dict[str, Any] = {
     "conv_general_dilated": _conv,
     "broadcast_in_dim": _broadcast,
     "transpose": _transpose,
-    "squeeze": _squeeze,
+    "squeeze": _reduce,
     "stack": _stack,
     "unstack": _unstack,
     "expand_dims": _reshape,
@@ -284,16 +268,5 @@ _RULES: dict[str, Any] = {
     "dynamic_update_slice": _update,
     "pallas_call": _kernel,
 } | dict.fromkeys(("slice", "dynamic_slice", "pad", "concatenate", "split", "select_and_scatter_add"), _same_dims)
-_RULES |= dict.fromkeys(
-    (
-        "all_gather",
-        "all_to_all",
-        "psum",
-        "psum_invariant",
-        "psum_scatter",
-        "reduce_scatter",
-        "ppermute",
-        "all_gather_invariant",
-    ),
-    _collective,
-)
+_COLLECTIVES = ("all_gather", "all_to_all", "psum", "psum_invariant", "psum_scatter", "reduce_scatter", "ppermute")
+_RULES |= dict.fromkeys((*_COLLECTIVES, "all_gather_invariant"), _collective)
