@@ -322,7 +322,8 @@ def _compiled(command: Check, topology: str) -> int:
     plain = dataclasses.replace(command, devices=parsed.devices, json=None)
     _report(plain, strict=command.strict, max_replicated=command.max_replicated)
 
-    from jaxpar.analysis.checkup.checkup import About, check_up
+    from jaxpar.analysis.checkup.checkup import check_up
+    from jaxpar.analysis.checkup.findings import About
     from jaxpar.analysis.checkup.html import page
     from jaxpar.training.remat import RematPolicy
 

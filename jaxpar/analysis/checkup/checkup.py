@@ -11,7 +11,7 @@ from typing import Any
 
 import optax
 
-from jaxpar.analysis.checkup.findings import Evidence, Finding, find, knob
+from jaxpar.analysis.checkup.findings import About, Evidence, Finding, find, knob
 from jaxpar.analysis.checkup.footprint import CATEGORIES, KEPT, Footprint, HeldTensor, footprint, held_by
 from jaxpar.analysis.compile.ahead_of_time import AheadOfTime, CompilerOptions, aim, compile_for, step_for
 from jaxpar.analysis.compile.warnings import rematerialised
@@ -30,26 +30,6 @@ WORST = 3
 
 _LARGEST = 8
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-
-
-@dataclass(frozen=True)
-class About:
-    """Facts about the model that its program does not show; 0 or empty if unknown.
-
-    Attributes:
-      tokens: of one step over all devices.
-      model_flops: FLOPs of one step over all devices that the model needs, without recomputation.
-      vocab, seq: the sizes of the vocabulary and of the sequence, which identify logits and attention scores.
-      remat: the model's remat policy, such as ``full``.
-      reshard_after_forward: the run's ``parallel.reshard_after_forward``.
-    """
-
-    tokens: int = 0
-    model_flops: float = 0.0
-    vocab: int = 0
-    seq: int = 0
-    remat: str = ""
-    reshard_after_forward: bool | int = True
 
 
 @dataclass(frozen=True)
@@ -85,17 +65,13 @@ class Checkup:
 
     def headline(self) -> str:
         """Returns one line that says whether the step fits, and by how much."""
-        if self.memory is None:
-            return f"DOES NOT FIT {self.topology}: {self.findings[0].text}"
         m = self.memory
-        if m.limit is None:
-            return f"{show_bytes(m.total)} at the peak; the memory of {self.topology} is unknown"
-        if not m.fits:
+        if m is None or not m.fits:
             return f"DOES NOT FIT {self.topology}: {self.findings[0].text}"
-        return (
-            f"fits {self.topology}: {show_bytes(m.total)} at the peak of "
-            f"{show_bytes(m.limit)}, {show_bytes(-m.over)} free"
-        )
+        total = f"{show_bytes(m.total)} at the peak"
+        if m.limit is None:
+            return f"{total}; the memory of {self.topology} is unknown"
+        return f"fits {self.topology}: {total} of {show_bytes(m.limit)}, {show_bytes(-m.over)} free"
 
     def categories(self) -> list[tuple[str, int]]:
         """Returns (category, bytes on one device) pairs; for a rejected program, only those of its arguments."""
@@ -120,11 +96,8 @@ class Checkup:
 
     def __str__(self) -> str:
         lines = [self.headline(), "", "memory of one device at the peak"]
-        notes = (
-            {}
-            if self.reshard_after_forward is True
-            else {KEPT: f"  (parallel: {{reshard_after_forward: {str(self.reshard_after_forward).lower()}}})"}
-        )
+        kept = f"  (parallel: {{reshard_after_forward: {str(self.reshard_after_forward).lower()}}})"
+        notes = {} if self.reshard_after_forward is True else {KEPT: kept}
         lines += [f"  {name:<15} {_signed(size):>12}{notes.get(name, '')}" for name, size in self.categories()]
         if self.largest():
             lines += ["", "largest tensors at the peak", *(f"  {line}" for line in aligned(self.largest()))]
@@ -132,17 +105,13 @@ class Checkup:
             lines += ["", str(self.audit).rstrip()]
         if self.roofline is not None:
             lines += ["", str(self.roofline).rstrip()]
-        lines += ["", self._found()]
+        count = len(self.findings)
+        shown = f"{count} finding{'s' * (count > 1)}" + (f", the worst {WORST}:" if count > WORST else ":")
+        lines += ["", shown if count else "no findings"]
         lines += [f"{i}. {f}".replace("\n", "\n ") for i, f in enumerate(self.findings[:WORST], 1)]
         if self.refused:
             lines += ["", f"the compiler: {self.refused}"]
         return "\n".join(lines) + "\n"
-
-    def _found(self) -> str:
-        count = len(self.findings)
-        if not count:
-            return "no findings"
-        return f"{count} finding{'s' * (count > 1)}" + (f", the worst {WORST}:" if count > WORST else ":")
 
     def to_json(self) -> str:
         """Returns everything as JSON. The keys are those of ``Audit.to_json`` and those of this report."""
@@ -236,33 +205,14 @@ def examine(
     """
     about = about or About()
     module = parse(step.text)
-    report = _named(dataclasses.replace(audit(step.text, mesh=sizes), memory=step.memory), held)
+    report = _named(audit(step, mesh=sizes), held)
     line = roofline(report, step.topology, tokens=about.tokens or None, model_flops=about.model_flops or None)
     memory = footprint(peak(module), held, step.memory, sizes, Topology.parse(step.topology).accelerator)
     warnings = [w for text in step.warnings if (w := rematerialised(text, module)) is not None]
-    evidence = Evidence(
-        audit=report,
-        roofline=line,
-        times=time_each(report, step.topology),
-        memory=memory,
-        held=held,
-        warnings=warnings,
-        vocab=about.vocab,
-        seq=about.seq,
-        remat=about.remat,
-    )
-    findings = find(evidence)
-    return Checkup(
-        step.topology,
-        sizes,
-        step,
-        report,
-        line,
-        memory,
-        findings,
-        tuple(held),
-        reshard_after_forward=about.reshard_after_forward,
-    )
+    times = time_each(report, step.topology)
+    findings = find(Evidence(report, line, times, memory, held, warnings, about))
+    kept = about.reshard_after_forward
+    return Checkup(step.topology, sizes, step, report, line, memory, findings, tuple(held), reshard_after_forward=kept)
 
 
 def too_large(text: str, remat: str = "", held: Sequence[HeldTensor] = ()) -> Finding | None:

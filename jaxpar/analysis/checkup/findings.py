@@ -57,6 +57,26 @@ class Finding:
 
 
 @dataclass(frozen=True)
+class About:
+    """Facts about the model that its program does not show; 0 or empty if unknown.
+
+    Attributes:
+      tokens: of one step over all devices.
+      model_flops: FLOPs of one step over all devices that the model needs, without recomputation.
+      vocab, seq: the sizes of the vocabulary and of the sequence, which identify logits and attention scores.
+      remat: the model's remat policy, such as ``full``.
+      reshard_after_forward: the run's ``parallel.reshard_after_forward``.
+    """
+
+    tokens: int = 0
+    model_flops: float = 0.0
+    vocab: int = 0
+    seq: int = 0
+    remat: str = ""
+    reshard_after_forward: bool | int = True
+
+
+@dataclass(frozen=True)
 class Evidence:
     """The input of all findings.
 
@@ -67,8 +87,7 @@ class Evidence:
       memory: the footprint at the peak.
       held: the arrays that the step receives.
       warnings: the compiler's.
-      vocab, seq, tokens: of the model and one step; 0 if unknown.
-      remat: the model's remat policy, such as ``full``; empty if unknown.
+      about: facts about the model.
     """
 
     audit: Audit
@@ -77,10 +96,7 @@ class Evidence:
     memory: Footprint
     held: Sequence[HeldTensor]
     warnings: Sequence[Rematerialised] = ()
-    vocab: int = 0
-    seq: int = 0
-    tokens: int = 0
-    remat: str = ""
+    about: About = About()
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -123,7 +139,7 @@ def _does_not_fit(e: Evidence) -> Iterator[Finding]:
         f"({show_bytes(e.memory.limit)}); {show_bytes(e.memory.categories[largest])} of it is {largest}"
     )
     yield Finding(
-        "does not fit", largest, text, knob(largest, e.remat), 0.0, e.memory.over, e.of_memory(e.memory.total)
+        "does not fit", largest, text, knob(largest, e.about.remat), 0.0, e.memory.over, e.of_memory(e.memory.total)
     )
 
 
@@ -302,8 +318,8 @@ def _large_buffers(e: Evidence) -> Iterator[Finding]:
     """Find logits and attention scores among the ten largest tensors that the step itself makes."""
     made = [buffer for _, buffer in e.memory.buffers if not buffer.argument][:10]
     for kind, is_one, remedy in (
-        ("logits", partial(is_logits, vocab=e.vocab), _SPLIT_LOGITS),
-        ("attention scores", partial(is_scores, seq=e.seq), _BLOCKWISE),
+        ("logits", partial(is_logits, vocab=e.about.vocab), _SPLIT_LOGITS),
+        ("attention scores", partial(is_scores, seq=e.about.seq), _BLOCKWISE),
     ):
         found = [buffer for buffer in made if is_one(buffer, e.held, e.sizes)]
         if found:

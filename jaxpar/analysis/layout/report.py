@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import io
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 PARTS = ("params", "opt_state", "variables", "batch", "activations", "other", "cache")
 """The groups of rows, in the order in which they are printed."""
 
+_TOTALS = ("part", "tensors", "bytes", "bytes/device", "replicated", "copies")
 _COLUMNS = ("tensor", "shape", "dtype", "logical dims", "spec", "bytes/device", "rule", "notes")
 
 
@@ -86,6 +87,10 @@ class Total:
     device_bytes: int
     replicated: float
     copies: float
+
+    def cells(self) -> tuple[str, ...]:
+        sizes = show_bytes(self.bytes), show_bytes(self.device_bytes)
+        return self.part, str(self.tensors), *sizes, f"{self.replicated:.2%}", f"{self.copies:.2f}"
 
 
 @dataclass(frozen=True)
@@ -160,41 +165,30 @@ class Report:
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
 
     def __rich_console__(self, console: Any, options: Any) -> Iterable[Any]:
+        from rich.markup import escape
         from rich.table import Table
 
         yield f"[bold]{self.headline()}"
-        for part in PARTS:
-            rows = [row for row in self.rows if row.part == part]
-            if rows:
-                table = Table(*_COLUMNS, title=part, title_justify="left", box=None, padding=(0, 2, 0, 0))
-                for row in rows:
-                    table.add_row(*(_escape(c) for c in row.cells()), style="red" if row.problems else None)
-                yield table
-        yield self._totals_table()
-        if self.memory is not None:
-            yield f"[italic]{self._memory_title()}"  # rich would wrap a table's title to the width of the table
+        for title, columns, rows in self._tables():
+            yield f"[italic]{title}"  # rich would wrap a table's title to the width of the table
             table = Table(box=None, padding=(0, 2, 0, 0))
-            table.add_column("part")
-            table.add_column("bytes/device", justify="right")
-            for cells in self.memory.cells(show_bytes):
-                table.add_row(*(_escape(c) for c in cells))
+            for i, column in enumerate(columns):
+                table.add_column(column, justify="right" if i and columns is not _COLUMNS else "left")
+            for cells in rows:
+                table.add_row(*map(escape, cells), style="red" if cells[-1].startswith("ERROR ") else None)
             yield table
-        yield from (_escape(line) for line in self.remarks())
+        yield from map(escape, self.remarks())
 
-    def _totals_table(self) -> Any:
-        from rich.table import Table
-
-        table = Table(box=None, title="totals", title_justify="left", padding=(0, 2, 0, 0))
-        for column in ("part", "tensors", "bytes", "bytes/device", "replicated", "copies"):
-            table.add_column(column, justify="left" if column == "part" else "right")
-        for t in self.totals():
-            cells = (t.part, str(t.tensors), show_bytes(t.bytes), show_bytes(t.device_bytes))
-            table.add_row(*cells, f"{t.replicated:.2%}", f"{t.copies:.2f}")
-        return table
-
-    def _memory_title(self) -> str:
-        target = self.memory.target if self.memory is not None else ""
-        return f"memory at the peak of a step{f' on a {target}' if target else ''}, estimated"
+    def _tables(self) -> Iterator[tuple[str, Sequence[str], Sequence[tuple[str, ...]]]]:
+        """Yields the title, the columns and the rows of each table."""
+        for part in PARTS:
+            if rows := [row.cells() for row in self.rows if row.part == part]:
+                yield part, _COLUMNS, rows
+        yield "totals", _TOTALS, [total.cells() for total in self.totals()]
+        if self.memory is not None:
+            target = f" on a {self.memory.target}" if self.memory.target else ""
+            cells = self.memory.cells(show_bytes)
+            yield f"memory at the peak of a step{target}, estimated", ("part", "bytes/device"), cells
 
     def headline(self) -> str:
         """Returns the mesh in one line."""
@@ -210,28 +204,9 @@ class Report:
         return lines + [f"problem: {text}" for text in self.problems]
 
     def _repr_html_(self) -> str:
-        tables = []
-        for part in PARTS:
-            rows = [row for row in self.rows if row.part == part]
-            if rows:
-                tables.append(f"<h4>{part}</h4>" + html_table([row.cells() for row in rows], _COLUMNS))
-        totals = [
-            (
-                t.part,
-                str(t.tensors),
-                show_bytes(t.bytes),
-                show_bytes(t.device_bytes),
-                f"{t.replicated:.2%}",
-                f"{t.copies:.2f}",
-            )
-            for t in self.totals()
-        ]
-        tables.append(
-            "<h4>totals</h4>" + html_table(totals, ("part", "tensors", "bytes", "bytes/device", "replicated", "copies"))
+        tables = (
+            f"<h4>{html.escape(title)}</h4>{html_table(rows, columns)}" for title, columns, rows in self._tables()
         )
-        if self.memory is not None:
-            cells = self.memory.cells(show_bytes)
-            tables.append(f"<h4>{html.escape(self._memory_title())}</h4>" + html_table(cells, ("part", "bytes/device")))
         notes = "".join(f"<p>{html.escape(line)}</p>" for line in self.remarks())
         return f"<div><b>{html.escape(self.headline())}</b>{''.join(tables)}{notes}</div>"
 
@@ -241,9 +216,3 @@ class Report:
         if self.memory is not None:
             data["memory"]["total"] = self.memory.total
         return json.dumps(data, indent=1)
-
-
-def _escape(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)

@@ -13,7 +13,8 @@ import pytest
 from stored import facts, held, step
 
 from jaxpar.analysis.checkup import checkup
-from jaxpar.analysis.checkup.checkup import About, Checkup, examine, too_large
+from jaxpar.analysis.checkup.checkup import Checkup, examine, too_large
+from jaxpar.analysis.checkup.findings import About
 from jaxpar.analysis.checkup.html import page
 from jaxpar.app.cli import main
 from jaxpar.errors import CompileError

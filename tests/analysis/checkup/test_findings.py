@@ -9,7 +9,7 @@ import pytest
 from by_hand import audited, collective
 from stored import held
 
-from jaxpar.analysis.checkup.findings import Evidence, Finding, find
+from jaxpar.analysis.checkup.findings import About, Evidence, Finding, find
 from jaxpar.analysis.checkup.footprint import CATEGORIES, Footprint, HeldTensor
 from jaxpar.analysis.compile.warnings import Rematerialised
 from jaxpar.analysis.hlo.liveness import Buffer
@@ -145,7 +145,7 @@ HEAD = held("params/head", (512, 32_000), (("data",), ("model",)), 512 * 32_000 
 
 @pytest.mark.parametrize("shape", ["f32[8,128,32000]", "bf16[8,128,8000]", "f32[1024,8000]"])
 def test_logits_among_the_largest(shape: str) -> None:
-    e = evidence(given=(HEAD,), memory=buffers(buffer(shape, GIB)), vocab=32_000, seq=128)
+    e = evidence(given=(HEAD,), memory=buffers(buffer(shape, GIB)), about=About(vocab=32_000, seq=128))
     found = only(e)
     assert (
         found.text == f"1.00 GiB of the peak (6.2% of the memory) are logits: {shape}"
@@ -156,19 +156,23 @@ def test_logits_among_the_largest(shape: str) -> None:
 
 @pytest.mark.parametrize("shape", ["f32[512,8000]", "bf16[128,32000]", "f32[8,128,512]", "f32[32000]"])
 def test_a_table_is_no_logits(shape: str) -> None:
-    assert find(evidence(given=(HEAD,), memory=buffers(buffer(shape, GIB)), vocab=32_000, seq=128)) == ()
+    assert find(evidence(given=(HEAD,), memory=buffers(buffer(shape, GIB)), about=About(vocab=32_000, seq=128))) == ()
 
 
 def test_attention_scores_among_the_largest() -> None:
-    e = evidence(given=(HEAD,), memory=buffers(buffer("f32[8,4,2048,2048]", GIB)), vocab=32_000, seq=2048)
+    e = evidence(given=(HEAD,), memory=buffers(buffer("f32[8,4,2048,2048]", GIB)), about=About(vocab=32_000, seq=2048))
     found = only(e)
     assert found.kind == "attention scores" and found.remedy.startswith("use blockwise attention")
     # Where the sequence is as long as the model is wide, the shape alone does not identify scores.
     wide = held("params/up", (2048, 512), ((), ()), 1)
     square = buffer("f32[4,2048,2048]", GIB)
-    assert not [f for f in find(evidence(given=(wide,), memory=buffers(square), seq=2048)) if f.kind != "replicated"]
+    assert not [
+        f
+        for f in find(evidence(given=(wide,), memory=buffers(square), about=About(seq=2048)))
+        if f.kind != "replicated"
+    ]
     named = buffer("f32[4,2048,2048]", GIB, op_name="jit(step)/BTNH,BSNH->BNTS/dot_general")
-    assert only(evidence(given=(wide,), memory=buffers(named), seq=2048)).kind == "attention scores"
+    assert only(evidence(given=(wide,), memory=buffers(named), about=About(seq=2048))).kind == "attention scores"
 
 
 def test_a_tensor_that_lies_whole_on_every_device() -> None:
@@ -187,7 +191,7 @@ def test_a_tensor_that_lies_whole_on_every_device() -> None:
 def test_what_does_not_fit_comes_first_and_names_the_knob() -> None:
     sums = {**dict.fromkeys(CATEGORIES, 0), "activations": 18 * GIB}
     memory = Footprint(sums, 20 * GIB, 2 * GIB, 0, 16 * GIB, ())
-    first, second = find(evidence(collective("all-gather", ("data",), 500e6), memory=memory, remat="none"))
+    first, second = find(evidence(collective("all-gather", ("data",), 500e6), memory=memory, about=About(remat="none")))
     assert (first.kind, second.kind) == ("does not fit", "exposed")
     assert first.text == (
         "20.00 GiB at the peak, 4.00 GiB more than a device has (16.00 GiB); 18.00 GiB of it is activations"

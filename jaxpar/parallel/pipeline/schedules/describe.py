@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Protocol
 
@@ -75,7 +76,7 @@ def costs_in(text: str) -> dict[str, float]:
       text: pairs such as ``F=1,B=2.5``.
 
     Raises:
-      ScheduleError: a value is not a number.
+      ScheduleError: a value is not a finite number.
 
     >>> costs_in("F=1,B=2.5")
     {'F': 1.0, 'B': 2.5}
@@ -84,7 +85,10 @@ def costs_in(text: str) -> dict[str, float]:
     for part in text.split(","):
         kind, _, value = part.partition("=")
         try:
-            found[kind.strip()] = float(value)
+            cost = float(value)
         except ValueError:
-            raise ScheduleError(f"costs {text!r}: {part!r} is not a cost. Remedy: write costs as in F=1,B=2.") from None
+            cost = math.nan
+        if not math.isfinite(cost):
+            raise ScheduleError(f"costs {text!r}: {part!r} is not a cost. Remedy: write costs as in F=1,B=2.")
+        found[kind.strip()] = cost
     return found
