@@ -18,11 +18,7 @@ from jaxpar.utils.contexts import hint_observer
 
 
 def first_divergence(
-    layouts: Sequence[Layout],
-    states: Sequence[Any],
-    batches: Sequence[Any],
-    loss_fn: Callable[..., Any],
-    bound: float,
+    layouts: Sequence[Layout], states: Sequence[Any], batches: Sequence[Any], loss_fn: Callable[..., Any], bound: float
 ) -> str | None:
     """Returns the first activation of the forward pass that differs between two layouts, as text; ``None`` if all
     agree.

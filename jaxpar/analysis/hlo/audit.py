@@ -159,23 +159,9 @@ class Audit:
         for c in self.collectives:
             by_kind[c.kind] = by_kind.get(c.kind, 0) + c.total_wire_bytes
             by_axis["+".join(c.axes)] = by_axis.get("+".join(c.axes), 0) + c.total_wire_bytes
-        return json.dumps(
-            {
-                "mesh": dict(self.mesh),
-                "matmul_flops": self.matmul_flops,
-                "kernel_flops": self.kernel_flops,
-                "silent_kernels": self.silent_kernels,
-                "hbm_bytes": self.hbm_bytes,
-                "wire_bytes": {"total": self.wire_bytes(), "by_kind": by_kind, "by_axis": by_axis},
-                "exposed_bytes": self.exposed(),
-                "memory": dict(self.memory),
-                "certain": self.certain,
-                "unknown_loops": self.unknown_loops,
-                "collectives": [dataclasses.asdict(c) for c in self.collectives],
-                "other_arms": [dataclasses.asdict(c) for c in self.other_arms],
-            },
-            indent=1,
-        )
+        sent = {"total": self.wire_bytes(), "by_kind": by_kind, "by_axis": by_axis}
+        derived = {"wire_bytes": sent, "exposed_bytes": self.exposed(), "certain": self.certain}
+        return json.dumps(dataclasses.asdict(self) | derived, indent=1)
 
 
 def _notes(c: Collective) -> str:
@@ -256,12 +242,11 @@ def _text(program: Any) -> str:
             f"audit() takes a compiled program or its HLO text, not a {type(program).__name__}. Remedy: pass "
             f"jitted.lower(...).compile()."
         )
+    cause = ""
     try:
         text = program.as_text()
     except (NotImplementedError, RuntimeError) as error:
         text, cause = None, f": {error}"
-    else:
-        cause = ""
     if not text:
         raise AuditError(
             f"this executable has no HLO text{cause}. Remedy: audit the program where it is compiled, not one that was "

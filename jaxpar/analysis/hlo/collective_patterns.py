@@ -51,7 +51,7 @@ def parts_of(
     """
     arrays = tuple(array for source in where.inputs(instruction) for array in source.types)
     if kind != "all-reduce":
-        return [_plain(kind, arrays, group)]
+        return [plain(kind, arrays, group)]
     kept = [_kept(k, instruction, where, flow) for k in range(len(arrays))]
     # A slice larger than a device's share is another slice.
     scattered = [n is not None and n * group <= array.size for n, array in zip(kept, arrays, strict=True)]
@@ -59,20 +59,11 @@ def parts_of(
     reduced = tuple(array for array, own in zip(arrays, scattered, strict=True) if not own)
     parts = [_scatter(sliced, group, fused=fused)] if sliced else []
     if reduced:
-        parts.append(_plain(kind, reduced, group))
+        parts.append(plain(kind, reduced, group))
     return parts
 
 
-def part_between(kind: str, send: Instruction, where: Computation, group: int) -> Part:
-    """Returns the arrays that a transfer between slices moves, among groups of ``group`` devices."""
-    arrays = where[send.operands[0]].types
-    if kind == "collective-permute":
-        operand_bytes = sum(array.bytes for array in arrays)
-        return Part(kind, "", arrays, operand_bytes, operand_bytes)
-    return _plain(kind, arrays, group)
-
-
-def _plain(kind: str, arrays: tuple[ArrayType, ...], group: int) -> Part:
+def plain(kind: str, arrays: tuple[ArrayType, ...], group: int) -> Part:
     """Returns a collective of the kind that the program states, for these operands on each device."""
     operand_bytes = sum(array.bytes for array in arrays)
     full_bytes = operand_bytes * group if kind == "all-gather" else operand_bytes

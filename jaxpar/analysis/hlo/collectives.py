@@ -164,9 +164,9 @@ def _mesh_groups(text: str, ids: str | None) -> np.ndarray:
 def _device_ids(text: str) -> np.ndarray:
     inside = text[text.index("(") + 1 : text.rindex(")")]
     iota = _iota(inside)
-    return (
-        np.array([int(n) for n in re.findall(r"\d+", inside.rpartition("]")[2])]) if iota is None else iota.reshape(-1)
-    )
+    if iota is not None:
+        return iota.reshape(-1)
+    return np.array([int(n) for n in re.findall(r"\d+", inside.rpartition("]")[2])])
 
 
 def pairs_of(instruction: Instruction) -> list[tuple[int, int]]:
@@ -214,7 +214,7 @@ def wire_bytes(kind: str, size: int, group: int) -> float:
 
     With n devices in a group, all-gather and reduce-scatter send (n − 1)/n of the full array and all-reduce sends twice
     that. All-to-all sends (n − 1)/n of the device's data (Thakur et al. 2005). In a broadcast every device except the
-    last passes the array on.
+    last passes the array on. A permute sends the array once.
 
     Args:
       kind: one of ``KINDS``.
@@ -224,4 +224,6 @@ def wire_bytes(kind: str, size: int, group: int) -> float:
     >>> wire_bytes("all-reduce", 1024, 4)
     1536.0
     """
+    if kind == "collective-permute":
+        return size
     return (2 if kind == "all-reduce" else 1) * (group - 1) * size / group

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from dataclasses import dataclass
 
 from jaxpar.analysis.hlo.dataflow import Flow
 from jaxpar.analysis.hlo.flops import kernel_flops, matmul_flops, target
-from jaxpar.analysis.hlo.parser import CALLS, FUSIONS, ArrayType, Computation, Instruction
+from jaxpar.analysis.hlo.parser import ARMS, CALLS, FUSIONS, ArrayType, Computation, Instruction
 from jaxpar.analysis.hlo.trip_counts import trip_count
 
 # Instructions that only name or group values, or whose work is counted in the computations that they call.
@@ -24,24 +26,19 @@ class Work:
     kernel_flops: int = 0
     hbm_bytes: int = 0
 
+    @property
+    def figures(self) -> tuple[int, int, int]:
+        return self.matmul_flops, self.kernel_flops, self.hbm_bytes
+
     def __add__(self, other: Work) -> Work:
-        return Work(
-            self.matmul_flops + other.matmul_flops,
-            self.kernel_flops + other.kernel_flops,
-            self.hbm_bytes + other.hbm_bytes,
-        )
+        return Work(*map(operator.add, self.figures, other.figures))
 
     def __mul__(self, times: float) -> Work:
-        figures = (self.matmul_flops, self.kernel_flops, self.hbm_bytes)
-        return Work(*(round(figure * times) for figure in figures))
+        return Work(*(round(figure * times) for figure in self.figures))
 
     def worst(self, other: Work) -> Work:
         """Returns the larger of each figure."""
-        return Work(
-            max(self.matmul_flops, other.matmul_flops),
-            max(self.kernel_flops, other.kernel_flops),
-            max(self.hbm_bytes, other.hbm_bytes),
-        )
+        return Work(*map(max, self.figures, other.figures))
 
 
 class Costs:
@@ -69,10 +66,7 @@ class Costs:
             trips = trip_count(instruction, where, self.flow)
             return inner[0] * (1 if trips is None else float(trips))
         if opcode == "conditional":
-            worst = Work()
-            for arm in inner:
-                worst = worst.worst(arm)
-            return worst
+            return functools.reduce(Work.worst, inner, Work())
         if opcode in FUSIONS:
             # Values inside a fusion stay in registers; only its operands and results are in memory.
             work = sum(inner, Work())
@@ -86,7 +80,7 @@ class Costs:
         if instruction.opcode == "while":
             return instruction.called("body")
         if instruction.opcode == "conditional":
-            return instruction.called("branch_computations", "true_computation", "false_computation")
+            return instruction.called(*ARMS)
         return instruction.called("calls", "to_apply") if instruction.opcode in CALLS else []
 
     def _bytes(self, instruction: Instruction, where: Computation) -> int:

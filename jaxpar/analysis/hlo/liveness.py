@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from jaxpar.analysis.hlo.dataflow import Flow
 from jaxpar.analysis.hlo.flops import target
 from jaxpar.analysis.hlo.kept_weights import gathered_stacks
-from jaxpar.analysis.hlo.parser import FUSIONS, Computation, Instruction, Location, Module
+from jaxpar.analysis.hlo.parser import ARMS, FUSIONS, Computation, Instruction, Location, Module
 
 # Their results share the memory of their operands.
 _VIEWS = frozenset(("bitcast", "tuple", "opt-barrier", "add-dependency", "while", "domain"))
@@ -130,7 +130,7 @@ class _Scan:
         if instruction.opcode == "call":
             return self.run(instruction.called("to_apply")[0], scope)
         if instruction.opcode == "conditional":
-            arms = instruction.called("branch_computations", "true_computation", "false_computation")
+            arms = instruction.called(*ARMS)
             return max((self.run(arm, scope) for arm in arms), key=lambda arm: sum(b.bytes for b in arm), default=())
         return ()
 
@@ -245,11 +245,10 @@ def _element(given: Sequence[tuple[_Made, ...]], source: Instruction, instructio
 
 def _finished(given: Sequence[tuple[_Made, ...]], start: Instruction, instruction: Instruction) -> _Held:
     """Returns the arrays of a finished asynchronous operation: those of its start that have the types of its result."""
-    result_types = list(instruction.types)
     if len(given) != len(start.types):
         return tuple(given)
     found: list[tuple[_Made, ...]] = []
-    for array in result_types:
+    for array in instruction.types:
         fits = [group for group, t in zip(given, start.types, strict=True) if t == array]
         found.append(next((group for group in fits if group), ()))
     return tuple(found)

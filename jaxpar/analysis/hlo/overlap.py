@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 from jaxpar.analysis.hlo.collectives import kind_of
@@ -29,8 +30,6 @@ class HloOrder:
 
     def __init__(self, costs: Costs):
         self._costs, self._module = costs, costs.module
-        self._order: dict[str, list[Instruction]] = {}
-        self._places: dict[str, dict[str, int]] = {}
         inside = [(where, i) for where in self._module.computations.values() for i in where]
         starts = [(where, i) for where, i in inside if target(i) == "AsyncCollectiveStart"]
         self._started = {_mark(where[operand]) for where, i in starts for operand in i.operands[:1]}
@@ -52,7 +51,7 @@ class HloOrder:
         if mark is None and not start.opcode.endswith("-start") and not crosses(start):
             return Work()
         work = Work()
-        for instruction in self._after(start, where):
+        for instruction in _after(start, where):
             if self._ends_it(instruction, start, mark, where):
                 break
             if instruction.opcode in _COMPUTE and not self._only_sends(instruction):
@@ -61,17 +60,10 @@ class HloOrder:
 
     def span(self, start: Instruction, where: Computation) -> tuple[int, int]:
         """Returns the places in a computation's schedule between which an asynchronous collective is in flight."""
-        later = list(self._after(start, where))
+        later = list(_after(start, where))
         steps = next((n for n, i in enumerate(later, 1) if self._ends_it(i, start, None, where)), len(later))
-        begin = self._places[where.name][start.name]
+        begin = where.places[start.name]
         return begin, begin + (steps if start.opcode.endswith("-start") else 0)
-
-    def _after(self, start: Instruction, where: Computation) -> Iterator[Instruction]:
-        if where.name not in self._order:
-            self._order[where.name] = list(where)
-            self._places[where.name] = {i.name: n for n, i in enumerate(where)}
-        order = self._order[where.name]
-        return (order[n] for n in range(self._places[where.name][start.name] + 1, len(order)))
 
     def _fused_mark(self, start: Instruction) -> _Mark | None:
         """Returns the mark of the collective that a fusion starts asynchronously."""
@@ -99,8 +91,8 @@ class HloOrder:
 
 def _mark(instruction: Instruction) -> _Mark:
     """Returns the attributes that all copies of one asynchronous collective have in common."""
-    return (
-        instruction.opcode,
-        instruction.attribute("channel_id"),
-        instruction.attribute("frontend_attributes"),
-    )
+    return (instruction.opcode, instruction.attribute("channel_id"), instruction.attribute("frontend_attributes"))
+
+
+def _after(start: Instruction, where: Computation) -> Iterator[Instruction]:
+    return itertools.islice(where, where.places[start.name] + 1, None)

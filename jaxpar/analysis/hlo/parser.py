@@ -19,16 +19,10 @@ FUSIONS = ("fusion", "fusion-start")
 CALLS = (*FUSIONS, "call", "call-start", "async-start")
 """Opcodes that run another computation once. HLO prints asynchronous calls as a start and an end."""
 
-_CALLING = (
-    "calls",
-    "to_apply",
-    "condition",
-    "body",
-    "branch_computations",
-    "true_computation",
-    "false_computation",
-    "called_computations",
-)
+ARMS = ("branch_computations", "true_computation", "false_computation")
+"""The attributes that name the arms of a ``conditional``."""
+
+_CALLING = ("calls", "to_apply", "condition", "body", *ARMS, "called_computations")
 
 
 @dataclass(frozen=True)
@@ -133,6 +127,11 @@ class Computation:
         if found is None:
             raise AuditError(f"the HLO text is malformed: the computation {self.name!r} has no ROOT.")
         return found
+
+    @cached_property
+    def places(self) -> dict[str, int]:
+        """The position of each instruction."""
+        return {name: n for n, name in enumerate(self.instructions)}
 
     @cached_property
     def parameters(self) -> tuple[Instruction, ...]:

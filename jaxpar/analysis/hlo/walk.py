@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxpar.analysis.hlo.collective_patterns import Part, loop_role, part_between, parts_of, ring_role
+from jaxpar.analysis.hlo.collective_patterns import Part, loop_role, parts_of, plain, ring_role
 from jaxpar.analysis.hlo.collectives import Collective, along, axes_of, groups_of, kind_of, pairs_of
 from jaxpar.analysis.hlo.costs import Costs, Work
 from jaxpar.analysis.hlo.dataflow import Flow
 from jaxpar.analysis.hlo.flops import kernel_flops, target
 from jaxpar.analysis.hlo.overlap import HloOrder
-from jaxpar.analysis.hlo.parser import CALLS, FUSIONS, Computation, Instruction, Location, Module
+from jaxpar.analysis.hlo.parser import ARMS, CALLS, FUSIONS, Computation, Instruction, Location, Module
 from jaxpar.analysis.hlo.slices import Slices, crosses, groups_between
 from jaxpar.analysis.hlo.trip_counts import trip_count
 
@@ -105,9 +105,8 @@ class HloWalk:
                 self._arms(instruction, inside)
             elif instruction.opcode in CALLS:
                 if instruction.opcode != "call":
-                    inside = dataclasses.replace(
-                        inside, overlapping_work=self._schedule.overlapping_work(instruction, where)
-                    )
+                    work = self._schedule.overlapping_work(instruction, where)
+                    inside = dataclasses.replace(inside, overlapping_work=work)
                 for name in instruction.called("calls", "to_apply"):
                     self._computation(self.module[name], inside)
 
@@ -117,9 +116,8 @@ class HloWalk:
             frames = self.module.frames(loop)
             self.unknown_loops.append(f"{loop.name} from {model_line(frames)}" if frames else loop.name)
         body = loop.called("body")[0]
-        times = round(
-            scope.times * (1 if trips is None else trips)
-        )  # the mean over an enclosing loop's iterations is an integer in total
+        # The mean over an enclosing loop's iterations is an integer in total.
+        times = round(scope.times * (1 if trips is None else trips))
         role = loop_role(body)
         window = (role, where.name, scope.times) if role else scope.window
         inside = dataclasses.replace(scope, times=times, certain=scope.certain and trips is not None, window=window)
@@ -131,7 +129,7 @@ class HloWalk:
     def _arms(self, conditional: Instruction, scope: Scope) -> None:
         """Keep the collectives of the arm that sends most; those of the other arms go to ``other_arms``."""
         kept, rings, found = self.collectives, self._rings, []
-        for name in conditional.called("branch_computations", "true_computation", "false_computation"):
+        for name in conditional.called(*ARMS):
             self.collectives, self._rings = [], {}
             self._computation(self.module[name], dataclasses.replace(scope, conditional=True))
             found.append(self.collectives)
@@ -153,7 +151,7 @@ class HloWalk:
     def _transfer(self, slices: Slices, send: Instruction, where: Computation, scope: Scope) -> None:
         kind, groups = groups_between(send)
         members = groups.shape[1]
-        part = part_between(kind, send, where, members)
+        part = plain(kind, where[send.operands[0]].types, members)
         found = self._describe(part, slices.axes(groups), members, send, where, scope)
         self.collectives.append(dataclasses.replace(found, between_slices=True))
 
@@ -166,8 +164,7 @@ class HloWalk:
         given = sum(array.bytes for array in arrays)
         role = ring_role(instruction, pairs, where, self.flow, scope.window[0] if scope.window else None)
         if role is None:
-            part = Part("collective-permute", "", arrays, given, given)
-            found = self._describe(part, axes, 2, instruction, where, scope)
+            found = self._describe(plain("collective-permute", arrays, 2), axes, 2, instruction, where, scope)
             flight = None if found.overlapped or scope.overlapping_work else self._flight(instruction, where)
             pairs_along = along(pairs, axes, self.sizes)
             self.collectives.append(dataclasses.replace(found, pairs=pairs_along, flight=flight))
@@ -252,12 +249,9 @@ class HloWalk:
 
 def model_line(frames: Sequence[Location]) -> str:
     """Returns the innermost line outside of libraries and of jaxpar's functions that move tensors."""
-    own = (f for f in frames if not _LIBRARIES.search(f.file) and not _is_plumbing(f))
+    models = (f for f in frames if not _LIBRARIES.search(f.file))
+    own = (f for f in models if not f.file.replace("\\", "/").endswith(_PLUMBING))
     return str(next(own, frames[0]))
-
-
-def _is_plumbing(frame: Location) -> bool:
-    return frame.file.replace("\\", "/").endswith(_PLUMBING)
 
 
 def module_path(frames: Sequence[Location]) -> str:

@@ -459,7 +459,10 @@ def test_on_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path)
             "a picture shows one schedule, got gpipe, 1f1b. Remedy: give one name.",
         ),
         (["1f1b", *sizes, "--costs", "F=1,B"], "costs 'F=1,B': 'B' is not a cost. Remedy: write costs as in F=1,B=2."),
-        (["1f1b", *sizes, "--costs", "F=nan"], "costs 'F=nan': 'F=nan' is not a cost. Remedy: write costs as in F=1,B=2."),
+        (
+            ["1f1b", *sizes, "--costs", "F=nan"],
+            "costs 'F=nan': 'F=nan' is not a cost. Remedy: write costs as in F=1,B=2.",
+        ),
     ):  # fmt: skip
         assert main(["schedule", *arguments]) == 1
         assert capsys.readouterr().err == f"ScheduleError: {text}\n"
