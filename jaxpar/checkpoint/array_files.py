@@ -59,7 +59,7 @@ def _names(path: str) -> list[str]:
     return [quote(part, safe="").replace(".", "%2E").replace("~", "%7E") or "%" for part in path.split("/")]
 
 
-def entry(here: Path, leaf: Leaf, dims: Any, spec: str) -> TensorRecord:
+def entry(here: Path, leaf: Leaf, dims: Any) -> TensorRecord:
     """Returns a leaf's record, without checksums, with the pieces that orbax chose."""
     folder, chunk = f"{ARRAYS}/{'.'.join(_names(leaf.path))}", leaf.shape
     if leaf.value.size:
@@ -71,4 +71,4 @@ def entry(here: Path, leaf: Leaf, dims: Any, spec: str) -> TensorRecord:
                 f"support: {found}."
             )
     names = None if dims is None else tuple(dims)
-    return TensorRecord(str(leaf.dtype), leaf.dtype.itemsize, leaf.shape, chunk, folder, (), names, spec, leaf.key)
+    return TensorRecord(str(leaf.dtype), leaf.dtype.itemsize, leaf.shape, chunk, folder, (), names, leaf.spec, leaf.key)

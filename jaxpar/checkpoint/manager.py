@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Self
 
 import jax
@@ -173,10 +172,8 @@ class CheckpointManager:
         try:
             self._acquire_lock()
             folder = self.directory / str(step)
-            self._saving = (
-                step,
-                begin(folder, state, step=step, layout=layout, metadata=entries, disk=disk, verify=self._verify),
-            )
+            saving = begin(folder, state, step=step, layout=layout, metadata=entries, disk=disk, verify=self._verify)
+            self._saving = step, saving
         except OSError as error:
             if isinstance(error, CheckpointError) and not isinstance(error.__cause__, OSError):
                 raise
@@ -224,12 +221,7 @@ class CheckpointManager:
         return Restored(restore(folder, like, only=only, rename=rename, step=step), step, read(folder))
 
     def restore_latest(
-        self,
-        like: Any,
-        *,
-        only: Sequence[str] = (),
-        rename: Mapping[str, str] | None = None,
-        before: int | None = None,
+        self, like: Any, *, only: Sequence[str] = (), rename: Mapping[str, str] | None = None, before: int | None = None
     ) -> Restored | None:
         """Returns the newest undamaged step, and reports the damage of each newer one through ``tell``.
 
@@ -286,9 +278,7 @@ class CheckpointManager:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
     def _acquire_lock(self) -> None:

@@ -13,7 +13,7 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,6 @@ ARRAYS, DISK = "arrays", "disk"
 type Bounds = tuple[tuple[int, int], ...]
 _MOST_BYTES, _MOST_DIMS, _MOST_SIZE, _MOST_PIECE = 1 << 30, 32, 1 << 48, 1 << 30
 _KEYS = ("checksum", "files", "layout", "metadata", "schema", "step", "tensors", "versions")
-_TENSOR = ("chunk", "dims", "dtype", "folder", "itemsize", "key", "shape", "spec", "sums")
 
 
 @dataclass(frozen=True)
@@ -78,6 +77,9 @@ class TensorRecord:
             yield name, bounds, total
 
 
+_TENSOR = tuple(sorted(one.name for one in fields(TensorRecord)))
+
+
 @dataclass(frozen=True)
 class Manifest:
     """The content of a checkpoint.
@@ -115,7 +117,7 @@ class Manifest:
             "versions": dict(self.versions),
             "layout": dict(self.layout),
             "metadata": dict(self.metadata),
-            "tensors": {path: _tensor_out(tensor) for path, tensor in self.tensors.items()},
+            "tensors": {path: vars(tensor) for path, tensor in self.tensors.items()},
             "files": {name: list(pair) for name, pair in self.files.items()},
         }
         try:
@@ -229,10 +231,6 @@ def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not a JSON number")
 
 
-def _tensor_out(tensor: TensorRecord) -> dict[str, Any]:
-    return {name: getattr(tensor, name) for name in _TENSOR}
-
-
 def _file_in(name: str, pair: Any) -> tuple[int, int]:
     if not inside(name):
         raise ValueError(f"the file {name!r:.80} is outside the checkpoint's folder")
@@ -265,17 +263,12 @@ def _tensor_in(path: str, entry: Any, files: Mapping[str, tuple[int, int]]) -> T
     if len(tensor.shape) != len(tensor.chunk) or len(tensor.shape) > _MOST_DIMS or not tensor.itemsize:
         raise ValueError(f"{at}: shape {list(tensor.shape)} does not match pieces of {list(tensor.chunk)}")
     if tensor.bytes and not 0 < tensor.piece_bytes <= _MOST_PIECE:
-        empty = (
-            "its pieces are empty"
-            if not tensor.piece_bytes
-            else f"a piece has {tensor.piece_bytes:,} bytes, more than the limit of {_MOST_PIECE:,}"
-        )
-        raise ValueError(f"{at}: {empty}")
-    number = (
-        math.prod(-(-size // step) for size, step in zip(tensor.shape, tensor.chunk, strict=True))
-        if tensor.bytes
-        else 0
-    )
+        if not tensor.piece_bytes:
+            raise ValueError(f"{at}: its pieces are empty")
+        size = f"{tensor.piece_bytes:,} bytes, more than the limit of {_MOST_PIECE:,}"
+        raise ValueError(f"{at}: a piece has {size}")
+    steps = zip(tensor.shape, tensor.chunk, strict=True)
+    number = math.prod(-(-size // step) for size, step in steps) if tensor.bytes else 0
     if number != len(tensor.sums):
         raise ValueError(f"{at} has {number} pieces but {len(tensor.sums)} checksums")
     for name, _, _ in tensor.pieces():

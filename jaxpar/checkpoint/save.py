@@ -138,14 +138,8 @@ def begin(
     count = getattr(state, "step", None)
     if step is None and isinstance(count, jax.Array) and count.shape == ():
         step = int(count)
-    head = Manifest(
-        {},
-        {},
-        step,
-        versions(),
-        layout_metadata(layout, leaves),
-        {"when": now(), "rng": keys_of(leaves), **(metadata or {})},
-    )
+    facts = {"when": now(), "rng": keys_of(leaves), **(metadata or {})}
+    head = Manifest({}, {}, step, versions(), layout_metadata(layout, leaves), facts)
     head.to_json()  # rejects metadata that is not JSON before anything is written
     here = target.with_name(target.name + UNFINISHED)
     with _as_checkpoint_error(target, "cannot create the folder"):
@@ -157,7 +151,7 @@ def begin(
     if disk is not None:
         disk.snapshot(here / DISK)
     kept = [Leaf(leaf.path, copy, leaf.key) for leaf, copy in zip(leaves, copies, strict=True)]
-    work = functools.partial(_finish, here, target, kept, dims_of(state), [leaf.spec for leaf in leaves], head, verify)
+    work = functools.partial(_finish, here, target, kept, dims_of(state), head, verify)
     saving = Saving(target)
     if jax.process_count() > 1:
         # orbax first synchronizes the processes; from a background thread that could interleave with a step's
@@ -184,7 +178,6 @@ def _finish(
     target: Path,
     leaves: list[Leaf],
     dims: Mapping[str, Any],
-    specs: list[str],
     head: Manifest,
     verify: bool,
     wait_for_arrays: Callable[[], None] | None = None,
@@ -193,18 +186,16 @@ def _finish(
     (wait_for_arrays or write_arrays(here, leaves))()
     tensors, files = dict[str, TensorRecord](), dict[str, tuple[int, int]]()
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-        entries = [entry(here, leaf, dims.get(leaf.path), spec) for leaf, spec in zip(leaves, specs, strict=True)]
-        for leaf, (tensor, some) in zip(
-            leaves, pool.map(lambda t, x: _sums(here, t, x, verify), entries, leaves), strict=True
-        ):
+        entries = [entry(here, leaf, dims.get(leaf.path)) for leaf in leaves]
+        summed = pool.map(lambda tensor, leaf: _sums(here, tensor, leaf, verify), entries, leaves)
+        for leaf, (tensor, some) in zip(leaves, summed, strict=True):
             tensors[leaf.path] = tensor
             files |= some
     tensors, files = gather(here, tensors, files)
     if jax.process_index() == 0:
         others = sorted(p for p in here.rglob("*") if p.is_file() and p.relative_to(here).as_posix() not in files)
         files |= {p.relative_to(here).as_posix(): crc_of(p) for p in others}
-        made = Manifest(tensors, files, head.step, head.versions, head.layout, head.metadata)
-        manifest.write(here, made)
+        manifest.write(here, replace(head, tensors=tensors, files=files))
         _rename(here, target)
 
 
@@ -267,9 +258,8 @@ def _as_checkpoint_error(target: Path, what: str) -> Iterator[None]:
         full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or _NO_SPACE in reason
         if full and not isinstance(error, OSError):
             reason = _NO_SPACE  # orbax's message also lists every pending write
-        remedy = (
-            f" {shutil.disk_usage(_existing(target)).free:,} bytes are free. Remedy: free some space." if full else ""
-        )
+        free = shutil.disk_usage(_existing(target)).free if full else 0
+        remedy = f" {free:,} bytes are free. Remedy: free some space." if full else ""
         raise CheckpointError(f"{target}: {what}: {reason}.{remedy}") from error
 
 

@@ -17,7 +17,7 @@ from jaxpar.checkpoint.manifest import NAME, Bounds, Manifest, TensorRecord, rea
 from jaxpar.checkpoint.validate import inside, opened
 from jaxpar.errors import CheckpointError, DamagedError
 
-_BLOCK_BYTES = 1 << 20
+_BLOCK_BYTES, _MOST = 1 << 20, 20
 STEP = re.compile(r"0|[1-9][0-9]{0,14}")
 """Matches the folder name of a step; other names in a run's folder are ignored."""
 
@@ -44,16 +44,18 @@ class Health:
         return not self.problems
 
 
-def problems_of(folder: str | os.PathLike[str], manifest: Manifest | None = None, *, most: int = 20) -> list[str]:
+def problems_of(
+    folder: str | os.PathLike[str], manifest: Manifest | None = None, *, step: int | None = None
+) -> list[str]:
     """Read every file of a checkpoint completely and list all problems.
 
     Args:
       folder: the folder of one checkpoint.
       manifest: its manifest, if already read.
-      most: stop after this many problems.
+      step: the step of which it should be.
 
     Returns:
-      One text per problem, with the tensor and the file; empty if the checkpoint is intact.
+      One text per problem, with the tensor and the file, or the first 20 of them; empty if the checkpoint is intact.
     """
     root = Path(folder)
     try:
@@ -72,12 +74,12 @@ def problems_of(folder: str | os.PathLike[str], manifest: Manifest | None = None
         path, tensor, total, bounds = owners[name]
         return piece_problem(root, name, manifest, path, tensor, bounds, total)
 
-    found: list[str] = []
+    found = [wrong_step(root, manifest, step)] if step is not None and manifest.step not in (None, step) else []
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
         for problem in pool.map(look, sorted(manifest.files)):
             if problem is not None:
                 found.append(problem)
-            if len(found) == most:
+            if len(found) == _MOST:
                 pool.shutdown(cancel_futures=True)
                 return [*found, "and possibly more: the search stopped here."]
     return found
@@ -91,9 +93,7 @@ def check(folder: str | os.PathLike[str], step: int | None = None) -> Manifest:
       DamagedError: lists the problems; or the checkpoint is not of ``step``.
     """
     manifest = read(folder)
-    found = problems_of(folder, manifest)
-    if step is not None and manifest.step not in (None, step):
-        found.insert(0, wrong_step(Path(folder), manifest, step))
+    found = problems_of(folder, manifest, step=step)
     if found:
         lines = "\n".join(f"{i}. {p}" for i, p in enumerate(found, 1))
         raise DamagedError(found[0] if len(found) == 1 else f"{folder}: {len(found)} problems:\n{lines}")
@@ -148,9 +148,7 @@ def health(folder: str | os.PathLike[str]) -> Iterator[Health]:
         except CheckpointError as error:
             yield Health(step or 0, (str(error),))
             continue
-        found = problems_of(at, manifest)
-        if step is not None and manifest.step not in (None, step):
-            found.insert(0, wrong_step(at, manifest, step))
+        found = problems_of(at, manifest, step=step)
         when = manifest.metadata.get("when", "")
         number = (manifest.step or 0) if step is None else step
         yield Health(number, tuple(found), manifest.bytes, len(manifest.tensors), when if isinstance(when, str) else "")
@@ -179,11 +177,9 @@ def file_problem(root: Path, name: str, manifest: Manifest) -> str | None:
         found = crc_of(file)[1]
     except (OSError, ValueError) as error:
         return unreadable(root / name, error)
-    return (
-        None
-        if found == total
-        else f"{file} was changed after it was written: its checksum is {found:08x}, expected {total:08x}."
-    )
+    if found == total:
+        return None
+    return f"{file} was changed after it was written: its checksum is {found:08x}, expected {total:08x}."
 
 
 def piece_problem(
@@ -280,7 +276,5 @@ def _readable(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        text = (
-            f"{folder} cannot be read: {error.strerror}. Remedy: grant read permission on it and on its step folders."
-        )
-        raise CheckpointError(text) from error
+        text = f"{folder} cannot be read: {error.strerror}."
+        raise CheckpointError(f"{text} Remedy: grant read permission on it and on its step folders.") from error

@@ -150,7 +150,9 @@ class Rules:
         Raises:
           RulesError: a value of another form.
         """
-        return cls(**_read_table(table))
+        if not isinstance(table, Mapping) or not all(isinstance(name, str) for name in table):
+            raise RulesError(f"rules must be a mapping of names to axes such as {{batch: data}}, got {table!r}.")
+        return cls(**{name: _read(value, name) for name, value in table.items()})
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain data from which :meth:`from_dict` builds an equal table."""
@@ -243,17 +245,6 @@ def _overlay(role: str, value: Any, base: Mapping[str, Any]) -> tuple[tuple[str,
         raise RulesError(f"{role} must be a mapping of dims to rules, or over(axis), got {value!r}.")
     _known(value, base, role)
     return tuple(sorted((dim, _rule(rule, f"{role}: {dim}")) for dim, rule in value.items()))
-
-
-def _read_table(table: Any) -> dict[str, Any]:
-    """Returns the arguments of ``Rules`` that a plain mapping holds.
-
-    Raises:
-      RulesError: not a mapping with text keys, or a ``first_of`` or ``over`` in another form.
-    """
-    if not isinstance(table, Mapping) or not all(isinstance(name, str) for name in table):
-        raise RulesError(f"rules must be a mapping of names to axes such as {{batch: data}}, got {table!r}.")
-    return {name: _read(value, name) for name, value in table.items()}
 
 
 def _read(value: Any, name: str) -> Any:

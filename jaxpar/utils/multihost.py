@@ -86,19 +86,14 @@ def settled[T](work: Callable[[], T]) -> T:
         if jax.process_count() == 1:
             raise
         error = caught
-    reports = [json.loads(text) for text in gather(json.dumps(_to_json(error)).encode())]
+    mine = None if error is None else [type(error).__name__, str(error)]
+    reports = [json.loads(text) for text in gather(json.dumps(mine).encode())]
     failed = [rank for rank, one in enumerate(reports) if one is not None]
     if not failed:
         return made  # type: ignore[return-value]  # there is no error, so it was made
     if error is not None and (not isinstance(error, JaxparError) or all(one == reports[0] for one in reports)):
         raise error
     raise _shared_error(reports, failed) from error
-
-
-def _to_json(error: Exception | None) -> list[str] | None:
-    if error is None:
-        return None
-    return [type(error).__name__, str(error)]
 
 
 def _shared_error(reports: Sequence[list[str] | None], failed: Sequence[int]) -> JaxparError:
@@ -126,7 +121,7 @@ def check_same(where: str, facts: Mapping[str, Any], remedy: str) -> None:
     >>> check_same("generate", {"seed": 1}, "the same command line everywhere.")
     """
     every = [json.loads(text) for text in gather(json.dumps(dict(facts)).encode())]
-    for name in sorted({name for one in every for name in one}, key=_order(every)):
+    for name in dict.fromkeys(name for one in every for name in one):
         values = [_shown(one.get(name)) for one in every]
         other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
         if other is not None:
@@ -134,11 +129,6 @@ def check_same(where: str, facts: Mapping[str, Any], remedy: str) -> None:
                 f"{where}: {name} differs between processes: {values[0]} in process 0, {values[other]} in process "
                 f"{other} of {len(every)}. Remedy: {remedy}"
             )
-
-
-def _order(every: Sequence[Mapping[str, Any]]) -> Callable[[str], int]:
-    names = list(dict.fromkeys(name for one in every for name in one))
-    return names.index
 
 
 def _shown(value: Any) -> str:

@@ -99,9 +99,7 @@ class _StrictLoader(yaml.SafeLoader):
 _StrictLoader.add_constructor(None, _StrictLoader.refuse_tag)
 # YAML 1.1 reads 1e-3 as a string, but a learning rate written so is meant as a number.
 _StrictLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d[\d_]*(\.[\d_]*)?|\.\d+)[eE][-+]?\d+$"),
-    list("-+0123456789."),
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d[\d_]*(\.[\d_]*)?|\.\d+)[eE][-+]?\d+$"), list("-+0123456789.")
 )
 
 
