@@ -160,17 +160,17 @@ class _Comparison:
         want, got = jax.device_get((metrics["grads"], others["grads"]))
         loss = _number(abs(float(others["loss"]) - float(metrics["loss"])) / max(abs(float(metrics["loss"])), 1e-30))
         updated = self.update(right, batches[0], got, np.asarray(others["loss"]))
-        updates = _gaps(
-            {"params": updated[0], "opt_state": updated[1]}, {"params": other.params, "opt_state": other.opt_state}
-        )
-        grads, carried = gradient_gaps(want, got), _gaps({"variables": after.variables}, {"variables": other.variables})
+        state = {"params": other.params, "opt_state": other.opt_state}
+        updates = _gaps({"params": updated[0], "opt_state": updated[1]}, state)
+
+        def gaps(least: Mapping[str, float] | None = None) -> tuple[dict[str, float], dict[str, float]]:
+            variables = _gaps({"variables": after.variables}, {"variables": other.variables}, least)
+            return gradient_gaps(want, got, least), variables
+
+        grads, carried = gaps()
         if max((*grads.values(), *carried.values())) > self.bound:
             changes = self._last_bit(right, batches[0], want, after.variables)
-            sizes = {path: SPREAD * change / self.bound for path, change in changes.items()}
-            grads, carried = (
-                gradient_gaps(want, got, sizes),
-                _gaps({"variables": after.variables}, {"variables": other.variables}, sizes),
-            )
+            grads, carried = gaps({path: SPREAD * change / self.bound for path, change in changes.items()})
         updates |= carried
         gradient, leaf = (max(gaps, key=lambda path: gaps[path]) for gaps in (grads, updates))
         where = None

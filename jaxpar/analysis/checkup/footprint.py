@@ -26,17 +26,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxpar.analysis.hlo.liveness import Buffer, Peak
+from jaxpar.analysis.memory.estimate import KEPT, ROLES
 from jaxpar.analysis.units import axes_of_dims, device_bytes, shard_count
 from jaxpar.parallel.offload.placement import KIND
 from jaxpar.sharding.hardware.accelerators import Accelerator
 from jaxpar.sharding.layout import Layout
+from jaxpar.training.model import leaves_with_paths, show
 from jaxpar.training.state import TrainState, place
 
-KEPT = "kept weights"
 CATEGORIES = ("parameters", "optimizer", "other state", "batch", "gradients", KEPT, "activations", "temporaries")
 """The uses of memory, in the order in which they are shown."""
-
-_PARTS = {"params": "parameters", "opt_state": "optimizer"}
 
 
 @dataclass(frozen=True)
@@ -114,12 +113,11 @@ def held_by(layout: Layout, state: TrainState, batch: Any) -> tuple[HeldTensor, 
     tensors = place(layout, state)
     leaves = jax.tree.leaves(state)
     found = [
-        _held(t.path, _PARTS.get(t.path.partition("/")[0], "other state"), t.names or (), leaf, layout)
+        _held(t.path, ROLES.get(t.path.partition("/")[0], "other state"), t.names or (), leaf, layout)
         for t, leaf in zip(tensors, leaves, strict=True)
     ]
-    inputs = jax.tree_util.tree_leaves_with_path(batch)
-    named = (("/".join(["batch", *(str(getattr(key, "key", key)) for key in keys)]), leaf) for keys, leaf in inputs)
-    return (*found, *(_held(path, "batch", (), leaf, layout) for path, leaf in named))
+    inputs = (_held(show(("batch", *path)), "batch", (), leaf, layout) for path, leaf in leaves_with_paths(batch))
+    return (*found, *inputs)
 
 
 def _held(path: str, category: str, dims: Iterable[str | None], leaf: Any, layout: Layout) -> HeldTensor:

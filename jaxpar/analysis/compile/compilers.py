@@ -35,10 +35,10 @@ class Compiler:
       plugin: the package that contains it.
       jax_extra: the extra of jax that installs it.
       extra: the extra of jaxpar that installs it.
-      others: further packages whose versions affect the compiled program.
       lowering: the name of the platform in ``jax.export``.
-      kernels: custom calls for which ``jax.export`` must disable its safety check.
       environment: variables that are set in its process.
+      others: further packages whose versions affect the compiled program.
+      kernels: custom calls for which ``jax.export`` must disable its safety check.
     """
 
     variable: str
@@ -46,10 +46,10 @@ class Compiler:
     plugin: str
     jax_extra: str
     extra: str
-    others: tuple[str, ...]
     lowering: str
-    kernels: tuple[str, ...]
     environment: tuple[tuple[str, str], ...]
+    others: tuple[str, ...] = ()
+    kernels: tuple[str, ...] = ()
 
     @property
     def python(self) -> str:
@@ -69,9 +69,7 @@ COMPILERS = {
         plugin="libtpu",
         jax_extra="tpu",
         extra="tpu",
-        others=(),
         lowering="tpu",
-        kernels=(),
         # With libtpu installed, importing jax looks for a TPU and queries the cloud's metadata server for its kind.
         environment=(("TPU_SKIP_MDS_QUERY", "1"), ("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")),
     ),
@@ -107,8 +105,8 @@ def versions_of(compiler: Compiler) -> dict[str, str]:
     try:
         found = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
-        remedy = f"correct {compiler.variable}"
-        raise CompileError(f"the interpreter {python!r} failed to run ({error}). Remedy: {remedy}.") from error
+        text = f"the interpreter {python!r} failed to run ({error}). Remedy: correct {compiler.variable}."
+        raise CompileError(text) from error
     versions: dict[str, str | None] = json.loads(found)
     plugin = versions[compiler.plugin]
     if plugin is None:

@@ -17,17 +17,8 @@ from typing import Any
 
 import numpy as np
 
-MEMORY = (
-    "argument_size",
-    "output_size",
-    "temp_size",
-    "alias_size",
-    "peak_memory",
-    "host_argument_size",
-    "host_temp_size",
-    "host_output_size",
-    "host_alias_size",
-)
+_SIZES = ("argument_size", "output_size", "temp_size", "alias_size")
+MEMORY = (*_SIZES, *(f"host_{size}" for size in _SIZES), "peak_memory")
 """The attributes to read from the compiler's memory analysis, in bytes on one device."""
 
 

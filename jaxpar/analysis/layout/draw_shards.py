@@ -128,7 +128,9 @@ def draw_shards(
     kept = tuple(sorted(ranked[:2]))
     picture = _Picture(layout, spec, tuple(sides), kept, owners(layout.mesh, spec), path)
     if ax is None:
-        ax = _new_axes(picture)
+        columns, rows = len(picture.columns.blocks()), len(picture.rows.blocks())
+        size = min(1.6 + max(0.85 * columns, 4.0), 10.0), 1.5 + max(0.38 * rows, 0.9)
+        ax = new_figure("draw_shards()", figsize=size, layout="constrained").subplots()
     _fill(ax, picture)
     _label(ax, picture)
     figure = ax.get_figure(root=True)
@@ -197,12 +199,6 @@ class _Picture:
                 text += f" Shown: the first of {side.num_shards} blocks along {side.title(self.layout.sizes)}."
         kind = "positions in the mesh" if isinstance(self.layout.mesh, AbstractMesh) else "device ids"
         return f"{text} Numbers: {kind}."
-
-
-def _new_axes(picture: _Picture) -> Any:
-    columns, rows = len(picture.columns.blocks()), len(picture.rows.blocks())
-    size = min(1.6 + max(0.85 * columns, 4.0), 10.0), 1.5 + max(0.38 * rows, 0.9)
-    return new_figure("draw_shards()", figsize=size, layout="constrained").subplots()
 
 
 def _edges(blocks: Sequence[int | None]) -> list[float]:

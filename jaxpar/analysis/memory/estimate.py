@@ -31,7 +31,7 @@ from jaxpar.training.step import train_step
 _VECTOR = {"TPU v5 lite": 128, "TPU v5": 64, "TPU v6 lite": 128, "TPU7x": 64}
 """MiB of vector memory by device kind, from jax's ``pallas.tpu.get_tpu_info_for_chip``."""
 
-_ROLES = {"params": "parameters", "opt_state": "optimizer"}
+ROLES = {"params": "parameters", "opt_state": "optimizer"}
 KEPT = "kept weights"
 PARTS = (
     "parameters",
@@ -143,7 +143,7 @@ def estimate(
         program.results = [value for i, value in enumerate(program.results) if i not in kept]
     narrow = _narrow(layout, program, gradients, tensors, Precision.of(options.get("precision")))
     for tensor, value in zip(tensors, program.inputs, strict=True):
-        known[_ROLES.get(tensor.role, PARTS[2])] += 0 if tensor.host else value.bytes
+        known[ROLES.get(tensor.role, PARTS[2])] += 0 if tensor.host else value.bytes
     made = gradients if step is gradient_step else ()
     walk = MemoryWalk(program, placed=program.results[:carried], vector=_VECTOR.get(target, 0) << 20)
     walk.mark_gradients(made)
@@ -173,7 +173,7 @@ def _sorted(moment: Moment, walk: MemoryWalk) -> dict[str, int]:
     parts = dict.fromkeys(PARTS[3:], 0)
     copies = walk.copies_of_inputs()
     for held in moment.held:
-        if held.gathered:
+        if held.slice is not None and held.slice.gathered:
             part = KEPT
         elif held.value.gradient:
             part = "gradients"
@@ -182,6 +182,6 @@ def _sorted(moment: Moment, walk: MemoryWalk) -> dict[str, int]:
         elif held.value in copies:
             part = "weight copies"
         else:
-            part = "saved activations" if held.stacked else "working"
-        parts[part] += held.bytes
+            part = "working" if held.slice is None else "saved activations"
+        parts[part] += held.value.bytes
     return parts

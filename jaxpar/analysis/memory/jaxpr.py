@@ -217,21 +217,7 @@ class Reader:
         specs = [v.spec for v in reads[: consts + carries]]
         specs += [None if v.spec is None else v.spec[1:] for v in reads[consts + carries :]]
         opened = [i for i in range(consts, consts + carries) if reads[i].open]
-        before = len(self._assumed)
-        body = self.read(inner, specs, opened)
-        for _ in range(2):
-            # A carry that starts without a sharding takes that of the body's result.
-            left = body.results[:carries]
-            merged = [
-                result.spec if old is None or (consts + i in opened and not result.open) else old
-                for i, (old, result) in enumerate(zip(specs[consts : consts + carries], left, strict=True))
-            ]
-            if merged == specs[consts : consts + carries]:
-                break
-            specs[consts : consts + carries] = merged
-            opened = [i for i in opened if left[i - consts].open]
-            del self._assumed[before:]
-            body = self.read(inner, specs, opened)
+        body = self._loop_body(inner, specs, consts, carries, opened)
         for value, spec in zip(reads[consts : consts + carries], specs[consts:], strict=False):
             if value.open:  # the compiler creates it in the sharding that the loop needs
                 value.spec = spec
@@ -244,6 +230,25 @@ class Reader:
             *(self._resharded_copy(v, body, r, ops) for v, r in zip(makes[:carries], body.results, strict=False)),
             *makes[carries:],
         ]
+
+    def _loop_body(
+        self, jaxpr: Any, specs: list[Spec | None], consts: int, carries: int, opened: Sequence[int] = ()
+    ) -> TracedProgram:
+        """Returns a loop's body. A carry that starts without a sharding takes that of the body's result in ``specs``."""
+        before = len(self._assumed)
+        body = self.read(jaxpr, specs, opened)
+        for _ in range(2):
+            merged = list(specs)
+            for i, result in enumerate(body.results[:carries], consts):
+                if specs[i] is None or (i in opened and not result.open):
+                    merged[i] = result.spec
+            if merged == specs:
+                break
+            specs[:] = merged
+            opened = [i for i in opened if body.results[i - consts].open]
+            del self._assumed[before:]
+            body = self.read(jaxpr, specs, opened)
+        return body
 
     def _resharded_copy(self, value: Value, body: TracedProgram, result: Value, ops: list[JaxprOp]) -> Value:
         """Returns a loop's result, or a copy of it if the loop fills it along an inner dim.
@@ -276,18 +281,8 @@ class Reader:
             return makes
         skip, consts = params["cond_nconsts"], params["body_nconsts"]
         inside = reads[skip:]
-        specs, before = [v.spec for v in inside], len(self._assumed)
-        body = self.read(params["body_jaxpr"].jaxpr, specs)
-        for _ in range(2):
-            # As in a scan: sums that start at zero take the sharding of the body's result.
-            found = [
-                result.spec if spec is None else spec for spec, result in zip(specs[consts:], body.results, strict=True)
-            ]
-            if found == specs[consts:]:
-                break
-            specs[consts:] = found
-            del self._assumed[before:]
-            body = self.read(params["body_jaxpr"].jaxpr, specs)
+        specs = [v.spec for v in inside]
+        body = self._loop_body(params["body_jaxpr"].jaxpr, specs, consts, len(specs) - consts)
         makes = [self._value(var.aval, spec) for var, spec in zip(eqn.outvars, specs[consts:], strict=True)]
         ops.append(JaxprOp("while", inside, makes, [body], consts, len(makes)))
         return makes

@@ -35,19 +35,13 @@ class Held:
 
     Attributes:
       value: the array.
-      maker: the operation that makes it.
-      bytes: on one device.
       depth: the number of enclosing loops.
-      stacked: whether a loop fills it, one slice per iteration.
-      gathered: whether those slices are weights that the loop gathers.
+      slice: the part of it that one iteration of its loop computes, if a loop fills it; else ``None``.
     """
 
     value: Value
-    maker: str
-    bytes: int
     depth: int
-    stacked: bool
-    gathered: bool = False
+    slice: Value | None
 
 
 @dataclass(frozen=True)
@@ -175,14 +169,8 @@ class MemoryWalk:
         return first, last
 
     def _describe(self, values: Iterable[Value]) -> tuple[Held, ...]:
-        made = [(v, self.maker.get(v)) for v in values if v.bytes]
-        slices = [None if op is None else _slice(op, v) for v, op in made]
-        return tuple(
-            Held(
-                v, op.name if op else "carried", v.bytes, self.depth, one is not None, one is not None and one.gathered
-            )
-            for (v, op), one in zip(made, slices, strict=True)
-        )
+        makers = {v: self.maker.get(v) for v in values if v.bytes}
+        return tuple(Held(v, self.depth, None if op is None else _slice(op, v)) for v, op in makers.items())
 
     def mark_gradients(self, made: Iterable[Value] = ()) -> None:
         """Mark the arrays that the placed results and ``made`` consist of; in a train step these are the gradients.

@@ -250,7 +250,7 @@ def test_a_stages_own_weights_without_their_leading_dims_are_no_copy() -> None:
     jaxpr = jax.make_jaxpr(loop)(jnp.ones((1, 1, 3, 512, 512)), jnp.ones((8, 512))).jaxpr
     program = Reader({"data": 4}).read(jaxpr, [((),) * 5, ((), ())])
     held = MemoryWalk(program).peak().held
-    assert held and not [h for h in held if h.bytes >= 3 * MIB]
+    assert held and not [h for h in held if h.value.bytes >= 3 * MIB]
 
 
 def test_zeros_of_a_shard_map_lie_along_other_axes_as_their_loop_leaves_them() -> None:
@@ -264,4 +264,4 @@ def test_zeros_of_a_shard_map_lie_along_other_axes_as_their_loop_leaves_them() -
         jaxpr = jax.make_jaxpr(summed)(jnp.ones((2, 2**20))).jaxpr
     program = Reader({"data": 2, "model": 2}).read(jaxpr, [spec])
     assert [value.spec for value in program.results] == [spec]
-    assert {h.bytes for h in MemoryWalk(program).peak().held} == {2 * MIB}
+    assert {h.value.bytes for h in MemoryWalk(program).peak().held} == {2 * MIB}
