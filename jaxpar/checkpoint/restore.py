@@ -90,7 +90,8 @@ def _restore_leaf(pool: ThreadPoolExecutor, root: Path, manifest: Manifest, leaf
         block = np.empty(leaf.shape, leaf.dtype)
         _fill(pool, root, manifest, source, {tuple((0, n) for n in leaf.shape): block})
         return block if leaf.key is None else jax.random.wrap_key_data(jnp.asarray(block), impl=leaf.key)
-    if not isinstance(sharding, NamedSharding | SingleDeviceSharding) or not _concrete(sharding):
+    on_mesh = isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, jax.sharding.Mesh)
+    if not on_mesh and not isinstance(sharding, SingleDeviceSharding):
         raise CheckpointError(
             f"{leaf.path}: `like` has a sharding without devices, so no array can be created. Remedy: use a layout "
             "whose mesh has devices."
@@ -102,10 +103,6 @@ def _restore_leaf(pool: ThreadPoolExecutor, root: Path, manifest: Manifest, leaf
     parts = [jax.device_put(blocks[at], home(device)) for device, at in places.items()]
     made = jax.make_array_from_single_device_arrays(leaf.shape, sharding, parts)
     return made if leaf.key is None else jax.random.wrap_key_data(made, impl=leaf.key)
-
-
-def _concrete(sharding: Any) -> bool:
-    return isinstance(sharding, SingleDeviceSharding) or isinstance(sharding.mesh, jax.sharding.Mesh)
 
 
 def _fill(

@@ -22,6 +22,7 @@ FORM = 1
 TOLERANCE = 1e-3
 """The relative difference of bytes below which two figures count as equal."""
 
+_REMEDY = "Remedy: remove {} and run again to write a new one, or name another file."
 _EXACT = ("matmul_flops", "kernel_flops")
 
 
@@ -73,7 +74,7 @@ def against(file: Path, facts: Mapping[str, Any]) -> list[str]:
       ConfigError: the file is not a golden file, or has another topology, mesh, or version of jax or of the compiler.
     """
     golden = _load(file)
-    remedy = f"Remedy: remove {file} and run again to write a new one, or name another file."
+    remedy = _REMEDY.format(file)
     for what, word in (("topology", "another topology"), ("mesh", "another mesh"), ("versions", "other versions")):
         if golden[what] != facts[what]:
             raise ConfigError(
@@ -137,7 +138,7 @@ def _change(difference: float) -> str:
 
 
 def _load(file: Path) -> dict[str, Any]:
-    remedy = f"Remedy: remove {file} and run again to write a new one, or name another file."
+    remedy = _REMEDY.format(file)
     try:
         golden = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:

@@ -13,11 +13,7 @@ from jaxpar.analysis.hlo.parser import Instruction
 from jaxpar.errors import AuditError
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
-_OPCODES = {
-    **{kind: kind for kind in KINDS},
-    **{f"{kind}-start": kind for kind in KINDS},
-    "ragged-all-to-all": "all-to-all",
-}
+_OPCODES = {opcode: kind for kind in KINDS for opcode in (kind, f"{kind}-start")} | {"ragged-all-to-all": "all-to-all"}
 
 
 @dataclass(frozen=True)

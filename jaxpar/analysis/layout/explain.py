@@ -82,9 +82,8 @@ def explain(
     on_disk, unsupported = disk_of(state), refusal(state)
     rows += [_row(layout, t, t.role, disk=on_disk.path) for t in stored if on_disk is not None]
     rows = [with_reason(row, unordered.get(row.path, ())) for row in rows]
-    problems = problems_of(layout, [*tensors, *stored]) + ([unsupported] if unsupported else [])
-    no_layers_problem = no_layers(tx, any(tensor.host and tensor.role == "params" for tensor in tensors))
-    problems += [no_layers_problem] if no_layers_problem else []
+    layers_missing = no_layers(tx, any(tensor.host and tensor.role == "params" for tensor in tensors))
+    problems = [*problems_of(layout, [*tensors, *stored]), *filter(None, (unsupported, layers_missing))]
     for tensor in [*tensors, *stored]:
         used |= tensor.resolved.used
         if tensor.role == "params" and tensor.names is not None:
@@ -95,14 +94,13 @@ def explain(
             problems += [] if tensor.problems else gradient.problems
     inputs, plain_batch = _batch(layout, batch)
     traced = loss_fn is not None and batch is not None
-    inputs_and_activations, attentions = inputs, ()  # type: list[PlacedLeaf], tuple[str, ...]
+    activations, attentions = [], ()  # type: list[PlacedLeaf], tuple[str, ...]
     if loss_fn is not None and batch is not None:
         activations, attentions = _activations(layout, loss_fn, state, plain_batch)
-        inputs_and_activations = [*inputs, *activations]
     if isinstance(loss_fn, PipelineLoss) and loss_fn.dims is not None and (step or {}).get("pipeline") is not None:
         # A pipelined step shards the activations between layers by these dims. Tracing the loss does not use them.
         used |= layout.resolve(loss_fn.dims).used
-    for tensor in inputs_and_activations:
+    for tensor in [*inputs, *activations]:
         used |= tensor.resolved.used
         problems += tensor.problems
         rows.append(_row(layout, tensor, tensor.role))

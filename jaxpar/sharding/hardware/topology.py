@@ -70,7 +70,13 @@ class Topology:
             )
         dims = ACCELERATORS[kind].torus
         if dims == 0:
-            return cls._of_hosts(name, kind, shape, starred=found[3] is not None)
+            host = ACCELERATORS[kind].domain
+            if found[3] is not None or len(shape) > 2 or 0 in shape or shape[-1] > host:
+                raise MeshError(
+                    f"{name!r}: {kind} GPUs are written as {kind}:GPUS or {kind}:HOSTSxGPUS, with 1 to {host} GPUS in "
+                    f"a host. Remedy: use {kind}:{host} or {kind}:4x{host}."
+                )
+            return cls(kind, shape[-1:], math.prod(shape[:-1]))
         if len(shape) != dims or 0 in shape or found[3] == "0":
             raise MeshError(
                 f"{name!r}: a {kind} slice has {dims} dims of 1 chip or more, but {found[2]} "
@@ -78,16 +84,6 @@ class Topology:
                 f"{kind}:{'x'.join('4' * dims)}."
             )
         return cls(kind, shape, int(found[3] or 1))
-
-    @classmethod
-    def _of_hosts(cls, name: str, kind: str, shape: tuple[int, ...], *, starred: bool) -> Topology:
-        host = ACCELERATORS[kind].domain
-        if starred or len(shape) > 2 or 0 in shape or shape[-1] > host:
-            raise MeshError(
-                f"{name!r}: {kind} GPUs are written as {kind}:GPUS or {kind}:HOSTSxGPUS, with 1 to {host} GPUS in a "
-                f"host. Remedy: use {kind}:{host} or {kind}:4x{host}."
-            )
-        return cls(kind, shape[-1:], shape[0] if len(shape) == 2 else 1)
 
     @property
     def accelerator(self) -> Accelerator:
