@@ -111,15 +111,8 @@ class Manifest:
         Raises:
           CheckpointError: ``metadata`` holds a value that JSON cannot represent.
         """
-        body = {
-            "schema": SCHEMA,
-            "step": self.step,
-            "versions": dict(self.versions),
-            "layout": dict(self.layout),
-            "metadata": dict(self.metadata),
-            "tensors": {path: vars(tensor) for path, tensor in self.tensors.items()},
-            "files": {name: list(pair) for name, pair in self.files.items()},
-        }
+        tensors = {path: vars(tensor) for path, tensor in self.tensors.items()}
+        body = {**vars(self), "tensors": tensors, "schema": SCHEMA}
         try:
             body = json.loads(_dump(body))
             return _dump({**body, "checksum": _digest(body)})

@@ -7,7 +7,7 @@ placed it there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -349,12 +349,4 @@ def _replicated(e: Evidence) -> Iterator[Finding]:
         yield Finding("replicated", h.path, text, remedy, 0.0, saved, e.of_memory(saved))
 
 
-_FINDERS: tuple[Callable[[Evidence], Iterator[Finding]], ...] = (
-    _does_not_fit,
-    _exposed,
-    _all_reduce_for_scatter,
-    _long_rings,
-    _rematerialised,
-    _large_buffers,
-    _replicated,
-)
+_FINDERS = (_does_not_fit, _exposed, _all_reduce_for_scatter, _long_rings, _rematerialised, _large_buffers, _replicated)

@@ -33,11 +33,9 @@ def page(found: Checkup, title: str, layout: str = "") -> str:
     True
     """
     name = html.escape(title)
+    head = f'<meta charset="utf-8"><title>{name}</title><style>{_STYLE}</style>'
     parts = [
-        (
-            f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{name}</title>'
-            f"<style>{_STYLE}</style></head>"
-        ),
+        f'<!doctype html><html lang="en"><head>{head}</head>',
         f'<body><h1>{name}</h1><p class="{"fits" if found.fits else "not"}"><b>{html.escape(found.headline())}</b></p>',
         _findings(found),
         *_pictures(found),

@@ -21,16 +21,11 @@ def is_logits(buffer: Buffer, held: Sequence[HeldTensor], sizes: Mapping[str, in
     True
     """
     parameters = [h for h in held if h.category == "parameters"]
-    partners = {
-        n // shards
-        for h in parameters
-        if vocab in h.shape
-        for n in h.shape
-        if n != vocab
-        for shards in _products(sizes)
-    }
+    products = _products(sizes)
+    partners = {n for h in parameters if vocab in h.shape for n in h.shape} - {vocab}
+    partners = {n // shards for n in partners for shards in products}
     widths = {n for h in parameters for n in h.shape} - {vocab}
-    shards = {vocab // count for count in _products(sizes) if vocab and vocab % count == 0} - widths
+    shards = {vocab // count for count in products if vocab and vocab % count == 0} - widths
     found = next((n for n in reversed(buffer.dims) if n > 1 and n in shards), None)
     if found is None:
         return False

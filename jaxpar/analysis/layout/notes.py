@@ -54,10 +54,8 @@ def with_reason(row: Row, operations: Sequence[str]) -> Row:
     """Returns a parameter's row with a note that ``operations`` make its initial value depend on the layout."""
     if not operations:
         return row
-    return replace(
-        row,
-        why=(*row.why, f"the last bits of its initial value depend on the layout, because of {listing(operations)}"),
-    )
+    reason = f"the last bits of its initial value depend on the layout, because of {listing(operations)}"
+    return replace(row, why=(*row.why, reason))
 
 
 def unequal_initial_values(parameters: Mapping[str, Sequence[str]]) -> tuple[str, ...]:

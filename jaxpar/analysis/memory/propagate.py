@@ -207,11 +207,8 @@ def _groups(before: Sequence[int], after: Sequence[int]) -> Iterable[tuple[list[
 
 def _gather(params: Mapping[str, Any], reads: Sequence[_Array], out: _Array, sizes: Mapping[str, int]) -> Spec:
     numbers, (table, places) = params["dimension_numbers"], reads[:2]
-    kept = [
-        i
-        for i in range(len(table.shape))
-        if i not in (*numbers.collapsed_slice_dims, *getattr(numbers, "operand_batching_dims", ()))
-    ]
+    collapsed = (*numbers.collapsed_slice_dims, *getattr(numbers, "operand_batching_dims", ()))
+    kept = [i for i in range(len(table.shape)) if i not in collapsed]
     window = dict(zip(numbers.offset_dims, kept, strict=True))
     batch = iter(places.spec or ((),) * len(places.shape))
     dims = []
@@ -221,13 +218,9 @@ def _gather(params: Mapping[str, Any], reads: Sequence[_Array], out: _Array, siz
             dims.append(table.spec[window[i]] if table.spec is not None and whole else ())
         else:
             dims.append(next(batch))
-    return _once(sorted_batch_first(dims, window))
-
-
-def sorted_batch_first(dims: Sequence[tuple[str, ...]], window: Mapping[int, int]) -> list[tuple[str, ...]]:
-    """Returns the dims in order, without axes of window dims that a batch dim has too."""
+    # An axis of a window dim and of a batch dim stays on the batch dim.
     taken = {axis for i, axes in enumerate(dims) if i not in window for axis in axes}
-    return [axes if i not in window or not taken & set(axes) else () for i, axes in enumerate(dims)]
+    return _once(() if i in window and taken & set(axes) else axes for i, axes in enumerate(dims))
 
 
 def _collective(params: Mapping[str, Any], reads: Sequence[_Array], out: _Array, sizes: Mapping[str, int]) -> Spec:

@@ -97,17 +97,36 @@ class Accelerator:
         return tuple(f.name for f in fields(self) if f.name not in words and getattr(self, f.name) is not None)
 
 
-# Kind → the product name, and jax's device kinds.
+# Vendors' pages have no date. Those marked 2026-11 were read then. NVIDIA's pages were not available; their figures
+# were compared with copies by third parties, which docs/reference/accelerators.md lists.
+_TPU = "https://docs.cloud.google.com/tpu/docs/{} (2026-11)"
+_V4, _V5E, _V5P, _V6E, _7X = (_TPU.format(page) for page in ("v4", "v5e", "v5p", "v6e", "tpu7x"))
+_PASSES = (
+    "derived: bf16 / 6, the passes of jax.lax.Precision.HIGHEST; at jax's default precision fp32 runs at the bf16 rate"
+)
+_PORTS = "derived: both-way bandwidth of a chip / 2 directions / {} links, {}"
+_BOOK = "https://jax-ml.github.io/scaling-book/tpus (2026-11)"
+_ISCA = "Jouppi et al., TPU v4, ISCA 2023, table 4, https://arxiv.org/abs/2304.01433 (6 links of 50 GB/s)"
+_DATASHEETS, _RESOURCES = "https://www.nvidia.com/en-us/data-center", "https://resources.nvidia.com"
+_SPARSE = "halved where with sparsity"
+_DGX = "https://docs.nvidia.com/dgx/dgx{}-user-guide ({})"
+
+_A100 = f"{_DATASHEETS}/a100, datasheet of the 80GB SXM"
+_H100 = f"{_RESOURCES}/en-us-tensor-core/nvidia-tensor-core-gpu-datasheet (H100 SXM, {_SPARSE})"
+_H200 = f"{_DATASHEETS}/h200 (H200 SXM, {_SPARSE})"
+_B200 = f"NVIDIA Blackwell Architecture Technical Brief, {_RESOURCES}/en-us-blackwell-architecture (HGX B200)"
+
+# Kind → the source of most figures, the product name, and jax's device kinds.
 _NAMES = {
-    "v4": ("TPU v4", "TPU v4"),
-    "v5e": ("TPU v5e", "TPU v5 lite", "TPU v5e"),
-    "v5p": ("TPU v5p", "TPU v5", "TPU v5p"),
-    "v6e": ("TPU v6e", "TPU v6 lite", "TPU v6e"),
-    "tpu7x": ("TPU7x", "TPU7x"),
-    "a100": ("NVIDIA A100 80GB SXM", "NVIDIA A100-SXM4-80GB"),
-    "h100": ("NVIDIA H100 SXM", "NVIDIA H100 80GB HBM3"),
-    "h200": ("NVIDIA H200 SXM", "NVIDIA H200"),
-    "b200": ("NVIDIA B200", "NVIDIA B200"),
+    "v4": (_V4, "TPU v4", "TPU v4"),
+    "v5e": (_V5E, "TPU v5e", "TPU v5 lite", "TPU v5e"),
+    "v5p": (_V5P, "TPU v5p", "TPU v5", "TPU v5p"),
+    "v6e": (_V6E, "TPU v6e", "TPU v6 lite", "TPU v6e"),
+    "tpu7x": (f"half a chip, {_7X}", "TPU7x", "TPU7x"),
+    "a100": (_A100, "NVIDIA A100 80GB SXM", "NVIDIA A100-SXM4-80GB"),
+    "h100": (_H100, "NVIDIA H100 SXM", "NVIDIA H100 80GB HBM3"),
+    "h200": (_H200, "NVIDIA H200 SXM", "NVIDIA H200"),
+    "b200": (_B200, "NVIDIA B200", "NVIDIA B200"),
 }
 _FIGURES = {
     #        bf16       fp8      int8     tf32      fp32           hbm_bytes   hbm_bandwidth
@@ -134,70 +153,38 @@ _LINKS = {
     "b200":  (0, None, 900e9,         8,     50e9,             None),
 }  # fmt: skip
 
-# Vendors' pages have no date. Those marked 2026-11 were read then. NVIDIA's pages were not available; their figures
-# were compared with copies by third parties, which docs/reference/accelerators.md lists.
-_TPU = "https://docs.cloud.google.com/tpu/docs/{} (2026-11)"
-_V4, _V5E, _V5P, _V6E, _7X = (_TPU.format(page) for page in ("v4", "v5e", "v5p", "v6e", "tpu7x"))
-_PASSES = (
-    "derived: bf16 / 6, the passes of jax.lax.Precision.HIGHEST; at jax's default precision fp32 runs at the bf16 rate"
-)
-_PORTS = "derived: both-way bandwidth of a chip / 2 directions / {} links, {}"
-_BOOK = "https://jax-ml.github.io/scaling-book/tpus (2026-11)"
-_ISCA = "Jouppi et al., TPU v4, ISCA 2023, table 4, https://arxiv.org/abs/2304.01433 (6 links of 50 GB/s)"
-_DATASHEETS, _RESOURCES = "https://www.nvidia.com/en-us/data-center", "https://resources.nvidia.com"
-_SPARSE = "halved where with sparsity"
-_DGX = "https://docs.nvidia.com/dgx/dgx{}-user-guide ({})"
-
-# Kind → the source of most figures, and the figures with a source of their own.
-_SOURCES: dict[str, tuple[str, dict[str, str]]] = {
-    "v4": (_V4, {"link_bandwidth": _ISCA, "network_bandwidth": f"'typically', {_BOOK}"}),
-    "v5e": (
-        _V5E,
-        {
-            "hbm_bytes": f"{_V5E}, its '16 GB' read as GiB",
-            "link_bandwidth": _PORTS.format(4, f"400 GB/s, {_V5E}"),
-            "network_bandwidth": f"derived: 6.4 Tbit/s of a pod / 256 chips, {_V5E}",
-        },
-    ),
-    "v5p": (
-        _V5P,
-        {
-            "int8": _BOOK,
-            "wrap": _V5P,
-            "link_bandwidth": _PORTS.format(6, f"1200 GB/s, {_V5P}"),
-            "network_bandwidth": f"50 Gbit/s a chip, {_V5P}",
-        },
-    ),
-    "v6e": (
-        _V6E,
-        {
-            **dict.fromkeys(("fp8", "hbm_bytes"), f"the comparison in {_7X}"),
-            "link_bandwidth": _PORTS.format(4, f"800 GB/s, {_V6E}"),
-            "network_bandwidth": f"100 Gbit/s a chip, the comparison in {_7X}",
-        },
-    ),
-    "tpu7x": (
-        f"half a chip, {_7X}",
-        {
-            **dict.fromkeys(("torus", "domain"), _7X),
-            "link_bandwidth": _PORTS.format(6, f"1200 GB/s, halved for a chip's 2 devices, {_7X}"),
-            "network_bandwidth": f"100 Gbit/s a chip, halved, {_7X}",
-            "chip_bandwidth": f"6 times one link of the chip, {_7X}; not checked on the page again",
-        },
-    ),
-    "a100": (f"{_DATASHEETS}/a100, datasheet of the 80GB SXM", {}),
-    "h100": (f"{_RESOURCES}/en-us-tensor-core/nvidia-tensor-core-gpu-datasheet (H100 SXM, {_SPARSE})", {}),
-    "h200": (f"{_DATASHEETS}/h200 (H200 SXM, {_SPARSE})", {}),
-    "b200": (
-        f"NVIDIA Blackwell Architecture Technical Brief, {_RESOURCES}/en-us-blackwell-architecture (HGX B200)",
-        dict.fromkeys(("hbm_bytes", "hbm_bandwidth"), _DGX.format("b200", "8 GPUs: 1440 GB and 64 TB/s together")),
-    ),
+# The figures that have a source of their own.
+_SOURCES: dict[str, dict[str, str]] = {
+    "v4": {"link_bandwidth": _ISCA, "network_bandwidth": f"'typically', {_BOOK}"},
+    "v5e": {
+        "hbm_bytes": f"{_V5E}, its '16 GB' read as GiB",
+        "link_bandwidth": _PORTS.format(4, f"400 GB/s, {_V5E}"),
+        "network_bandwidth": f"derived: 6.4 Tbit/s of a pod / 256 chips, {_V5E}",
+    },
+    "v5p": {
+        "int8": _BOOK,
+        "wrap": _V5P,
+        "link_bandwidth": _PORTS.format(6, f"1200 GB/s, {_V5P}"),
+        "network_bandwidth": f"50 Gbit/s a chip, {_V5P}",
+    },
+    "v6e": {
+        **dict.fromkeys(("fp8", "hbm_bytes"), f"the comparison in {_7X}"),
+        "link_bandwidth": _PORTS.format(4, f"800 GB/s, {_V6E}"),
+        "network_bandwidth": f"100 Gbit/s a chip, the comparison in {_7X}",
+    },
+    "tpu7x": {
+        **dict.fromkeys(("torus", "domain"), _7X),
+        "link_bandwidth": _PORTS.format(6, f"1200 GB/s, halved for a chip's 2 devices, {_7X}"),
+        "network_bandwidth": f"100 Gbit/s a chip, halved, {_7X}",
+        "chip_bandwidth": f"6 times one link of the chip, {_7X}; not checked on the page again",
+    },
+    "b200": dict.fromkeys(("hbm_bytes", "hbm_bandwidth"), _DGX.format("b200", "8 GPUs: 1440 GB and 64 TB/s together")),
 }
 
 
 def _accelerator(kind: str) -> Accelerator:
     """Returns an entry of the tables."""
-    (name, *device_kinds), (sheet, own) = _NAMES[kind], _SOURCES[kind]
+    sheet, name, *device_kinds = _NAMES[kind]
     made = Accelerator(kind, name, tuple(device_kinds), *_FIGURES[kind], *_LINKS[kind])
     if made.torus:
         shared = {"fp32": _PASSES, "wrap": _BOOK}
@@ -206,7 +193,7 @@ def _accelerator(kind: str) -> Accelerator:
         machine = "h100" if kind == "h200" else kind
         card = _DGX.format(machine, f"{made.domain} GPUs, each with a {8 * made.network_bandwidth / 1e9:g} Gbit/s card")
         shared = {"torus": nvlink, "link_bandwidth": nvlink, "domain": card, "network_bandwidth": card}
-    return replace(made, sources=dict.fromkeys(made.figures, sheet) | shared | own)
+    return replace(made, sources=dict.fromkeys(made.figures, sheet) | shared | _SOURCES.get(kind, {}))
 
 
 ACCELERATORS: Mapping[str, Accelerator] = {kind: _accelerator(kind) for kind in _NAMES}
