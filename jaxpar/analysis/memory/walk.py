@@ -11,6 +11,7 @@ The assumptions come from what XLA:TPU was observed to keep (``docs/explanation/
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -79,8 +80,13 @@ class MemoryWalk:
             self.free -= set(program.inputs[carries])
         self.placed = list(placed)
         self.ops = _needed(program)
-        self.parts: dict[Value, frozenset[Value]] = {}
-        self._represent()
+        # The arrays in memory that represent each value; none for constants.
+        self.parts: dict[Value, frozenset[Value]] = defaultdict(frozenset)
+        self.parts |= {value: frozenset((value,)) for value in program.inputs if value not in self.free}
+        kernel_reads = {v for op in self.ops if op.name in _KERNELS for v in op.reads}
+        for op in self.ops:
+            for n, value in enumerate(op.makes):
+                self.parts[value] = self._parts_of(op, n, value in kernel_reads)
 
     def peak(self) -> Moment:
         """Returns the moment at which most bytes are in memory."""
@@ -118,36 +124,24 @@ class MemoryWalk:
         worst = max(walks, key=lambda moment: moment.bytes, default=Moment(0, ()))
         if op.name not in _LOOPS:
             return worst, set()
-        given = {part for v in op.reads[op.consts : op.consts + op.carries] for part in self._parts(v)}
+        given = {part for v in op.reads[op.consts : op.consts + op.carries] for part in self.parts[v]}
         return worst, set(op.makes[: op.carries]) | (given & dying)
-
-    def _represent(self) -> None:
-        """Find the arrays in memory that represent each value."""
-        kernel_reads = {v for op in self.ops if op.name in _KERNELS for v in op.reads}
-        for value in self.program.inputs:
-            self.parts[value] = frozenset() if value in self.free else frozenset((value,))
-        for op in self.ops:
-            for n, value in enumerate(op.makes):
-                self.parts[value] = self._parts_of(op, n, value in kernel_reads)
 
     def _parts_of(self, op: JaxprOp, n: int, read_by_kernel: bool) -> frozenset[Value]:
         value = op.makes[n]
         if op.name in _IN_PLACE:
-            source = self._parts(op.reads[n if op.name == "optimization_barrier" else 0])
+            source = self.parts[op.reads[n if op.name == "optimization_barrier" else 0]]
             if source:
                 return source
         if op.name == "reshape" and _without_ones(op.reads[0].shape) == _without_ones(value.shape):
             # Only leading dims of 1 change, such as the stage dim that a mesh axis leaves: no new array.
-            return self._parts(op.reads[0])
+            return self.parts[op.reads[0]]
         # The compiler creates a constant where it is read.
         if _makes_array(op) or (read_by_kernel and value.spec is not None):
             return frozenset((value,))
-        made = frozenset(part for v in op.reads for part in self._parts(v))
+        made = frozenset(part for v in op.reads for part in self.parts[v])
         # A scalar operand, such as the norm for gradient clipping, is no reason to create a new array.
         return frozenset((value,)) if value.bytes < sum(v.bytes for v in made if v.shape) else made
-
-    def _parts(self, value: Value) -> frozenset[Value]:
-        return self.parts.get(value, frozenset())
 
     def _lifetimes(self) -> tuple[dict[Value, int], dict[Value, int]]:
         """Returns the first and the last operation of each array in memory."""
@@ -156,7 +150,7 @@ class MemoryWalk:
         made = {value: i for i, op in enumerate(self.ops) for value in op.makes}
 
         def use(value: Value, i: int) -> None:
-            for part in self._parts(value):
+            for part in self.parts[value]:
                 first.setdefault(part, made.get(part, -1))
                 last[part] = max(last.get(part, -1), i)
 
@@ -193,7 +187,7 @@ class MemoryWalk:
                 body.mark_gradients([body.program.results[i] for i in summed])
 
     def _mark(self, value: Value) -> None:
-        for part in self._parts(value):
+        for part in self.parts[value]:
             part.gradient = bool(part.shape)
 
     def copies_of_inputs(self) -> frozenset[Value]:
@@ -202,7 +196,7 @@ class MemoryWalk:
             v
             for op in self.ops
             for v in op.makes
-            if not _makes_array(op) and op.reads and self._parts(v) == {v} and not any(self._parts(r) for r in op.reads)
+            if not _makes_array(op) and op.reads and self.parts[v] == {v} and not any(self.parts[r] for r in op.reads)
         )
 
 
