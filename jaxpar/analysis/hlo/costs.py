@@ -142,8 +142,5 @@ def _main(types: tuple[ArrayType, ...]) -> int:
 
 def _written(result: Instruction, inner: Computation) -> int:
     """Returns the bytes that a fusion writes for one result."""
-    while result.opcode in ("bitcast", "copy"):
-        result = inner[result.operands[0]]
-    if result.opcode == "dynamic-update-slice":
-        return inner[result.operands[1]].bytes
-    return result.bytes
+    result = inner.behind(result)
+    return inner[result.operands[1]].bytes if result.opcode == "dynamic-update-slice" else result.bytes

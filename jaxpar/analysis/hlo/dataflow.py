@@ -101,8 +101,7 @@ class Flow:
         self, value: Instruction, inner: Computation, fusion: Instruction, where: Computation
     ) -> tuple[str, Computation] | None:
         """Returns the operand of a fusion that one of its results only copies or slices."""
-        while value.opcode in MOVES or value.opcode in SLICES:
-            value = inner[value.operands[0]]
+        value = inner.behind(value, MOVES | SLICES)
         return (fusion.operands[int(value.arguments)], where) if value.opcode == "parameter" else None
 
     def _element(self, index: int, source: Instruction, where: Computation) -> tuple[str, Computation] | None:
@@ -142,9 +141,7 @@ class Flow:
         root = body.root
         if root.opcode != "tuple" or index >= len(root.operands):
             return False
-        value = body[root.operands[index]]
-        while value.opcode in ("copy", "bitcast", "copy-start", "copy-done"):
-            value = body[value.operands[0]]
+        value = body.behind(body[root.operands[index]], ("copy", "bitcast", "copy-start", "copy-done"))
         if value.opcode != "get-tuple-element" or value.index != index:
             return False
         return body[value.operands[0]].opcode == "parameter"

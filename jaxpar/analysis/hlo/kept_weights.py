@@ -29,8 +29,7 @@ def gathered_stacks(loop: Instruction, flow: Flow) -> frozenset[int]:
 
 def _slice(value: Instruction, where: Computation, flow: Flow) -> _Place | None:
     """Returns the value that an in-place update writes."""
-    while value.opcode in ("bitcast", "copy"):
-        value = where[value.operands[0]]
+    value = where.behind(value)
     if value.opcode == "dynamic-update-slice":
         return where[value.operands[1]], where
     inner = flow.inner(value)

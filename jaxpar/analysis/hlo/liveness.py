@@ -261,12 +261,8 @@ def _updated(instruction: Instruction, module: Module) -> int | None:
     if instruction.opcode not in FUSIONS:
         return None
     inner = module[instruction.called("calls")[0]]
-    root = inner.root
-    while root.opcode in ("bitcast", "copy") and root.operands:
-        root = inner[root.operands[0]]
+    root = inner.behind(inner.root)
     if root.opcode != "dynamic-update-slice":
         return None
-    base = inner[root.operands[0]]
-    while base.opcode == "bitcast":
-        base = inner[base.operands[0]]
+    base = inner.behind(inner[root.operands[0]], ("bitcast",))
     return int(base.arguments) if base.opcode == "parameter" else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -147,6 +147,12 @@ class Computation:
                 f"the HLO text is malformed: the computation {self.name!r} uses {name!r}, but does not define it."
             )
         return self.instructions[name]
+
+    def behind(self, value: Instruction, through: Collection[str] = ("bitcast", "copy")) -> Instruction:
+        """Returns the instruction that makes a value, through instructions with these opcodes."""
+        while value.opcode in through:
+            value = self[value.operands[0]]
+        return value
 
     def inputs(self, instruction: Instruction) -> list[Instruction]:
         """Returns the instructions whose results this one reads, in order."""

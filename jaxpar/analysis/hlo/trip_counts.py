@@ -104,9 +104,7 @@ def _start(value: _Scalar, loop: Instruction, where: Computation, flow: Flow) ->
     element, added = value
     if element is None:
         return added
-    carry = where[loop.operands[0]]
-    while carry.opcode in _SAME:
-        carry = where[carry.operands[0]]
+    carry = where.behind(where[loop.operands[0]], _SAME)
     if carry.opcode != "tuple" or element >= len(carry.operands):
         return None
     before = _scalar(carry.operands[element], where, flow, {})

@@ -234,7 +234,7 @@ class Reader:
     def _loop_body(
         self, jaxpr: Any, specs: list[Spec | None], consts: int, carries: int, opened: Sequence[int] = ()
     ) -> TracedProgram:
-        """Returns a loop's body. A carry that starts without a sharding takes that of the body's result in ``specs``."""
+        """Returns a loop's body. In ``specs``, a carry without a sharding takes that of the body's result."""
         before = len(self._assumed)
         body = self.read(jaxpr, specs, opened)
         for _ in range(2):
