@@ -33,3 +33,15 @@ def few(values: Iterable[Any], keep: int, names: int = 1) -> list[Any]:
     default = {round(i * (len(cases) - 1) / max(keep - 1, 1)) for i in range(keep)}
     marks = [() if i in default else pytest.mark.slow for i in range(len(cases))]
     return [pytest.param(*(x if names > 1 else (x,)), marks=mark) for x, mark in zip(cases, marks, strict=True)]
+
+
+def few_pairs(first: Iterable[Any], second: Iterable[Any], keep: int) -> list[Any]:
+    """The values of a ``parametrize`` of two parameters: ``keep`` of all pairs run by default, the others are slow.
+
+    Where ``keep`` is at least the number of values of each parameter, every value is in a pair that runs by default.
+    """
+    a, b = list(first), list(second)
+    pairs = [(i, j) for i in range(len(a)) for j in range(len(b))]
+    # Each value of the longer list is once on every diagonal.
+    default = sorted(pairs, key=lambda pair: ((pair[0] - pair[1]) % min(len(a), len(b)), pair))[:keep]
+    return [pytest.param(a[i], b[j], marks=() if (i, j) in default else pytest.mark.slow) for i, j in pairs]

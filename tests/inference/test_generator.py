@@ -18,6 +18,7 @@ import pytest
 from generators import CONFIG, MOST, PROMPTS, RULES, SLOTS, generator, one_device
 from interpreters import outputs_of, two_processes
 from jax.sharding import NamedSharding, PartitionSpec
+from profiles import few
 
 import jaxpar as jp
 from jaxpar.errors import ConfigError, DivergedError, JaxparError, LayoutError
@@ -410,7 +411,7 @@ def test_generators_that_cannot_be(make: Any, error: type[JaxparError], text: st
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "model", "kept"),
-    [(6, 3, 2, {}), (12, 4, 3, {}), (12, 4, 3, {"cache": "int8"})],
+    few([(6, 3, 2, {}), (12, 4, 3, {}), (12, 4, 3, {"cache": "int8"})], 2, names=4),
     ids=["6 and 3 over 2", "12 and 4 over 3", "int8"],
 )
 def test_head_counts_that_training_takes_generate_the_tokens_of_one_device(

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from profiles import few
+from profiles import few, few_pairs
 
 import jaxpar as jp
 from jaxpar.errors import ConfigError
@@ -216,8 +216,7 @@ def test_cross_entropy_equals_optax(masked: bool, dtype: Any) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)
 
 
-@pytest.mark.parametrize("seq", [16, 10, 7], ids="seq {}".format)
-@pytest.mark.parametrize("name", ["dp", "tp_sp", "fsdp_tp"])
+@pytest.mark.parametrize(("name", "seq"), few_pairs(["dp", "tp_sp", "fsdp_tp"], [16, 10, 7], 3))
 def test_a_loss_in_pieces_equals_the_loss_of_whole_logits(name: str, seq: int, layout_of: Any) -> None:
     rng = np.random.default_rng(seq)
     x, head = (rng.normal(size=shape).astype(np.float32) for shape in ((8, seq, 12), (12, 26)))

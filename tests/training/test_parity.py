@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from profiles import few
+from profiles import few_pairs
 
 import jaxpar as jp
 from jaxpar.analysis.compare import gradient_gaps
@@ -146,8 +146,9 @@ def assert_equal(layout: jp.Layout, task: Task, reference: list[Step]) -> list[S
     return steps
 
 
-@pytest.mark.parametrize("name", few(["dp", "fsdp", "hsdp", "tp", "tp_sp", "fsdp_tp"], 3))
-@pytest.mark.parametrize("model", ["llama", "vit"])
+@pytest.mark.parametrize(
+    ("model", "name"), few_pairs(["llama", "vit"], ["tp_sp", "fsdp_tp", "hsdp", "fsdp", "tp", "dp"], 4)
+)
 def test_a_layout_equals_one_device(model: str, name: str, layout_of: Any, on_one_device: Any) -> None:
     key = model, name == "tp_sp"
     assert_equal(layout_of(name), TASKS[key], on_one_device(*key))

@@ -12,7 +12,7 @@ import pytest
 from attention_reference import MESHES, arrays, compiled, masks
 from hypothesis import given
 from hypothesis import strategies as st
-from profiles import examples
+from profiles import examples, few_pairs
 
 import jaxpar as jp
 from jaxpar.errors import ConfigError
@@ -68,8 +68,12 @@ def test_a_later_token_changes_no_earlier_result(impl: str, words: str) -> None:
     check(impl, UNSAID[words])
 
 
-@pytest.mark.parametrize("words", ["window", "function", "window, chunk, where"])
-@pytest.mark.parametrize("impl", [impl for impl in MESHES if impl not in ("dense", "flash")])
+@pytest.mark.parametrize(
+    ("impl", "words"),
+    few_pairs(
+        [impl for impl in MESHES if impl not in ("dense", "flash")], ["window", "function", "window, chunk, where"], 6
+    ),
+)
 def test_nor_where_the_sequence_is_split(impl: str, words: str) -> None:
     check(impl, UNSAID[words])
 

@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 from one_step import check_grads, layout_of
-from profiles import few
+from profiles import few, few_pairs
 
 import jaxpar as jp
 from jaxpar.errors import ConfigError, LayoutError
@@ -165,7 +165,7 @@ CASES: dict[str, tuple[jp.Layout, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", few(CASES, 8))
+@pytest.mark.parametrize("name", few(CASES, 6))
 def test_one_key_drops_the_same_weights(name: str, one_device: tuple[float, Any]) -> None:
     layout, options = CASES[name]
     loss, grads = stepped(layout, **options)
@@ -181,7 +181,7 @@ KEYED = dataclasses.replace(LOSS, layer=of_rows, keys=True, chunked_layer=None)
 """Uses a key for each row, step and layer."""
 
 
-@pytest.mark.parametrize("name", ["microbatches 2", "ZeRO 1", "ring", "1f1b", "zb_h1, independent"])
+@pytest.mark.parametrize("name", few(["microbatches 2", "ZeRO 1", "ring", "1f1b", "zb_h1, independent"], 3))
 def test_keys_of_rows_drop_the_same_weights(name: str) -> None:
     want, (layout, options) = stepped(on({"data": 1}), KEYED), CASES[name]
     loss, grads = stepped(layout, **(options | {"loss": KEYED}))
@@ -254,8 +254,7 @@ LOCAL: dict[str, tuple[dict[str, int], P, bool, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("check", [True, False], ids=["kept count of", "unchecked"])
-@pytest.mark.parametrize("name", LOCAL)
+@pytest.mark.parametrize(("name", "check"), few_pairs(LOCAL, [True, False], 5))
 def test_attention_local_drops_what_one_device_drops(name: str, check: bool) -> None:
     sizes, spec, ambient, options = LOCAL[name]
     layout = on(sizes)

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
-from profiles import few
+from profiles import few_pairs
 
 import jaxpar as jp
 from jaxpar.analysis.compare import gradient_gaps
@@ -71,8 +71,7 @@ def on_one_device(mlp: Any) -> Callable[[str], tuple[list[float], list[Any]]]:
     return functools.cache(lambda name: run(mlp.one_device, mlp, name))
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("name", few(OPTIMIZERS, 3))
+@pytest.mark.parametrize(("name", "stage"), few_pairs(OPTIMIZERS, [1, 2, 3], 6))
 def test_every_stage_with_any_optimizer_equals_one_device(
     name: str, stage: int, mlp: Any, on_one_device: Callable[[str], Any]
 ) -> None:

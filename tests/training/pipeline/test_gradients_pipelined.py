@@ -110,7 +110,7 @@ CASES: list[tuple[str, dict[str, int], int, int, str, tuple[int, ...]]] = [
 
 
 # Uneven layers combined with other axes, one stage, a V placement, and separate backward passes for weights.
-@pytest.mark.parametrize("case", [CASES[i] for i in (2, 3, 8, 9)], ids=str)
+@pytest.mark.parametrize("case", few([CASES[i] for i in (2, 3, 8, 9)], 2), ids=str)
 def test_what_comes_before_the_layers_in_the_ticks_gives_the_same(case: Any, one_device: Any) -> None:
     name, sizes, microbatches, chunks, activation_checkpointing, layers = case
     schedule = jp.pipeline.schedule(name, sizes["pipeline"], microbatches, chunks=None if name[-1] == "v" else chunks)
@@ -148,12 +148,16 @@ def test_nothing_of_a_batch_waits_where_what_comes_before_the_layers_is_in_the_t
 
 @pytest.mark.parametrize(
     ("name", "activation_checkpointing", "embedding"),
-    [
-        ("zb_h1", "full", "per_step"),
-        ("zb_v", "none", "per_step"),
-        ("zb_v", "full", "per_microbatch"),
-        ("1f1b", "none", "per_microbatch"),
-    ],
+    few(
+        [
+            ("zb_h1", "full", "per_step"),
+            ("zb_v", "none", "per_step"),
+            ("1f1b", "none", "per_microbatch"),
+            ("zb_v", "full", "per_microbatch"),
+        ],
+        2,
+        names=3,
+    ),
 )
 def test_stages_that_do_their_own_alone_give_the_same(
     name: str, activation_checkpointing: Any, embedding: Any, one_device: Any
@@ -193,7 +197,7 @@ def test_gradients_are_scattered_before_the_end_where_that_is_asked_for(
     check_same(got, one_device)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", few([1, 2, 3], 2))
 def test_every_stage_of_zero_composes_with_stages_and_heads(stage: int, one_device: Any) -> None:
     """Weights, gradients and moments are sharded over ``data``, also the embedding, which is used on both ends."""
     zero = jp.Zero(stage, min_bytes=0)
