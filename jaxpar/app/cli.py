@@ -18,45 +18,47 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
+from tyro.conf import Positional, UseAppendAction, arg
 
 from jaxpar.errors import ConfigError, JaxparError
 
-Config = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CONFIG", help="YAML file of the run")]
+if TYPE_CHECKING:
+    from jaxpar.app.job import Job
+
+Config = Annotated[Path, Positional, arg(metavar="CONFIG", help="YAML file of the run")]
 Settings = Annotated[
-    tyro.conf.UseAppendAction[tuple[str, ...]],
-    tyro.conf.arg(name="set", metavar="KEY=VALUE", help="change one key, such as train.steps=10"),
+    UseAppendAction[tuple[str, ...]],
+    arg(name="set", metavar="KEY=VALUE", help="change one key, such as train.steps=10"),
 ]
-Processes = Annotated[
-    int | None,
-    tyro.conf.arg(metavar="N", help="start N processes here, supervise them, and end all of them if one fails"),
-]
-Coordinator = Annotated[
-    str | None,
-    tyro.conf.arg(
-        metavar="HOST:PORT", help="address on which process 0 listens (default with --processes: on loopback)"
-    ),
-]
-ProcessCount = Annotated[int | None, tyro.conf.arg(help="number of processes on all hosts")]
-ProcessId = Annotated[int | None, tyro.conf.arg(help="rank of this process, or of the first of --processes")]
+type File = Annotated[Path | None, arg(metavar="FILE")]
+type Folder = Annotated[Path | None, arg(metavar="DIR")]
+type Number = Annotated[int | None, arg(metavar="N")]
+type Address = Annotated[str | None, arg(metavar="HOST:PORT")]
+type Texts = Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="TEXT")]
 
 
 @dataclass(frozen=True)
 class Train:
-    """Train a model, with progress, metrics, held-out evaluation and a loss curve at the end."""
+    """Train a model, with progress, metrics, held-out evaluation and a loss curve at the end.
+
+    Attributes:
+      processes: start N processes here, supervise them, and restart them if one fails
+      coordinator: address on which process 0 listens (default with --processes: on loopback)
+      process_count: number of processes on all hosts
+      process_id: rank of this process, or of the first of --processes
+      ray: start the processes on a Ray cluster (extra ray)
+    """
 
     config: Config
     set: Settings = ()
-    processes: Annotated[
-        int | None,
-        tyro.conf.arg(metavar="N", help="start N processes here, supervise them, and restart them if one fails"),
-    ] = None
-    coordinator: Coordinator = None
-    process_count: ProcessCount = None
-    process_id: ProcessId = None
-    ray: Annotated[bool, tyro.conf.arg(help="start the processes on a Ray cluster (extra ray)")] = False
+    processes: Number = None
+    coordinator: Address = None
+    process_count: int | None = None
+    process_id: int | None = None
+    ray: bool = False
 
     def run(self) -> int:
         from jaxpar.app.train.launch import LaunchOptions, go
@@ -67,16 +69,21 @@ class Train:
 
 @dataclass(frozen=True)
 class Explain:
-    """Show how every tensor of a run is sharded, and why. Needs no devices."""
+    """Show how every tensor of a run is sharded, and why. Needs no devices.
+
+    Attributes:
+      devices: number of devices (default: that of the config's mesh)
+      json: also write the report as JSON
+      html: also write the report as HTML
+      topology: trace the step for the chips of this topology, such as v5e:4x4 (adds memory)
+    """
 
     config: Config
     set: Settings = ()
-    devices: Annotated[int | None, tyro.conf.arg(help="number of devices (default: that of the config's mesh)")] = None
-    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help="also write the report as JSON")] = None
-    html: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help="also write the report as HTML")] = None
-    topology: Annotated[
-        str | None, tyro.conf.arg(help="trace the step for the chips of this topology, such as v5e:4x4 (adds memory)")
-    ] = None
+    devices: int | None = None
+    json: File = None
+    html: File = None
+    topology: str | None = None
 
     def run(self) -> int:
         return _report(self, strict=None)
@@ -84,23 +91,21 @@ class Explain:
 
 @dataclass(frozen=True)
 class Check(Explain):
-    """List all problems of a run's layout; exit 1 if there are any. Needs no devices."""
+    """List all problems of a run's layout; exit 1 if there are any. Needs no devices.
 
-    strict: Annotated[bool, tyro.conf.arg(help="treat an unused rule as an error")] = True
-    max_replicated: Annotated[
-        float | None, tyro.conf.arg(help="largest allowed fraction of the bytes that is replicated on every device")
-    ] = None
-    topology: Annotated[
-        str | None,
-        tyro.conf.arg(help="also compile for this topology, such as v5e:4x4 (extra tpu), and audit the program"),
-    ] = None
-    hlo: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help="with --topology: write the compiled program")] = (
-        None
-    )
-    golden: Annotated[
-        Path | None,
-        tyro.conf.arg(metavar="FILE", help="with --topology: compare with this file, or write it if it does not exist"),
-    ] = None
+    Attributes:
+      strict: treat an unused rule as an error
+      max_replicated: largest allowed fraction of the bytes that is replicated on every device
+      topology: also compile for this topology, such as v5e:4x4 (extra tpu), and audit the program
+      hlo: with --topology: write the compiled program
+      golden: with --topology: compare with this file, or write it if it does not exist
+    """
+
+    strict: bool = True
+    max_replicated: float | None = None
+    topology: str | None = None
+    hlo: File = None
+    golden: File = None
 
     def run(self) -> int:
         if self.topology is not None:
@@ -110,75 +115,79 @@ class Check(Explain):
 
 @dataclass(frozen=True)
 class Verify:
-    """Check that a run's layout computes the same as one device: loss and gradients, step by step, in fp32."""
+    """Check that a run's layout computes the same as one device: loss and gradients, step by step, in fp32.
+
+    Attributes:
+      steps: number of steps to compare
+      bound: largest allowed relative difference
+    """
 
     config: Config
     set: Settings = ()
-    steps: Annotated[int, tyro.conf.arg(help="number of steps to compare")] = 3
-    bound: Annotated[float, tyro.conf.arg(help="largest allowed relative difference")] = 1e-5
+    steps: int = 3
+    bound: float = 1e-5
 
     def run(self) -> int:
         from rich.console import Console
 
-        job = _job(self.config, self.set, run=True)
+        from jaxpar.app.config import load_run
+        from jaxpar.app.train.launch import set_up_devices
+
+        loaded = load_run(self.config, self.set)
+        set_up_devices(loaded.config, None)
+        from jaxpar.app.job import make_job
         from jaxpar.app.train.verify import verify
 
+        job = make_job(loaded)
         verdict = verify(job, steps=self.steps, bound=self.bound, console=Console(highlight=False, soft_wrap=True))
         return 0 if verdict.passed else 1
 
 
 @dataclass(frozen=True)
 class Generate:
-    """Continue prompts with a run's model, on any mesh: --set mesh.model=4 may differ from the training mesh."""
+    """Continue prompts with a run's model, on any mesh: --set mesh.model=4 may differ from the training mesh.
+
+    Attributes:
+      prompt: text to continue
+      prompts: file of further prompts, one per line (.jsonl: a JSON string per line; -: standard input)
+      checkpoint: folder of the run's checkpoints, of which the newest undamaged one is used, or of one checkpoint
+      max_new_tokens: maximum number of tokens (bytes) to generate for each prompt
+      temperature: 0 takes the most likely token; above 0, tokens are sampled
+      top_k: sample from the K most likely tokens
+      top_p: sample from the most likely tokens with this total probability
+      seed: seed of the first prompt; each further prompt gets the next seed
+      cache: slots of the cache (default: as many as needed)
+      batch: number of prompts in a batch (default: all, at most 16)
+      stop: ends the generated text and is not part of it
+      int8: store these as 8-bit integers (default: the config's generate)
+      json: also write a JSON object for each prompt
+      explain: only show how weights and cache would be sharded, and why
+      processes: start N processes here, supervise them, and end all of them if one fails
+      coordinator: address on which process 0 listens (default with --processes: on loopback)
+      process_count: number of processes on all hosts
+      process_id: rank of this process, or of the first of --processes
+    """
 
     config: Config
-    prompt: Annotated[
-        tyro.conf.UseAppendAction[tuple[str, ...]],
-        tyro.conf.arg(metavar="TEXT", help="text to continue"),
-    ] = ()
-    prompts: Annotated[
-        Path | None,
-        tyro.conf.arg(
-            metavar="FILE",
-            help="file of further prompts, one per line (.jsonl: a JSON string per line; -: standard input)",
-        ),
-    ] = None
+    prompt: Texts = ()
+    prompts: File = None
     set: Settings = ()
-    checkpoint: Annotated[
-        Path | None,
-        tyro.conf.arg(
-            metavar="DIR",
-            help="folder of the run's checkpoints, of which the newest undamaged one is used, or of one checkpoint",
-        ),
-    ] = None
-    max_new_tokens: Annotated[
-        int, tyro.conf.arg(help="maximum number of tokens (bytes) to generate for each prompt")
-    ] = 128
-    temperature: Annotated[float, tyro.conf.arg(help="0 takes the most likely token; above 0, tokens are sampled")] = (
-        0.0
-    )
-    top_k: Annotated[int | None, tyro.conf.arg(help="sample from the K most likely tokens")] = None
-    top_p: Annotated[float, tyro.conf.arg(help="sample from the most likely tokens with this total probability")] = 1.0
-    seed: Annotated[int, tyro.conf.arg(help="seed of the first prompt; each further prompt gets the next seed")] = 0
-    cache: Annotated[
-        int | None, tyro.conf.arg(metavar="TOKENS", help="slots of the cache (default: as many as needed)")
-    ] = None
-    batch: Annotated[int | None, tyro.conf.arg(help="number of prompts in a batch (default: all, at most 16)")] = None
-    stop: Annotated[
-        tyro.conf.UseAppendAction[tuple[str, ...]],
-        tyro.conf.arg(metavar="TEXT", help="ends the generated text and is not part of it"),
-    ] = ()
-    int8: Annotated[
-        tuple[Literal["weights", "cache"], ...] | None,
-        tyro.conf.arg(help="store these as 8-bit integers (default: the config's generate)"),
-    ] = None
-    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help="also write a JSON object for each prompt")] = None
-    explain: Annotated[bool, tyro.conf.arg(help="only show how weights and cache would be sharded, and why")] = False
-
-    processes: Processes = None
-    coordinator: Coordinator = None
-    process_count: ProcessCount = None
-    process_id: ProcessId = None
+    checkpoint: Folder = None
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    seed: int = 0
+    cache: Annotated[int | None, arg(metavar="TOKENS")] = None
+    batch: int | None = None
+    stop: Texts = ()
+    int8: tuple[Literal["weights", "cache"], ...] | None = None
+    json: File = None
+    explain: bool = False
+    processes: Number = None
+    coordinator: Address = None
+    process_count: int | None = None
+    process_id: int | None = None
 
     def run(self) -> int:
         from jaxpar.app.generate.launch import go
@@ -188,14 +197,17 @@ class Generate:
 
 @dataclass(frozen=True)
 class Doctor:
-    """Check this machine: versions, devices, extras, caches, ports. Exit 1 if something is wrong."""
+    """Check this machine: versions, devices, extras, caches, ports. Exit 1 if something is wrong.
 
-    json: Annotated[bool, tyro.conf.arg(help="print JSON")] = False
-    timeout: Annotated[float, tyro.conf.arg(help="seconds to wait for devices")] = 60.0
-    checkpoint: Annotated[
-        Path | None,
-        tyro.conf.arg(metavar="DIR", help="check a run's checkpoints instead: every byte of every step"),
-    ] = None
+    Attributes:
+      json: print JSON
+      timeout: seconds to wait for devices
+      checkpoint: check a run's checkpoints instead: every byte of every step
+    """
+
+    json: bool = False
+    timeout: float = 60.0
+    checkpoint: Folder = None
 
     def run(self) -> int:
         from jaxpar.app.doctor import machine
@@ -212,13 +224,13 @@ class Doctor:
 
 @dataclass(frozen=True)
 class VerifyCheckpoint:
-    """Check every byte of a checkpoint against its manifest; exit 1 on a mismatch. Needs neither devices nor jax."""
+    """Check every byte of a checkpoint against its manifest; exit 1 on a mismatch. Needs neither devices nor jax.
 
-    directory: Annotated[
-        Path,
-        tyro.conf.Positional,
-        tyro.conf.arg(metavar="DIR", help="folder of one checkpoint, such as runs/one/checkpoints/100"),
-    ]
+    Attributes:
+      directory: folder of one checkpoint, such as runs/one/checkpoints/100
+    """
+
+    directory: Annotated[Path, Positional, arg(metavar="DIR")]
 
     def run(self) -> int:
         from jaxpar.checkpoint.verify import check
@@ -233,29 +245,29 @@ class VerifyCheckpoint:
 
 @dataclass(frozen=True)
 class ScheduleCommand:
-    """Print a pipeline schedule: ticks, bubble, memory, timeline; several: a table. Needs neither devices nor jax."""
+    """Print a pipeline schedule: ticks, bubble, memory, timeline; several: a table. Needs neither devices nor jax.
 
-    names: Annotated[
-        tuple[str, ...],
-        tyro.conf.Positional,
-        tyro.conf.arg(metavar="NAME...", help="a schedule such as 1f1b, or several"),
-    ]
-    stages: Annotated[int, tyro.conf.arg(help="number of pipeline stages")]
-    microbatches: Annotated[int, tyro.conf.arg(help="number of microbatches of a batch")]
-    virtual_stages: Annotated[
-        int | None, tyro.conf.arg(help="pieces of the model on each stage, for schedules that support several")
-    ] = None
-    sequence_chunks: Annotated[int, tyro.conf.arg(help="chunks of each sequence, for schedules that support them")] = 1
-    costs: Annotated[
-        str, tyro.conf.arg(metavar="F=1,B=1,W=1", help="durations: F forward, B backward, W weight gradient")
-    ] = ""
-    draw: Annotated[
-        Path | None, tyro.conf.arg(metavar="FILE", help="also draw the schedule to this file (extra plots)")
-    ] = None
-    timing: Annotated[
-        Literal["ticks", "neighbours", "stages"], tyro.conf.arg(help="what each operation waits for in the picture")
-    ] = "ticks"
-    width: Annotated[int, tyro.conf.arg(help="characters per line of text")] = 120
+    Attributes:
+      names: a schedule such as 1f1b, or several
+      stages: number of pipeline stages
+      microbatches: number of microbatches of a batch
+      virtual_stages: pieces of the model on each stage, for schedules that support several
+      sequence_chunks: chunks of each sequence, for schedules that support them
+      costs: durations: F forward, B backward, W weight gradient
+      draw: also draw the schedule to this file (extra plots)
+      timing: what each operation waits for in the picture
+      width: characters per line of text
+    """
+
+    names: Annotated[tuple[str, ...], Positional, arg(metavar="NAME...")]
+    stages: int
+    microbatches: int
+    virtual_stages: int | None = None
+    sequence_chunks: int = 1
+    costs: Annotated[str, arg(metavar="F=1,B=1,W=1")] = ""
+    draw: File = None
+    timing: Literal["ticks", "neighbours", "stages"] = "ticks"
+    width: int = 120
 
     def run(self) -> int:
         from jaxpar.parallel.pipeline.schedules.describe import answer
@@ -264,18 +276,11 @@ class ScheduleCommand:
         return 0
 
 
-def _job(config: Path, settings: Sequence[str], *, run: bool, training: bool = True) -> Any:
-    """Build the job of a configuration; with ``run``, first simulate the CPU devices that it configures."""
+def _job(command: Explain) -> Job:
     from jaxpar.app.config import load_run
-
-    loaded = load_run(config, settings)
-    from jaxpar.utils.simulate_devices import prefer_accelerators
-
-    if run and loaded.config.cpu_devices is not None:
-        prefer_accelerators(loaded.config.cpu_devices)
     from jaxpar.app.job import make_job
 
-    return make_job(loaded, training=training)
+    return make_job(load_run(command.config, command.set))
 
 
 def _report(command: Explain, *, strict: bool | None, **options: Any) -> int:
@@ -283,7 +288,7 @@ def _report(command: Explain, *, strict: bool | None, **options: Any) -> int:
 
     import jaxpar as jp
 
-    job = _job(command.config, command.set, run=False)
+    job = _job(command)
     if command.topology is None:
         layout = job.layout(command.devices or job.abstract_devices())
     else:
@@ -327,17 +332,10 @@ def _compiled(command: Check, topology: str) -> int:
     from jaxpar.analysis.checkup.html import page
     from jaxpar.training.remat import RematPolicy
 
-    job = _job(command.config, command.set, run=False)
+    job = _job(command)
     tokens, seq = job.config.data.batch * job.config.data.seq, job.config.data.seq
-    flops = tokens * job.model.flops_per_token(seq)
-    about = About(
-        tokens,
-        flops,
-        job.model.vocab,
-        seq,
-        RematPolicy.of(job.model.remat).policy,
-        job.config.parallel.reshard_after_forward,
-    )
+    flops, policy = tokens * job.model.flops_per_token(seq), RematPolicy.of(job.model.remat).policy
+    about = About(tokens, flops, job.model.vocab, seq, policy, job.config.parallel.reshard_after_forward)
     options = job.step_options() | {"compiler_options": job.compiler_options(parsed.platform)}
     run = (job.layout(parsed.devices), job.make_model, job.tx, job.loss_fn, job.batch_spec())
     found = check_up(parsed, *run, about=about, **options)

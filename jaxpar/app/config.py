@@ -13,6 +13,15 @@ from jaxpar.utils.yaml_config import build, load_yaml, merge, override
 
 Platform = Literal["tpu", "gpu", "cpu"]
 CompilerOption = bool | int | float | str
+_LEAST = {
+    **dict.fromkeys(("data.batch", "data.seq", "train.steps", "train.grad_accum_steps"), 1),
+    **dict.fromkeys(("train.max_consecutive_nonfinite", "train.eval_every", "train.eval_batches", "cpu_devices"), 1),
+    "train.max_rollbacks": 0,
+}
+"""The smallest value of each of these keys."""
+_ABOVE = {"train.straggler.factor": 1, "train.straggler.every": 0, "train.spike.window": 1}
+_ABOVE |= {"train.spike.patience": 0, "train.spike.sigmas": 0, "train.spike.factor": 1}
+"""A value that each of these keys must exceed."""
 
 
 @dataclass(frozen=True)
@@ -363,42 +372,30 @@ def load_run(path: str | os.PathLike[str], settings: Sequence[str] = ()) -> Load
     file = Path(path)
     data = override(load_yaml(file, paths=("layout",)), settings)
     config = build(RunConfig, data, str(file))
-    positive = {
-        "data.batch": config.data.batch,
-        "data.seq": config.data.seq,
-        "train.steps": config.train.steps,
-        "train.grad_accum_steps": config.train.grad_accum_steps,
-        "train.max_consecutive_nonfinite": config.train.max_consecutive_nonfinite,
-        "train.eval_every": config.train.eval_every,
-        "train.eval_batches": config.train.eval_batches,
-        "cpu_devices": config.cpu_devices if config.cpu_devices is not None else 1,
-    }
-    for key, value in positive.items():
-        if value < 1:
-            raise ConfigError(f"{file}: {key} must be at least 1, got {value}.")
-    _check_watch(config.train, str(file))
+    _check_numbers(config, file)
     layout = merge(load_yaml(file.parent / config.layout), {"mesh": config.mesh, "rules": config.rules})
     return Loaded(config, layout, file.stem)
 
 
-def _check_watch(train: TrainConfig, file: str) -> None:
-    """Validate the settings of spikes, stragglers and rollbacks."""
-    if train.max_rollbacks < 0:
-        raise ConfigError(f"{file}: train.max_rollbacks must be at least 0, got {train.max_rollbacks}.")
-    bounds = {
-        "train.straggler.factor": (train.straggler.factor, 1.0),
-        "train.straggler.every": (train.straggler.every, 0),
-    }
-    if train.spike is not None:
-        spike = train.spike
-        if spike.sigmas is not None and spike.factor is not None:
-            raise ConfigError(
-                f"{file}: train.spike.sigmas={spike.sigmas:g} and train.spike.factor={spike.factor:g} are mutually "
-                "exclusive: both define a spike. Remedy: leave one out."
-            )
-        bounds |= {"train.spike.window": (spike.window, 1), "train.spike.patience": (spike.patience, 0)}
-        bounds["train.spike.sigmas"] = (1.0 if spike.sigmas is None else spike.sigmas, 0.0)
-        bounds["train.spike.factor"] = (2.0 if spike.factor is None else spike.factor, 1.0)
-    for key, (value, bound) in bounds.items():
-        if not value > bound:
-            raise ConfigError(f"{file}: {key} must be above {bound:g}, got {value:g}.")
+def _check_numbers(config: RunConfig, file: Path) -> None:
+    for key, least in _LEAST.items():
+        value = _value(config, key)
+        if value is not None and value < least:
+            raise ConfigError(f"{file}: {key} must be at least {least}, got {value}.")
+    spike = config.train.spike
+    if spike is not None and spike.sigmas is not None and spike.factor is not None:
+        raise ConfigError(
+            f"{file}: train.spike.sigmas={spike.sigmas:g} and train.spike.factor={spike.factor:g} are mutually "
+            "exclusive: both define a spike. Remedy: leave one out."
+        )
+    for key, bound in _ABOVE.items():
+        value = _value(config, key)
+        if value is not None and not value > bound:
+            raise ConfigError(f"{file}: {key} must be above {bound}, got {value:g}.")
+
+
+def _value(config: Any, key: str) -> Any:
+    """The value of a key such as ``train.spike.window``; ``None`` if the configuration lacks a part of it."""
+    for name in key.split("."):
+        config = getattr(config, name, None)
+    return config

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -189,6 +190,15 @@ def make_job(loaded: Loaded, *, training: bool = True) -> Job:
     return Job(loaded.name, config, model, make_model, loss, tx, loaded.layout, zero, precision, fusion, pipeline)
 
 
+@contextmanager
+def _prefixed() -> Iterator[None]:
+    """Put ``parallel.``, the table of the configuration, before the text of an error."""
+    try:
+        yield
+    except JaxparError as error:
+        raise type(error)(f"parallel.{error}") from error
+
+
 def _with_overlap(config: RunConfig, model: llama.LlamaConfig) -> llama.LlamaConfig:
     """The model with its layers split into as many parts as ``parallel.overlap`` configures."""
     parallel = config.parallel
@@ -203,10 +213,8 @@ def _with_overlap(config: RunConfig, model: llama.LlamaConfig) -> llama.LlamaCon
             f"parallel.overlap.dim is {parallel.overlap.dim!r}, but overlap.ways is 1, so nothing is split. Remedy: "
             "overlap: {ways: 2}, or leave overlap.dim out."
         )
-    try:
+    with _prefixed():
         return replace(model, copies=parallel.overlap.ways, copies_dim=parallel.overlap.dim)
-    except ConfigError as error:
-        raise ConfigError(f"parallel.{error}") from error
 
 
 def _loss(model: llama.LlamaConfig, pipeline: jp.Pipeline | jp.pipeline.Asynchronous | None) -> Callable[..., Any]:
@@ -249,12 +257,10 @@ def _offload(config: RunConfig, model: llama.LlamaConfig, tx: optax.GradientTran
         )
     if offload.optimizer is None:
         return tx
-    try:
+    with _prefixed():
         if offload.path is not None:
             return jp.offload.to_disk(tx, offload.path, min_bytes=offload.min_bytes)
         return jp.offload.to_host(tx, parameters=offload.parameters is not None, min_bytes=offload.min_bytes)
-    except ConfigError as error:
-        raise ConfigError(f"parallel.{error}") from error
 
 
 def _zero(config: RunConfig) -> jp.Zero:
@@ -262,10 +268,8 @@ def _zero(config: RunConfig) -> jp.Zero:
     if zero is None:
         return jp.Zero(stage=0)
     axis = tuple(zero.axis) if isinstance(zero.axis, list) else zero.axis
-    try:
+    with _prefixed():
         return jp.Zero(zero.stage, axis, zero.min_bytes, zero.fsdp_group_size)
-    except JaxparError as error:
-        raise type(error)(f"parallel.{error}") from error
 
 
 def _check_one_bit(
@@ -273,35 +277,28 @@ def _check_one_bit(
 ) -> None:
     """Reject options that ``one_bit_adam`` does not support; the error names both keys."""
     groups = [name for name, value in vars(fusion).items() if isinstance(value, tuple)]
+    clip = "optimizer.clip_norm"
     unsupported = [
-        (
-            "optimizer.clip_norm",
-            config.optimizer.clip_norm,
-            "the norm of the gradient over all devices is not known",
-            "null",
-        ),
-        ("parallel.optimizer", zero.stage or None, "weights and moments must be replicated (stage 0)", ""),
-        ("parallel.offload", config.parallel.offload.optimizer, "its state stays on the devices", ""),
+        (clip, config.optimizer.clip_norm, "the norm of the gradient over all devices is not known"),
+        ("parallel.optimizer", zero.stage or None, "weights and moments must be replicated (stage 0)"),
+        ("parallel.offload", config.parallel.offload.optimizer, "its state stays on the devices"),
         (
             "precision.reduce",
             precision.reduce,
             "it reduces gradients in fp32 during its warm-up, and sends signs afterwards",
-            "",
         ),
-        *((f"parallel.fusion.{name}", True, "it sends all signs together", "") for name in groups),
+        *((f"parallel.fusion.{name}", True, "it sends all signs together") for name in groups),
     ]
-    for key, value, why, replacement in unsupported:
+    for key, value, why in unsupported:
         if value is not None:
-            remedy = f"{key}: {replacement}" if replacement else f"leave {key} out"
+            remedy = f"{key}: null" if key == clip else f"leave {key} out"
             raise ConfigError(f"optimizer.name: {ONE_BIT} does not support {key}: {why}. Remedy: {remedy}.")
 
 
 def _fusion(config: RunConfig) -> jp.overlap.CollectiveFusion:
     sizes = {name: tuple(v) if isinstance(v, list) else v for name, v in asdict(config.parallel.fusion).items()}
-    try:
+    with _prefixed():
         return jp.overlap.CollectiveFusion(**sizes)
-    except ConfigError as error:
-        raise ConfigError(f"parallel.{error}") from error
 
 
 def _context(context: ContextConfig, *, packed: bool) -> Context:
@@ -310,10 +307,8 @@ def _context(context: ContextConfig, *, packed: bool) -> Context:
             "parallel.context: load_balance: balanced distributes packed documents, but data.packing is false. Remedy: "
             "data: {packing: true}, or load_balance: zigzag."
         )
-    try:
+    with _prefixed():
         return Context(**asdict(context))
-    except ConfigError as error:
-        raise ConfigError(f"parallel.{error}") from error
 
 
 def _precision(config: RunConfig) -> jp.Precision:
@@ -354,16 +349,16 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # `optax.__all__` includes deprecated names
-        known = sorted(name for name in optax.__all__ if "learning_rate" in _parameters(getattr(optax, name)))
-        known = sorted([*known, ONE_BIT])
+        named = [name for name in optax.__all__ if "learning_rate" in _parameters(getattr(optax, name))]
+    known = sorted([*named, ONE_BIT])
     if config.name not in known:
         raise ConfigError(
             f"optimizer: unknown name {config.name!r}.{did_you_mean(config.name, known)} Supported optimizers (any "
             f"optax optimizer with a learning rate): {', '.join(known)}."
         )
     make = jp.one_bit_adam if config.name == ONE_BIT else getattr(optax, config.name)
+    options = [name for name in _parameters(make) if name != "learning_rate"]
     for option in config.options:
-        options = [name for name in _parameters(make) if name != "learning_rate"]
         if option not in options:
             raise ConfigError(
                 f"optimizer: {config.name} has no option {option!r}.{did_you_mean(option, options)} Options: "

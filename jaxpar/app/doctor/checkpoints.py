@@ -16,18 +16,14 @@ def examine(folder: Path) -> list[MachineCheck]:
     """
     found, steps = [], list(health(folder))
     best = max((one.step for one in steps if one.good), default=None)
+    restart = f"a restart resumes from step {best}" if best is not None else "no step is undamaged: start anew"
     for one in steps:
-        contents = f"{one.tensors} tensors, {one.bytes / 2**20:.1f} MiB{f', of {one.when}' if one.when else ''}"
-        restart = f"a restart resumes from step {best}" if best is not None else "no step is undamaged: start anew"
-        remedy = f"delete it; {restart}"
-        found.append(
-            MachineCheck(
-                f"step {one.step}",
-                "ok" if one.good else "bad",
-                contents if one.good else " ".join(one.problems),
-                "" if one.good else remedy,
-            )
-        )
+        if one.good:
+            contents = f"{one.tensors} tensors, {one.bytes / 2**20:.1f} MiB{f', of {one.when}' if one.when else ''}"
+            found.append(MachineCheck(f"step {one.step}", "ok", contents))
+        else:
+            remedy = f"delete it; {restart}"
+            found.append(MachineCheck(f"step {one.step}", "bad", " ".join(one.problems), remedy))
     found += [
         MachineCheck("unfinished", "warn", f"{folder / name}: left by an interrupted save", "delete it")
         for name in unfinished_in(folder)

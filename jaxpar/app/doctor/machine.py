@@ -16,11 +16,12 @@ import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from packaging.specifiers import SpecifierSet
 
 from jaxpar.app.launch.cluster_detection import TPU_PORT, address_in
+from jaxpar.app.launch.process_group import BIND
 from jaxpar.errors import JaxparError
 
 Status = Literal["ok", "warn", "bad"]
@@ -99,25 +100,22 @@ def versions(
     requirements: Iterable[str], pins: Mapping[str, str], version_of: Callable[[str], str | None]
 ) -> list[MachineCheck]:
     """Check each required package, and the installed compilers, against range and pin."""
-    found = [MachineCheck("jaxpar", "ok", version_of("jaxpar") or "not installed")]
     always = {name: spec for name, spec, extra in map(_parse, requirements) if not extra}
-    for name in sorted({*always, "jaxlib"} | {p for p in _EXACT if version_of(p)}):
-        found.append(_version(name, version_of(name), always.get(name, ""), pins.get(name, "")))
-    return found
+    names = sorted({*always, "jaxlib"} | {p for p in _EXACT if version_of(p)})
+    found = [_version(name, version_of(name), always.get(name, ""), pins.get(name, "")) for name in names]
+    return [MachineCheck("jaxpar", "ok", version_of("jaxpar") or "not installed"), *found]
 
 
 def _version(name: str, version: str | None, required: str, pin: str) -> MachineCheck:
     if version is None:
         return MachineCheck(name, "bad", "not installed", f"pip install '{name}{required}'")
     if not SpecifierSet(required).contains(version, prereleases=True):
-        return MachineCheck(
-            name, "bad", f"{version}, but jaxpar requires {required}", f"pip install '{name}{required}'"
-        )
+        wrong = f"{version}, but jaxpar requires {required}"
+        return MachineCheck(name, "bad", wrong, f"pip install '{name}{required}'")
     details = ", ".join(text for text in (required, f"pinned {pin}" if pin else "") if text)
     finding = f"{version} ({details})" if details else version
-    if pin and pin != version:
-        status: Status = "warn" if name in _EXACT else "ok"
-        return MachineCheck(name, status, finding, "uv sync" if status == "warn" else "")
+    if pin and pin != version and name in _EXACT:
+        return MachineCheck(name, "warn", finding, "uv sync")
     return MachineCheck(name, "ok", finding)
 
 
@@ -167,19 +165,13 @@ def devices(timeout: float, python: str = sys.executable) -> MachineCheck:
     lines = run.stdout.splitlines()
     if run.returncode or not lines:
         last = (run.stderr.strip().splitlines() or ["no message"])[-1]
-        return MachineCheck(
-            "devices",
-            "bad",
-            f"jax fails to start: {last}",
-            "set JAX_PLATFORMS to a platform of this machine, such as cpu",
-        )
-    kinds = json.loads(lines[-1])
-    texts = [f"{n} × {kind} ({platform}{_memory(limit)})" for platform, kind, n, limit in kinds]
+        remedy = "set JAX_PLATFORMS to a platform of this machine, such as cpu"
+        return MachineCheck("devices", "bad", f"jax fails to start: {last}", remedy)
+    texts = []
+    for platform, kind, count, limit in json.loads(lines[-1]):
+        memory = "" if limit is None else f", {limit / 2**30:.1f} GiB each"
+        texts.append(f"{count} × {kind} ({platform}{memory})")
     return MachineCheck("devices", "ok", ", ".join(texts))
-
-
-def _memory(limit: int | None) -> str:
-    return "" if limit is None else f", {limit / 2**30:.1f} GiB each"
 
 
 def environment(variables: Mapping[str, str]) -> list[MachineCheck]:
@@ -188,16 +180,17 @@ def environment(variables: Mapping[str, str]) -> list[MachineCheck]:
     for name in sorted(variables):
         value = f"{name}={variables[name]}"
         if name in _SLOW and variables[name].lower() not in ("", "0", "false"):
-            found.append(
-                MachineCheck("environment", "warn", f"{value} makes every step slow", f"unset {name} for real runs")
-            )
+            finding, remedy = f"{value} makes every step slow", f"unset {name} for real runs"
         elif name in _FLAGS and "host_platform_device_count" in variables[name]:
-            found.append(MachineCheck("environment", "warn", f"{value}: CPU devices are simulated", f"unset {name}"))
+            finding, remedy = f"{value}: CPU devices are simulated", f"unset {name}"
         elif name in _FLAGS:
             finding = f"{value} affects programs on this machine, but not programs compiled ahead of time"
-            found.append(MachineCheck("environment", "warn", finding, "set it under 'compiler:' in the run's file"))
+            remedy = "set it under 'compiler:' in the run's file"
         elif name.startswith(("JAX_", "JAXPAR_")):
-            found.append(MachineCheck("environment", "ok", value))
+            finding, remedy = value, ""
+        else:
+            continue
+        found.append(MachineCheck("environment", "warn" if remedy else "ok", finding, remedy))
     return found
 
 
@@ -209,60 +202,49 @@ def cache(folder: Path) -> MachineCheck:
     nearest = next(path for path in (kept, *kept.parents) if path.exists())
     finding = f"{kept}: {len(programs)} programs, {size / 2**20:.1f} MiB"
     if not os.access(nearest, os.W_OK) or not nearest.is_dir():
-        return MachineCheck(
-            "cache", "bad", f"{finding}; {nearest} is not writable", "set JAXPAR_CACHE to a writable folder"
-        )
+        finding += f"; {nearest} is not writable"
+        return MachineCheck("cache", "bad", finding, "set JAXPAR_CACHE to a writable folder")
     return MachineCheck("cache", "ok", finding)
 
 
 def coordinator(variables: Mapping[str, str]) -> MachineCheck:
     """Check whether jax's coordinator, which has no authentication, would listen on more interfaces than it must."""
     address, source = address_in(variables)
-    bind = variables.get("JAX_COORDINATOR_BIND_ADDRESS", "")
+    bind = variables.get(BIND, "")
     # By default jax.distributed.initialize listens on every interface, on the coordinator's port.
     listens = bind or f"[::]:{address.rpartition(':')[2]}"
-    remedy = (
-        "set JAX_COORDINATOR_BIND_ADDRESS (or coordinator_bind_address=) to {}, and keep the port behind a firewall"
-    )
+    target = address or "the cluster network address"
+    remedy = f"set {BIND} (or coordinator_bind_address=) to {target}, and keep the port behind a firewall"
     if not address and not bind:
         finding = "no launcher configures a coordinator; jax.distributed.initialize() would listen on every interface"
         return MachineCheck("coordinator", "ok", finding, "pass coordinator_bind_address= when you call it")
     prefix = f"{source} sets {address}; " if address else ""
-    if not _everywhere(listens):
+    if _host(listens) not in ("", "::", "0.0.0.0", "0", "*"):
         return MachineCheck("coordinator", "ok", f"{prefix}listens on {listens} only")
-    if _local(address):
-        finding = f"{prefix}but it would listen on {listens}, every interface, without authentication"
-        return MachineCheck("coordinator", "bad", finding, remedy.format(address))
-    finding = f"{prefix}it would listen on {listens}, every interface, without authentication"
-    return MachineCheck("coordinator", "warn", finding, remedy.format(f"{address or 'the cluster network address'}"))
+    finding = f"it would listen on {listens}, every interface, without authentication"
+    if _host(address) in ("localhost", "::1") or _host(address).startswith("127."):
+        return MachineCheck("coordinator", "bad", f"{prefix}but {finding}", remedy)
+    return MachineCheck("coordinator", "warn", f"{prefix}{finding}", remedy)
 
 
-def _everywhere(address: str) -> bool:
-    return address.rpartition(":")[0].strip("[]") in ("", "::", "0.0.0.0", "0", "*")
-
-
-def _local(address: str) -> bool:
-    host = address.rpartition(":")[0].strip("[]")
-    return host in ("localhost", "::1") or host.startswith("127.")
+def _host(address: str) -> str:
+    return address.rpartition(":")[0].strip("[]")
 
 
 def port(variables: Mapping[str, str]) -> MachineCheck:
     """Check that the coordinator's port is free on this machine."""
-    address = variables.get("JAX_COORDINATOR_BIND_ADDRESS") or address_in(variables)[0]
+    address = variables.get(BIND) or address_in(variables)[0]
     text = address.rpartition(":")[2] or str(TPU_PORT)
     if not text.isdecimal() or not 0 < int(text) < 2**16:
-        return MachineCheck(
-            "port", "bad", f"the coordinator's address {address!r} has no valid port", "write HOST:PORT"
-        )
+        finding = f"the coordinator's address {address!r} has no valid port"
+        return MachineCheck("port", "bad", finding, "write HOST:PORT")
     with socket.socket(socket.AF_INET6 if socket.has_ipv6 else socket.AF_INET, socket.SOCK_STREAM) as s:
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             s.bind(("", int(text)))
         except OSError as error:
-            remedy = "end the process that uses it, or use another port"
-            return MachineCheck(
-                "port", "bad", f"the coordinator's port {text} is not available: {error.strerror}", remedy
-            )
+            finding = f"the coordinator's port {text} is not available: {error.strerror}"
+            return MachineCheck("port", "bad", finding, "end the process that uses it, or use another port")
     return MachineCheck("port", "ok", f"the coordinator's port {text} is free")
 
 
@@ -276,8 +258,7 @@ def _parse(requirement: str) -> tuple[str, str, str]:
 
 def worst(checks: Iterable[MachineCheck]) -> Status:
     """Returns the worst status of all checks."""
-    order: tuple[Status, ...] = ("ok", "warn", "bad")
-    return max((check.status for check in checks), key=order.index, default="ok")
+    return max((check.status for check in checks), key=get_args(Status).index, default="ok")
 
 
 def summary(checks: Sequence[MachineCheck]) -> str:
@@ -298,8 +279,7 @@ def report(checks: Sequence[MachineCheck], *, as_json: bool) -> str:
     lines = []
     for check in checks:
         lines.append(f"{check.status:4}  {check.name:{width}}  {check.finding}")
-        lines += [f"{'':4}  {'':{width}}  Remedy: {check.remedy}."] if check.remedy and check.status != "ok" else []
-        lines += (
-            [f"{'':4}  {'':{width}}  To change it: {check.remedy}."] if check.remedy and check.status == "ok" else []
-        )
+        if check.remedy:
+            label = "To change it" if check.status == "ok" else "Remedy"
+            lines.append(f"{'':4}  {'':{width}}  {label}: {check.remedy}.")
     return "\n".join([*lines, summary(checks)]) + "\n"

@@ -20,8 +20,8 @@ from jaxpar.app.config import Loaded, load_run
 from jaxpar.app.generate.prompts import STDIN, as_bytes, read_prompts, write_answers
 from jaxpar.app.launch import heartbeat
 from jaxpar.app.launch.cluster_detection import Cluster
-from jaxpar.app.launch.join import ProcessPlace, found, join, place_of
-from jaxpar.app.train.launch import LaunchOptions, Task, choose_devices, policy_of, reporting, supervise
+from jaxpar.app.launch.join import ProcessPlace, place_of
+from jaxpar.app.train.launch import LaunchOptions, Task, policy_of, reporting, set_up_devices, supervise
 from jaxpar.errors import JaxparError, LaunchError
 
 if TYPE_CHECKING:
@@ -53,8 +53,7 @@ def go(command: Any) -> int:
         count = options.processes if options.processes is not None else loaded.config.supervise.processes
         if count is not None and not supervised:
             return _supervise(command, loaded, options, count)
-        place = place_of(options.coordinator, options.process_count, options.process_id)
-        cluster = found(place, alone=options.process_count == 1)
+        cluster = place_of(options.coordinator, options.process_count, options.process_id)
         if cluster is None and not supervised:
             return _run_single(command, loaded)
         with reporting():
@@ -65,7 +64,7 @@ def go(command: Any) -> int:
 
 def _explain(command: Any, loaded: Loaded) -> int:
     """Print the sharding report, which does not depend on the number of processes."""
-    choose_devices(loaded.config, None)
+    set_up_devices(loaded.config, None)
     from jaxpar.app.generate.generate import generator
     from jaxpar.app.job import make_job
 
@@ -78,7 +77,7 @@ def _explain(command: Any, loaded: Loaded) -> int:
 def _run_single(command: Any, loaded: Loaded) -> int:
     from rich.console import Console
 
-    choose_devices(loaded.config, None)
+    set_up_devices(loaded.config, None)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # the text may hold characters that the terminal cannot encode
     try:
@@ -94,9 +93,7 @@ def _run_distributed(command: Any, loaded: Loaded, cluster: ProcessPlace | Clust
     from rich.console import Console
 
     with _reserve_stdout() as out:
-        if cluster is not None:
-            join(cluster, heartbeat=max(10, min(100, int(loaded.config.supervise.step_timeout))))
-        choose_devices(loaded.config, cluster)
+        set_up_devices(loaded.config, cluster)
         import jax
 
         silent = jax.process_index() > 0

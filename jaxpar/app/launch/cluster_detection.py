@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,7 @@ TPU_PORT = 8482
 """Port of jax's coordinator among TPU hosts."""
 _SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
 _OMPI = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
+_TPU = ("TPU_WORKER_ID", "MEGASCALE_SLICE_ID", "MEGASCALE_COORDINATOR_ADDRESS")
 _EXPLICIT_OPTIONS = (
     "or pass --coordinator HOST:PORT --process-count N --process-id I (--process-count 1 for a single process)"
 )
@@ -80,30 +81,29 @@ type _Predicate = Callable[[str], bool]
 def _slurm(variables: Mapping[str, str], installed: _Predicate, exists: _Predicate) -> Cluster | None:
     if _number(variables, "SLURM_NTASKS", 1) < 2:
         return None
-    missing = [name for name in _SLURM if name not in variables]
-    if missing:
-        raise _incomplete("Slurm", "SLURM_NTASKS", variables, missing, "start it with srun")
+    _check_complete("Slurm", "SLURM_NTASKS", variables, _SLURM, "start it with srun")
     count, rank = _count_and_rank("Slurm", variables, "SLURM_NTASKS", "SLURM_PROCID")
+    return Cluster("Slurm", "slurm", count, rank, _slurm_address(variables, variables.get("JAX_COORDINATOR_PORT")))
+
+
+def _slurm_address(variables: Mapping[str, str], port: str | None = None) -> str:
     # The same port as jax, which spreads jobs over the last 4,096 ports.
-    port = variables.get("JAX_COORDINATOR_PORT") or _number(variables, "SLURM_JOB_ID", 0) % 4096 + 61440
-    return Cluster("Slurm", "slurm", count, rank, f"{first_host(variables['SLURM_STEP_NODELIST'])}:{port}")
+    port = port or str(_number(variables, "SLURM_JOB_ID", 0) % 4096 + 61440)
+    return f"{first_host(variables['SLURM_STEP_NODELIST'])}:{port}"
 
 
 def _ompi(variables: Mapping[str, str], installed: _Predicate, exists: _Predicate) -> Cluster | None:
     if _number(variables, "OMPI_COMM_WORLD_SIZE", 1) < 2:
         return None
-    missing = [name for name in _OMPI if name not in variables]
-    if missing:
-        raise _incomplete("Open MPI", "OMPI_COMM_WORLD_SIZE", variables, missing, "start it with mpirun")
+    _check_complete("Open MPI", "OMPI_COMM_WORLD_SIZE", variables, _OMPI, "start it with mpirun")
     if "OMPI_MCA_orte_hnp_uri" not in variables and not installed("mpi4py"):
         raise LaunchError(
             f"Open MPI: this is process {variables['OMPI_COMM_WORLD_RANK']} of {variables['OMPI_COMM_WORLD_SIZE']}, "
             "but with Open MPI 5 jax finds process 0 through mpi4py, which is not installed. Remedy: pip install "
             f"mpi4py, {_EXPLICIT_OPTIONS}."
         )
-    return Cluster(
-        "Open MPI", "ompi", *_count_and_rank("Open MPI", variables, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
-    )
+    count, rank = _count_and_rank("Open MPI", variables, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
+    return Cluster("Open MPI", "ompi", count, rank)
 
 
 def _tpu_hosts(variables: Mapping[str, str], installed: _Predicate, exists: _Predicate) -> Cluster | None:
@@ -111,16 +111,13 @@ def _tpu_hosts(variables: Mapping[str, str], installed: _Predicate, exists: _Pre
     slices = _number(variables, "MEGASCALE_NUM_SLICES", 1)
     if len(hosts) * slices < 2:
         return None
-    required = ["TPU_WORKER_ID", *(["MEGASCALE_SLICE_ID", "MEGASCALE_COORDINATOR_ADDRESS"] if slices > 1 else [])]
-    missing = [name for name in required if name not in variables]
-    if missing:
-        variable = "TPU_WORKER_HOSTNAMES" if slices == 1 else "MEGASCALE_NUM_SLICES"
-        raise _incomplete("Cloud TPU", variable, variables, missing, "start it with the TPU's own launcher")
+    variable = "TPU_WORKER_HOSTNAMES" if slices == 1 else "MEGASCALE_NUM_SLICES"
+    required = _TPU[:1] if slices == 1 else _TPU
+    _check_complete("Cloud TPU", variable, variables, required, "start it with the TPU's own launcher")
     rank = _number(variables, "TPU_WORKER_ID", 0) + _number(variables, "MEGASCALE_SLICE_ID", 0) * len(hosts)
     host = variables.get("MEGASCALE_COORDINATOR_ADDRESS", hosts[0]).split(":")[0]
-    return Cluster(
-        "Cloud TPU", None, len(hosts) * slices, rank, f"{host}:{variables.get('JAX_COORDINATOR_PORT') or TPU_PORT}"
-    )
+    port = variables.get("JAX_COORDINATOR_PORT") or TPU_PORT
+    return Cluster("Cloud TPU", None, len(hosts) * slices, rank, f"{host}:{port}")
 
 
 def _kubernetes(variables: Mapping[str, str], installed: _Predicate, exists: _Predicate) -> Cluster | None:
@@ -138,11 +135,9 @@ def _kubernetes(variables: Mapping[str, str], installed: _Predicate, exists: _Pr
 
 def _tpu_machine(variables: Mapping[str, str], installed: _Predicate, exists: _Predicate) -> Cluster | None:
     chips = exists("/dev/accel0") or exists("/dev/vfio/0")
-    if not chips or not installed("libtpu") or "TPU_SKIP_MDS_QUERY" in variables:
-        return None
-    if variables.get("JAX_PLATFORMS", "tpu").split(",")[0] not in ("", "tpu"):
-        return None
-    return Cluster("Cloud TPU", None)
+    allowed = variables.get("JAX_PLATFORMS", "tpu").split(",")[0] in ("", "tpu")
+    usable = chips and allowed and installed("libtpu") and "TPU_SKIP_MDS_QUERY" not in variables
+    return Cluster("Cloud TPU", None) if usable else None
 
 
 def first_host(nodes: str) -> str:
@@ -159,19 +154,22 @@ def address_in(variables: Mapping[str, str]) -> tuple[str, str]:
     if "JAX_COORDINATOR_ADDRESS" in variables:
         return variables["JAX_COORDINATOR_ADDRESS"], "JAX_COORDINATOR_ADDRESS"
     if all(name in variables for name in _SLURM):
-        port = _number(variables, "SLURM_JOB_ID", 0) % 4096 + 61440
-        return f"{first_host(variables['SLURM_STEP_NODELIST'])}:{port}", "Slurm"
+        return _slurm_address(variables), "Slurm"
     if "TPU_WORKER_HOSTNAMES" in variables:
         return f"{variables['TPU_WORKER_HOSTNAMES'].split(',')[0]}:{TPU_PORT}", "TPU_WORKER_HOSTNAMES"
     return "", ""
 
 
-def _incomplete(name: str, variable: str, variables: Mapping[str, str], missing: list[str], remedy: str) -> LaunchError:
-    names = ", ".join(missing)
-    return LaunchError(
-        f"{name}: {variable} is {variables[variable]}, but {names} {'is' if len(missing) == 1 else 'are'} not set, so "
-        f"this process cannot determine its rank. Remedy: {remedy}, {_EXPLICIT_OPTIONS}."
-    )
+def _check_complete(
+    name: str, variable: str, variables: Mapping[str, str], required: Sequence[str], remedy: str
+) -> None:
+    missing = [one for one in required if one not in variables]
+    if missing:
+        are = "is" if len(missing) == 1 else "are"
+        raise LaunchError(
+            f"{name}: {variable} is {variables[variable]}, but {', '.join(missing)} {are} not set, so this process "
+            f"cannot determine its rank. Remedy: {remedy}, {_EXPLICIT_OPTIONS}."
+        )
 
 
 def _count_and_rank(name: str, variables: Mapping[str, str], count: str, rank: str) -> tuple[int, int]:

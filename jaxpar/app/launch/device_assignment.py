@@ -44,8 +44,6 @@ def share(devices: int, count: int, kind: str) -> int:
     >>> share(8, 2, "simulated devices")
     4
     """
-    if count < 1:
-        raise LaunchError(f"--processes must be at least 1, got {count}.")
     fits = ", ".join(str(n) for n in range(1, devices + 1) if devices % n == 0)
     if devices < count:
         raise LaunchError(

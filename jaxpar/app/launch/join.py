@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from jaxpar.app.launch.cluster_detection import Cluster, address_in, detect
 from jaxpar.app.launch.process_group import BIND, check_free, split_address
@@ -25,8 +26,10 @@ class ProcessPlace:
         return f"process {self.rank} of {self.count}, coordinator {self.coordinator}"
 
 
-def place_of(coordinator: str | None, count: int | None, rank: int | None) -> ProcessPlace | None:
-    """Returns the place that the command line gives, or ``None`` without one or for a single process.
+def place_of(
+    coordinator: str | None, count: int | None, rank: int | None, variables: Mapping[str, str] = os.environ
+) -> ProcessPlace | Cluster | None:
+    """Returns the place that the command line gives, else the launcher in ``variables``; ``None`` for a single process.
 
     Raises:
       LaunchError: options are missing or contradict each other.
@@ -40,7 +43,7 @@ def place_of(coordinator: str | None, count: int | None, rank: int | None) -> Pr
     missing = [name for name, value in given.items() if value is None]
     if coordinator is None or count is None or rank is None:
         if len(missing) == len(given):
-            return None
+            return detect(variables)
         given_text = ", ".join(f"{name} {value}" for name, value in given.items() if value is not None)
         raise LaunchError(
             f"{given_text} {'is' if len(missing) == 2 else 'are'} given, but {', '.join(missing)} "
@@ -55,22 +58,13 @@ def place_of(coordinator: str | None, count: int | None, rank: int | None) -> Pr
     return ProcessPlace(count, rank, coordinator)
 
 
-def found(
-    place: ProcessPlace | None, *, alone: bool, variables: Mapping[str, str] | None = None
-) -> ProcessPlace | Cluster | None:
-    """Returns the place that the command line gives, else the detected launcher, unless this process is ``alone``."""
-    if place is not None or alone:
-        return place
-    return detect(os.environ if variables is None else variables)
-
-
 def join(what: ProcessPlace | Cluster, *, heartbeat: int = 100, patience: int = 300) -> None:
     """Make this process one of several; call it before jax runs anything.
 
     The coordinator has no authentication. It listens only on its own address, whereas jax's default is every interface.
 
     Args:
-      what: the result of :func:`found`.
+      what: the result of :func:`place_of`.
       heartbeat: seconds after which jax considers a silent process dead, and ends the others.
       patience: seconds to wait for the other processes.
 
@@ -79,30 +73,23 @@ def join(what: ProcessPlace | Cluster, *, heartbeat: int = 100, patience: int = 
     """
     import jax
 
+    place: tuple[Any, ...] = ()
+    if isinstance(what, ProcessPlace):
+        place, method = (what.coordinator, what.count, what.rank), "deactivate"
+        bind = os.environ.get(BIND, what.coordinator)
+        if what.rank == 0:
+            check_free(bind)
+    else:
+        method, bind = what.method, bind_of(what)
     try:
-        if isinstance(what, ProcessPlace):
-            bind = os.environ.get(BIND, what.coordinator)
-            if what.rank == 0:
-                check_free(bind)
-            jax.distributed.initialize(
-                what.coordinator,
-                what.count,
-                what.rank,
-                cluster_detection_method="deactivate",
-                coordinator_bind_address=bind,
-                heartbeat_timeout_seconds=heartbeat,
-                initialization_timeout=patience,
-            )
-        else:
-            jax.distributed.initialize(
-                cluster_detection_method=what.method,
-                coordinator_bind_address=bind_of(what),
-                heartbeat_timeout_seconds=heartbeat,
-                initialization_timeout=patience,
-            )
+        jax.distributed.initialize(
+            *place,
+            cluster_detection_method=method,
+            coordinator_bind_address=bind,
+            heartbeat_timeout_seconds=heartbeat,
+            initialization_timeout=patience,
+        )
     except (RuntimeError, ValueError) as error:
-        if isinstance(error, LaunchError):
-            raise
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise LaunchError(
             f"{what}: the processes did not find each other within {patience} s: {first}. Remedy: start all processes, "

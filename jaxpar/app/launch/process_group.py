@@ -60,7 +60,6 @@ class Local:
       append: whether to keep an earlier run's logs.
       stdin: standard input of process 0, from its current position; empty by default.
       grace: seconds between SIGTERM and SIGKILL.
-      clock: a monotonic clock in seconds.
     """
 
     def __init__(
@@ -73,10 +72,9 @@ class Local:
         append: bool = False,
         stdin: IO[bytes] | None = None,
         grace: float = 2.0,
-        clock: Callable[[], float] = time.monotonic,
     ):
         self._logs, self._coordinator = logs, coordinator
-        self._grace, self._clock, self._variables = grace, clock, variables
+        self._grace, self._variables = grace, variables
         self._running: dict[int, _Child] = {}
         self._bind: dict[str, str] = {}
         self._fresh, self._console, self._stdin = not append, console, stdin
@@ -109,7 +107,7 @@ class Local:
                         own=rank != 0 or not self._console,
                         stdin=None if rank else self._stdin,
                     )
-                self.peers.append(Peer(rank, self._clock()))
+                self.peers.append(Peer(rank, time.monotonic()))
         except OSError as error:
             self.end()
             raise LaunchError(f"process {rank} of {total} cannot be started: {error}.") from error
@@ -127,18 +125,18 @@ class Local:
 
     def poll(self, seconds: float) -> None:
         """Receive the processes' messages and exit statuses; return at the first news, or after ``seconds``."""
-        until = self._clock() + seconds
+        until = time.monotonic() + seconds
         while True:
             news = False
             for peer in self.peers:
                 child = self._running[peer.rank]
                 code = child.process.poll()  # before reading the pipe, so that no message of an ended process is lost
                 for message in child.read():
-                    peer.hear(message, self._clock())
+                    peer.hear(message, time.monotonic())
                     news = True
                 news |= peer.code != code
                 peer.code = code
-            if news or self._clock() >= until:
+            if news or time.monotonic() >= until:
                 return
             time.sleep(min(0.02, seconds))
 

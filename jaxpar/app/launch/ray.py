@@ -21,17 +21,21 @@ from jaxpar.errors import LaunchError, need
 _CARRIED = ("JAX", "XLA", "LIBTPU", "TPU_", "PYTHON", "NCCL_")
 """Prefixes of variables that a process gets from the launching environment, in addition to those of its node."""
 
+_RESOURCES = {"CPU": "num_cpus", "GPU": "num_gpus"}
+"""Resources for which Ray has an option of its own."""
+
 _NEAR = "127.0.0.2" if sys.platform == "linux" else LOOPBACK
 """Address of a Ray that is started here; Ray would replace 127.0.0.1 by the host's network address."""
 
 
 class RayWorker:
-    """The actor: runs one process, and returns its state and its output."""
+    """The actor: runs one process, and returns its state and its output; ``again`` appends to its log."""
 
-    def __init__(self, rank: int, logs: str, folder: str):
+    def __init__(self, rank: int, logs: str, folder: str, variables: Mapping[str, str | None], *, again: bool):
         os.chdir(folder)
-        self._rank, self._logs, self._read = rank, Path(logs), 0
-        self._group: Local | None = None
+        self._group = Local(Path(logs), variables=lambda index: variables, console=False, append=again)
+        self._rank, self._log = rank, self._group.log(rank)
+        self._read = self._log.stat().st_size if again and self._log.exists() else 0
 
     def address(self) -> str:
         """Returns a free ``HOST:PORT`` on this node."""
@@ -40,43 +44,36 @@ class RayWorker:
         host = str(ray.util.get_node_ip_address())
         return f"{host}:{free_port(host)}"
 
-    def start(self, command: Sequence[str], total: int, variables: Mapping[str, str | None], *, again: bool) -> None:
-        """Start the process; ``again`` appends to its log."""
-        self._group = Local(self._logs, variables=lambda index: variables, console=False, append=again)
-        log = self._group.log(self._rank)
-        self._read = log.stat().st_size if again and log.exists() else 0
+    def start(self, command: Sequence[str], total: int) -> None:
+        """Start the process."""
         # `command` already contains the coordinator's address, which is on process 0's node.
         self._group.start(lambda rank, total, address: command, 1, first=self._rank, total=total)
 
     def poll(self, seconds: float) -> tuple[dict[str, Any], str]:
         """Returns the state of the process, with times as ages in seconds, and for process 0 its new output."""
-        assert self._group is not None
         self._group.poll(seconds)
         return self._group.peers[0].told(time.monotonic()), "" if self._rank else self.printed()
 
     def pass_on(self, number: int) -> None:
         """Send a signal to the process."""
-        if self._group is not None:
-            self._group.pass_on(number)
+        self._group.pass_on(number)
 
     def end(self) -> None:
         """End the process."""
-        if self._group is not None:
-            self._group.end()
+        self._group.end()
 
     def tail(self, lines: int) -> list[str]:
         """Returns the last lines of its log."""
-        return [] if self._group is None else self._group.tail(self._rank, lines)
+        return self._group.tail(self._rank, lines)
 
     def printed(self) -> str:
         """Returns the output since the last call."""
-        assert self._group is not None
-        with suppress(OSError), self._group.log(self._rank).open("rb") as file:
+        text = b""
+        with suppress(OSError), self._log.open("rb") as file:
             file.seek(self._read)
             text = file.read()
             self._read += len(text)
-            return text.decode(errors="replace")
-        return ""
+        return text.decode(errors="replace")
 
 
 class RayGroup:
@@ -88,7 +85,6 @@ class RayGroup:
       resources: of each process, such as ``{"CPU": 4, "GPU": 1}``.
       patience: seconds to wait until Ray has placed all processes.
       show: called with the output of process 0.
-      clock: a monotonic clock in seconds.
 
     Raises:
       MissingExtraError: ray is not installed.
@@ -103,7 +99,6 @@ class RayGroup:
         resources: Mapping[str, float] | None = None,
         patience: float = 120.0,
         show: Callable[[str], None] = lambda text: print(text, end="", flush=True),
-        clock: Callable[[], float] = time.monotonic,
     ):
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray would send usage statistics
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -112,8 +107,8 @@ class RayGroup:
         except ImportError as error:
             raise need("ray", "ray", "starting processes on a Ray cluster") from error
         self._ray: Any = ray
-        self._logs, self._variables, self._clock, self._show = logs.absolute(), variables, clock, show
-        self._resources, self._patience = dict(resources or {"CPU": 1}), patience
+        self._logs, self._variables, self._show = logs.absolute(), variables, show
+        self._resources, self._patience = resources or {"CPU": 1}, patience
         self._members: dict[int, Any] = {}
         self._pending: dict[int, Any] = {}
         self.peers: list[Peer] = []
@@ -135,33 +130,25 @@ class RayGroup:
         Raises:
           LaunchError: Ray cannot place or start all of them.
         """
-        kinds = {"CPU": "num_cpus", "GPU": "num_gpus"}
-        options = {kinds[name]: value for name, value in self._resources.items() if name in kinds}
-        others = {name: value for name, value in self._resources.items() if name not in kinds}
+        others = dict(self._resources)
+        options = {kind: others.pop(name) for name, kind in _RESOURCES.items() if name in others}
         actor = self._ray.remote(RayWorker).options(
             scheduling_strategy="SPREAD", max_concurrency=1, resources=others, **options
         )
-        self._members = {rank: actor.remote(rank, str(self._logs), os.getcwd()) for rank in range(count)}
+        carried = {name: text for name, text in os.environ.items() if name.startswith(_CARRIED)}
+        place = str(self._logs), os.getcwd()
+        for rank in range(count):
+            variables = {**carried, **self._variables(rank)}
+            self._members[rank] = actor.remote(rank, *place, variables, again=self._again)
         try:
-            addresses = self._all("address")
-            carried = {name: text for name, text in os.environ.items() if name.startswith(_CARRIED)}
-            starts = [
-                member.start.remote(
-                    list(command(rank, count, addresses[0])),
-                    count,
-                    {**carried, **self._variables(rank)},
-                    again=self._again,
-                )
-                for rank, member in self._members.items()
-            ]
+            requests = [member.address.remote() for member in self._members.values()]
+            addresses = self._ray.get(requests, timeout=self._patience)
+            commands = [list(command(rank, count, addresses[0])) for rank in range(count)]
+            starts = [member.start.remote(commands[rank], count) for rank, member in self._members.items()]
             self._ray.get(starts, timeout=self._patience)
         except self._ray.exceptions.GetTimeoutError as error:
             self.end()
-            has = {
-                name: value
-                for name, value in self._ray.cluster_resources().items()
-                if name in {"CPU", *self._resources}
-            }
+            has = {name: n for name, n in self._ray.cluster_resources().items() if name in {"CPU", *self._resources}}
             raise LaunchError(
                 f"Ray could not place {count} processes with resources {self._resources} within {self._patience:g} s; "
                 f"the cluster has {has}. Remedy: fewer processes, supervise.resources, or more nodes."
@@ -171,7 +158,7 @@ class RayGroup:
             raise LaunchError(
                 f"Ray could not start {count} processes: {(str(error).strip().splitlines() or [''])[-1]}"
             ) from error
-        self.peers, self._again = [Peer(rank, self._clock()) for rank in self._members], True
+        self.peers, self._again = [Peer(rank, time.monotonic()) for rank in self._members], True
 
     def poll(self, seconds: float) -> None:
         """Request the state of every process; a node that does not answer is not waited for."""
@@ -195,7 +182,7 @@ class RayGroup:
             peer.lost = "was lost with its Ray worker"
             del self._members[peer.rank]
             return
-        peer.take(state, self._clock())
+        peer.take(state, time.monotonic())
         if printed:
             self._show(printed)
 
@@ -223,8 +210,3 @@ class RayGroup:
         with suppress(self._ray.exceptions.RayError):
             return list(self._ray.get(self._members[rank].tail.remote(lines), timeout=5))
         return []
-
-    def _all(self, question: str) -> list[Any]:
-        return list(
-            self._ray.get([getattr(m, question).remote() for m in self._members.values()], timeout=self._patience)
-        )

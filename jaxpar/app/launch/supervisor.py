@@ -61,7 +61,6 @@ class Supervisor:
       refit: for ``policy.elastic``: given the number of remaining processes, returns how many to continue with (0 for
         none), and a text about it.
       tell: called with each line for the user.
-      clock, sleep: time functions, in seconds.
       causes: receives the cause of each failure.
       signals: receives the signals.
 
@@ -83,8 +82,6 @@ class Supervisor:
     latest: Callable[[], int | None] = lambda: None
     refit: Callable[[int], tuple[int, str]] = lambda count: (count, "")
     tell: Callable[[str], None] = print
-    clock: Callable[[], float] = time.monotonic
-    sleep: Callable[[float], None] = time.sleep
     causes: list[Cause] = field(default_factory=list)
     signals: list[int] = field(default_factory=list)
 
@@ -97,7 +94,7 @@ class Supervisor:
         Returns:
           0 if every process succeeded, also after a signal (unless ``policy.signalled``), else 1.
         """
-        began, first = self.clock(), self.count
+        began, first = time.monotonic(), self.count
         with listening(self.signals):
             while True:
                 found, after = after or self._attempt(), None
@@ -108,7 +105,7 @@ class Supervisor:
                     break
         if found is None and self.causes:
             now = f", {first} processes became {self.count}" if self.count != first else ""
-            self.tell(f"done after {_times(len(self.causes), 'restart')} in {self.clock() - began:.0f} s{now}:")
+            self.tell(f"done after {_times(len(self.causes), 'restart')} in {time.monotonic() - began:.0f} s{now}:")
             for number, one in enumerate(self.causes, 1):
                 self.tell(f"  {number}. {one.text}")
         if found is None and self.signals and self.policy.signalled:
@@ -132,11 +129,11 @@ class Supervisor:
                     self.group.pass_on(number)
                 if all(peer.code == 0 for peer in self.group.peers):
                     return None
-                found = cause(self.group.peers, self.count, allowance, self.clock())
+                found = cause(self.group.peers, self.count, allowance, time.monotonic())
                 if found is not None and not found.sure:
-                    unsure = self.clock() if unsure is None else unsure
+                    unsure = time.monotonic() if unsure is None else unsure
                     all_over = all(peer.ended for peer in self.group.peers)
-                    if not all_over and self.clock() - unsure < _UNSURE:
+                    if not all_over and time.monotonic() - unsure < _UNSURE:
                         continue
                 if found is not None:
                     return self._worst(found)
@@ -185,9 +182,9 @@ class Supervisor:
             f"restart {done + 1} of {self.policy.restarts} in {seconds:g} s: {_times(self.count, 'process')} from "
             f"{start}"
         )
-        until = self.clock() + seconds
-        while not self.signals and self.clock() < until:
-            self.sleep(min(0.2, seconds))
+        until = time.monotonic() + seconds
+        while not self.signals and time.monotonic() < until:
+            time.sleep(min(0.2, seconds))
         return not self.signals
 
 

@@ -15,7 +15,7 @@ from jaxpar.app.config import Loaded, RunConfig, load_run
 from jaxpar.app.launch import device_assignment, heartbeat
 from jaxpar.app.launch.cluster_detection import Cluster, detect
 from jaxpar.app.launch.host_supervisor import Member
-from jaxpar.app.launch.join import ProcessPlace, found, join, place_of
+from jaxpar.app.launch.join import ProcessPlace, join, place_of
 from jaxpar.app.launch.peers import Cause
 from jaxpar.app.launch.process_group import Command, Local, ProcessGroup
 from jaxpar.app.launch.supervisor import Policy, Supervisor
@@ -83,12 +83,9 @@ def _train(loaded: Loaded, options: LaunchOptions) -> int:
     """Train in this process, which may be one of several."""
     from rich.console import Console
 
-    place = place_of(options.coordinator, options.process_count, options.process_id)
-    cluster, console = found(place, alone=options.process_count == 1), Console(highlight=False, soft_wrap=True)
-    if cluster is not None:
-        # Only jax tells the supervisors of other hosts that a host is gone.
-        join(cluster, heartbeat=max(10, min(100, int(loaded.config.supervise.step_timeout))))
-    choose_devices(loaded.config, cluster)
+    cluster = place_of(options.coordinator, options.process_count, options.process_id)
+    console = Console(highlight=False, soft_wrap=True)
+    set_up_devices(loaded.config, cluster)
     from jaxpar.app.job import make_job
     from jaxpar.app.train.compile import leave
     from jaxpar.app.train.loop import train
@@ -101,10 +98,13 @@ def _train(loaded: Loaded, options: LaunchOptions) -> int:
     return 0
 
 
-def choose_devices(config: RunConfig, cluster: ProcessPlace | Cluster | None) -> None:
-    """Simulate this process's share of ``cpu_devices``, if the machine has no accelerator."""
+def set_up_devices(config: RunConfig, cluster: ProcessPlace | Cluster | None) -> None:
+    """Join the other processes, if any, and simulate a share of ``cpu_devices`` if the machine has no accelerator."""
     from jaxpar.utils.simulate_devices import prefer_accelerators
 
+    if cluster is not None:
+        # Only jax tells the supervisors of other hosts that a host is gone.
+        join(cluster, heartbeat=max(10, min(100, int(config.supervise.step_timeout))))
     count = 1 if cluster is None else cluster.count or 1
     if config.cpu_devices is not None:
         prefer_accelerators(device_assignment.share(config.cpu_devices, count, "simulated devices ('cpu_devices')"))

@@ -11,7 +11,7 @@ import pytest
 
 from jaxpar.app.launch import device_assignment
 from jaxpar.app.launch.cluster_detection import Cluster, detect
-from jaxpar.app.launch.join import ProcessPlace, bind_of, found, place_of
+from jaxpar.app.launch.join import ProcessPlace, bind_of, place_of
 from jaxpar.errors import LaunchError
 from jaxpar.parallel.zero.stages import Zero
 
@@ -62,12 +62,9 @@ def test_alone_is_alone() -> None:
     pod = {"KUBERNETES_SERVICE_HOST": "k"}  # any pod
     for variables in ({}, one, pod, {"OMPI_COMM_WORLD_SIZE": "1"}, {"TPU_WORKER_HOSTNAMES": "localhost"}):
         assert look(variables) is None
-    assert found(None, alone=True, variables=SLURM) is None
-    place = ProcessPlace(2, 0, "h:1")
-    assert (
-        found(place, alone=False, variables=SLURM) == place
-        and str(found(None, alone=False, variables=SLURM))[:5] == "Slurm"
-    )
+    assert place_of(None, 1, None, SLURM) is None
+    assert place_of("h:1", 2, 0, SLURM) == ProcessPlace(2, 0, "h:1")
+    assert str(place_of(None, None, None, SLURM))[:5] == "Slurm"
 
 
 @pytest.mark.parametrize(
@@ -165,7 +162,6 @@ def test_a_coordinator_listens_no_wider_than_it_must(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("devices", "count", "text"),
     [
-        (8, 0, "--processes must be at least 1, got 0."),
         (2, 3, "3 processes are requested, but there are 2 GPUs. Remedy: set --processes to one of 1, 2."),
         (8, 3, (
             "8 GPUs cannot be divided evenly over 3 processes. Remedy: set --processes to one of 1, 2, 4, 8, or use a "
