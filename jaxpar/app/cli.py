@@ -297,7 +297,7 @@ def _report(command: Explain, *, strict: bool | None, **options: Any) -> int:
 
         parsed = Topology.parse(command.topology)
         layout = aim(job.layout(command.devices or parsed.devices), parsed)
-    inputs = {"batch": job.batch_spec(), "loss_fn": job.loss_fn, "step": job.step_options()}
+    inputs: dict[str, Any] = {"batch": job.batch_spec(), "loss_fn": job.loss_fn, "step": job.step_options()}
     report = jp.explain(layout, job.make_model, job.tx, **inputs)
     for file, content in ((command.json, report.to_json), (command.html, report._repr_html_)):
         if file is not None:

@@ -79,19 +79,9 @@ class CheckpointManager:
         verify: bool = True,
         tell: Callable[[str], None] = lambda text: warnings.warn(text, stacklevel=3),
     ):
-        for name, value, kind in (
-            ("keep", keep, int),
-            ("save_interval_steps", save_interval_steps, int),
-            ("save_interval_minutes", save_interval_minutes, int | float),
-            ("keep_best", keep_best, int),
-        ):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, kind) or value <= 0):
-                raise ConfigError(f"CheckpointManager: {name} must be a number above 0, got {value!r}.")
-        if save_interval_steps is not None and save_interval_minutes is not None:
-            raise ConfigError(
-                "CheckpointManager: save_interval_steps and save_interval_minutes are mutually exclusive. Remedy: "
-                "remove one."
-            )
+        numbers: dict[str, float | None] = {"keep": keep, "save_interval_steps": save_interval_steps}
+        numbers |= {"save_interval_minutes": save_interval_minutes, "keep_best": keep_best}
+        check_numbers("CheckpointManager", numbers)
         if best not in (None, "min", "max"):
             raise ConfigError(f"CheckpointManager: best must be 'min' or 'max', got {best!r}.")
         self.directory = Path(os.path.abspath(directory))
@@ -328,3 +318,23 @@ class CheckpointManager:
         except OSError as error:
             self._tell(f"checkpoint: {folder} cannot be deleted: {error.strerror}.")
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def check_numbers(where: str, numbers: Mapping[str, float | None]) -> None:
+    """Check how many steps to keep and when to save.
+
+    Args:
+      where: what has these settings; the text of an error begins with it.
+      numbers: the settings by the names that the user knows; ``None`` for one that is not set.
+
+    Raises:
+      ConfigError: a number is not above 0, or both intervals are set.
+    """
+    for name, value in numbers.items():
+        kind = int | float if name == "save_interval_minutes" else int
+        if value is not None and (isinstance(value, bool) or not isinstance(value, kind) or value <= 0):
+            raise ConfigError(f"{where}: {name} must be a number above 0, got {value!r}.")
+    if numbers["save_interval_steps"] is not None and numbers["save_interval_minutes"] is not None:
+        raise ConfigError(
+            f"{where}: save_interval_steps and save_interval_minutes are mutually exclusive. Remedy: remove one."
+        )

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from jaxpar.data.windows import Arrange, Batch, Plan, as_integer, plan_windows
+from jaxpar.data.windows import Arrange, Batch, Plan, as_integer, token_vector
 from jaxpar.errors import DataError, need
 
 STATE_VERSION = 1
@@ -56,14 +56,15 @@ def batches(
         process_count: number of processes that share a global batch.
         separator: the token that ends a document; batches then also have ``segment_ids``.
         arrange: maps the documents [batch, seq] of a global batch to a token order [seq]; batches then also have
-          ``order``. Ignored without ``separator``.
+          ``order``. Requires ``separator``.
 
     Returns:
         A :class:`Batches` that yields :data:`Batch` dicts of ``rows`` rows.
 
     Raises:
         DataError: a size is not a positive integer, ``batch`` is not divisible by ``process_count``, ``tokens`` is not
-            a vector of int32-sized integers, or the text is too short for one global batch.
+            a vector of int32-sized integers, the text is too short for one global batch, or ``arrange`` is given
+            without ``separator``.
         MissingExtraError: grain is not installed.
 
     >>> import numpy as np
@@ -72,7 +73,7 @@ def batches(
     >>> first["tokens"].tolist(), first["targets"].tolist()
     ([[0, 1], [2, 3]], [[1, 2], [3, 4]])
     """
-    plan = plan_windows(tokens, batch, seq, process_index, process_count, separator, arrange)
+    plan = Plan(token_vector(tokens), batch, seq, process_index, process_count, separator, arrange)
     epochs = None if epochs is None else as_integer("epochs", epochs, least=1)
     return Batches(plan, seed=as_integer("seed", seed), shuffle=bool(shuffle), epochs=epochs)
 
@@ -101,7 +102,7 @@ def eval_batches(
         process_count: number of processes that share a global batch.
         separator: the token that ends a document; batches then also have ``segment_ids``.
         arrange: maps the documents [batch, seq] of a global batch to a token order [seq]; batches then also have
-          ``order``. Ignored without ``separator``.
+          ``order``. Requires ``separator``.
 
     Returns:
         Between 1 and ``max_batches`` :data:`Batch` dicts of ``batch // process_count`` rows.
@@ -113,7 +114,7 @@ def eval_batches(
     >>> [b["targets"].tolist() for b in eval_batches(np.arange(6), batch=2, seq=1, max_batches=9)]
     [[[1], [2]], [[3], [4]]]
     """
-    plan = plan_windows(tokens, batch, seq, process_index, process_count, separator, arrange)
+    plan = Plan(token_vector(tokens), batch, seq, process_index, process_count, separator, arrange)
     steps = min(as_integer("max_batches", max_batches, least=1), plan.steps)
     # Spread over the text, because the first windows are the first files, and neighbouring files are similar.
     numbers = np.arange(steps * plan.batch) * plan.windows // (steps * plan.batch)
@@ -214,11 +215,8 @@ class Batches(Iterator[Batch]):
         """Raise a DataError that names every differing field; grain itself accepts a position of any stream."""
         here = self._fingerprint
         fields = [*here, *(f for f in saved if f not in here)]
-        different = [
-            f"{f} was {saved.get(f, 'absent')!r}, is now {here.get(f, 'absent')!r}"
-            for f in fields
-            if f not in saved or f not in here or saved[f] != here[f]
-        ]
+        pairs = ((f, saved.get(f, "absent"), here.get(f, "absent")) for f in fields)
+        different = [f"{f} was {was!r}, is now {now!r}" for f, was, now in pairs if was != now]
         if different:
             raise DataError(
                 f"this data position belongs to another run: {'; '.join(different)}. "

@@ -27,18 +27,26 @@ type Arrange = Callable[[npt.NDArray[np.int32]], npt.NDArray[np.int32]]
 _HASH_CHUNK = 1 << 20
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Plan:
-    """Checked sizes over a text, and the method that reads its rows; :func:`plan_windows` makes it.
+    """Checked sizes over a text, and the method that reads its rows.
 
     Attributes:
-        tokens: the text's token ids, integers ``[n]``.
+        tokens: the text's token ids, as :func:`token_vector` returns them.
         batch: rows of the global batch, over all processes.
         seq: tokens per row.
         process_index: index of this process.
         process_count: number of processes that share a global batch.
         separator: the token that ends a document; ``None`` if documents are not distinguished.
         arrange: maps the documents of a global batch to its token order.
+
+    Raises:
+        DataError: a size is not a positive integer, ``batch`` is not divisible by ``process_count``, the text is too
+            short for one global batch, or ``arrange`` is given without ``separator``.
+
+    >>> plan = Plan(token_vector(range(100)), batch=4, seq=8, process_index=0, process_count=2)
+    >>> plan.windows, plan.steps
+    (12, 3)
     """
 
     tokens: np.ndarray
@@ -48,6 +56,32 @@ class Plan:
     process_count: int
     separator: int | None = None
     arrange: Arrange | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("batch", 1), ("seq", 1), ("process_index", 0), ("process_count", 1)):
+            setattr(self, name, as_integer(name, getattr(self, name), least))
+        if self.process_index >= self.process_count:
+            raise DataError(
+                f"process_index={self.process_index} does not exist with process_count={self.process_count}: "
+                "it counts from 0. Remedy: pass jax.process_index() and jax.process_count()."
+            )
+        if self.batch % self.process_count:
+            raise DataError(
+                f"batch={self.batch} (global rows) cannot be divided evenly over process_count={self.process_count}. "
+                f"Remedy: use a multiple of {self.process_count}, such as "
+                f"{-(-self.batch // self.process_count) * self.process_count}."
+            )
+        if self.windows < self.batch:
+            raise DataError(
+                f"the text is too short for one global batch: {self.tokens.size} tokens hold {self.windows} windows "
+                f"of seq={self.seq}, and batch={self.batch} needs {self.batch} windows, "
+                f"{self.batch * self.seq + 1} tokens. Remedy: a smaller batch or seq, or more text."
+            )
+        if self.arrange is not None and self.separator is None:
+            raise DataError(
+                "arrange orders the tokens of a batch by their documents, but separator is not given, so the text has "
+                "no documents. Remedy: pass separator=0, or the token that ends a document; or leave arrange out."
+            )
 
     @property
     def windows(self) -> int:
@@ -87,63 +121,7 @@ class Plan:
         return f"sha256:{digest.hexdigest()[:16]}"
 
 
-def plan_windows(
-    tokens: npt.ArrayLike,
-    batch: int,
-    seq: int,
-    process_index: int,
-    process_count: int,
-    separator: int | None = None,
-    arrange: Arrange | None = None,
-) -> Plan:
-    """Returns the plan for these sizes, checked together.
-
-    Args:
-        tokens: the text's token ids, integers of shape ``[n]``; kept, not copied.
-        batch: rows of the global batch, over all processes.
-        seq: tokens per row.
-        process_index: this process, ``0 <= process_index < process_count``.
-        process_count: number of processes that share a global batch.
-        separator, arrange: see :class:`Plan`.
-
-    Raises:
-        DataError: a size is not a positive integer, ``batch`` is not divisible by ``process_count``, ``tokens`` is not
-            a vector of int32-sized integers, or the text is too short for one global batch.
-
-    >>> plan = plan_windows(range(100), batch=4, seq=8, process_index=0, process_count=2)
-    >>> plan.windows, plan.steps
-    (12, 3)
-    """
-    plan = Plan(
-        tokens=_token_vector(tokens),
-        batch=as_integer("batch", batch, least=1),
-        seq=as_integer("seq", seq, least=1),
-        process_index=as_integer("process_index", process_index, least=0),
-        process_count=as_integer("process_count", process_count, least=1),
-        separator=separator,
-        arrange=arrange,
-    )
-    if plan.process_index >= plan.process_count:
-        raise DataError(
-            f"process_index={plan.process_index} does not exist with process_count={plan.process_count}: "
-            "it counts from 0. Remedy: pass jax.process_index() and jax.process_count()."
-        )
-    if plan.batch % plan.process_count:
-        raise DataError(
-            f"batch={plan.batch} (global rows) cannot be divided evenly over process_count={plan.process_count}. "
-            f"Remedy: use a multiple of {plan.process_count}, such as "
-            f"{-(-plan.batch // plan.process_count) * plan.process_count}."
-        )
-    if plan.windows < plan.batch:
-        raise DataError(
-            f"the text is too short for one global batch: {plan.tokens.size} tokens hold {plan.windows} windows of "
-            f"seq={plan.seq}, and batch={plan.batch} needs {plan.batch} windows, "
-            f"{plan.batch * plan.seq + 1} tokens. Remedy: a smaller batch or seq, or more text."
-        )
-    return plan
-
-
-def _token_vector(tokens: npt.ArrayLike) -> np.ndarray:
+def token_vector(tokens: npt.ArrayLike) -> np.ndarray:
     """Returns ``tokens`` as an array [n] whose values fit int32, or raise a DataError."""
     array = np.asarray(tokens)
     if array.ndim != 1 or array.dtype.kind not in "iu":

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpar.analysis.layout.report import Report
 from jaxpar.errors import ConfigError, DivergedError, ModelError
@@ -146,7 +147,7 @@ class Generator:
                 "and generation does not support them. Remedy: use a make_model without counters and statistics, "
                 "such as nnx.Dropout without rngs; the checkpoint's parameters still fit it."
             )
-        self._state = state
+        self._state, self.params = state, state.params
         self._long = _with_cache(layout)
         self._short = replace(self._long, rules=self._long.rules.replace(**dict.fromkeys(cached.sequence)))
         self._pipeline = PipelinedDecoder.of(cached, stages_of(layout, cached), batch)
@@ -156,16 +157,9 @@ class Generator:
         self.abstract = self._abstract(cache)
         self._multiprocess = _processes(layout.mesh) > 1
         # With several processes tokens are replicated, so that each process can read all of them.
-        replicated = (
-            jax.sharding.NamedSharding(layout.mesh, jax.sharding.PartitionSpec()) if self._multiprocess else None
-        )
+        replicated = NamedSharding(layout.mesh, PartitionSpec()) if self._multiprocess else None
         self.prefill = jax.jit(self._prefill, out_shardings=(None, replicated))
         self.decode = jax.jit(self._decode, donate_argnums=1, out_shardings=(None, replicated))
-
-    @property
-    def params(self) -> Any:
-        """The parameters as shapes with shardings: the target of a restore."""
-        return self._state.params
 
     def prepare(self, params: Any) -> Any:
         """Returns the parameters in the form that each step reads fastest: in the compute dtype, or in int8.
@@ -271,18 +265,14 @@ class Generator:
             return checked()
         jax.block_until_ready(params)  # collectives of two concurrent programs could be matched with each other
         requests = settled(checked)
-        settings = {"batch": self.batch, "slots": self.slots, "stop": list(self.stop), "sampling": repr(self.sampling)}
-        summaries = {f"request {number}": request.summary() for number, request in enumerate(requests)}
-        check_same(
-            "Generator",
-            {**settings, **summaries},
-            "pass the same arguments in every process, including prompts and seeds.",
-        )
+        facts = {"batch": self.batch, "slots": self.slots, "stop": list(self.stop), "sampling": repr(self.sampling)}
+        facts |= {f"request {number}": request.summary() for number, request in enumerate(requests)}
+        check_same("Generator", facts, "pass the same arguments in every process, including prompts and seeds.")
         return requests
 
     def _check_prepared(self, params: Any) -> None:
-        kept = [path for path, x in jax.tree_util.tree_leaves_with_path(self.prepared, is_leaf=is_int8) if is_int8(x)]
-        given = [path for path, x in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_int8) if is_int8(x)]
+        leaves = functools.partial(jax.tree_util.tree_leaves_with_path, is_leaf=is_int8)
+        kept, given = ([path for path, x in leaves(made) if is_int8(x)] for made in (self.prepared, params))
         if kept != given:
             raise ConfigError(
                 f"Generator: the model keeps {len(kept)} of its parameters in int8, but {len(given)} of the "
@@ -293,13 +283,11 @@ class Generator:
         before: list[int] = []
         for number, found in enumerate(self._steps(params, requests)):
             tokens = found
-            if self._pipeline is not None and number:
-                # The first group is one step ahead of the others.
-                tokens = [
-                    old if row % self._pipeline.stages == 0 else new
-                    for row, (old, new) in enumerate(zip(before, found, strict=True))
-                ]
             if self._pipeline is not None:
+                if number:
+                    # The first group is one step ahead of the others.
+                    pairs = enumerate(zip(before, found, strict=True))
+                    tokens = [old if row % self._pipeline.stages == 0 else new for row, (old, new) in pairs]
                 before = found
                 if number == 1:
                     continue
@@ -363,12 +351,10 @@ class Generator:
             after, drawn = self._sample(group, self.cached.logits(model, x))
             # In the first step after a prefill only the first group has passed all stages.
             ready = state.moving["ticks"] >= decoder.stages - 1
-            rows = {
-                name: decoder.put(
-                    getattr(state, name), jnp.where(ready, getattr(after, name), getattr(group, name)), out
-                )
-                for name in names
-            }
+            rows = {}
+            for name in names:
+                rows_of_group = jnp.where(ready, getattr(after, name), getattr(group, name))
+                rows[name] = decoder.put(getattr(state, name), rows_of_group, out)
             found_B = decoder.put(found_B, jnp.where(ready, drawn, PENDING), out)
             moving = {"x": moving, "ticks": state.moving["ticks"] + 1}
             rows = {name: hint(x, "batch") for name, x in rows.items()}
@@ -416,11 +402,9 @@ class Generator:
         with _under(self.layout, self._short):
             merged = lambda params: self._state.metadata.kind.merge(params, self._state.variables)
             shapes = jax.eval_shape(lambda params: decoder.initial_activations(merged(params)), self.prepared)
-        specs = {"x": decoder.spec(self._short), "ticks": jax.sharding.PartitionSpec()}
-        sharded = lambda x, spec: jax.ShapeDtypeStruct(
-            x.shape, x.dtype, sharding=jax.sharding.NamedSharding(self.layout.mesh, spec)
-        )
-        return {name: sharded(x, specs[name]) for name, x in shapes.items()}
+        specs = {"x": decoder.spec(self._short), "ticks": PartitionSpec()}
+        places = {name: NamedSharding(self.layout.mesh, spec) for name, spec in specs.items()}
+        return {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=places[name]) for name, x in shapes.items()}
 
     def _padded(self, longest: int) -> int:
         """Returns the padded prompt length, which the rules can shard."""

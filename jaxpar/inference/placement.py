@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -37,11 +38,7 @@ def prepared(layout: Layout, state: TrainState, prepare: Callable[[Any], Any]) -
     before = {tensor.path: tensor for tensor in place(layout, state) if tensor.role == "params"}
     found: list[PlacedLeaf] = []
 
-    def sharded(path: str, x: Any, names: Names | None) -> Any:
-        known = (None,) * x.ndim if names is None else names
-        resolved = layout.resolve(known, x.shape, role="params", dtype=x.dtype, path=path)
-        found.append(PlacedLeaf("params", path, x.shape, x.dtype, names, resolved))
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(layout.mesh, to_spec(resolved)))
+    sharded = functools.partial(_sharded, layout, found, "params")
 
     def one(keys: Any, x: Any, old: Any) -> Any:
         path = show(("params", *to_path(keys)))
@@ -50,9 +47,8 @@ def prepared(layout: Layout, state: TrainState, prepare: Callable[[Any], Any]) -
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=old.sharding)
         names = dims.get(("params", *to_path(keys)))
         scales = None if names is None else x.of_scales(names)
-        return replace(
-            x, values=sharded(f"{path}/values", x.values, names), scales=sharded(f"{path}/scales", x.scales, scales)
-        )
+        values = sharded(f"{path}/values", x.values, names)
+        return replace(x, values=values, scales=sharded(f"{path}/scales", x.scales, scales))
 
     shapes = jax.eval_shape(prepare, state.params)
     params = jax.tree_util.tree_map_with_path(one, shapes, state.params, is_leaf=is_int8)
@@ -68,14 +64,21 @@ def placed_cache(layout: Layout, cache: Any) -> tuple[Any, list[PlacedLeaf]]:
     found: list[PlacedLeaf] = []
 
     def one(keys: Any, tagged: Tagged) -> jax.ShapeDtypeStruct:
-        shape, dtype = tagged.value.shape, tagged.value.dtype
-        path = show(("cache", *to_path(keys)))
-        resolved = layout.resolve(tagged.dims, shape, dtype=dtype, path=path)
-        found.append(PlacedLeaf("cache", path, shape, dtype, tagged.dims, resolved))
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(layout.mesh, to_spec(resolved)))
+        return _sharded(layout, found, "cache", show(("cache", *to_path(keys))), tagged.value, tagged.dims)
 
     shapes = jax.tree_util.tree_map_with_path(one, cache, is_leaf=lambda x: isinstance(x, Tagged))
     return shapes, _fitting(found)
+
+
+def _sharded(
+    layout: Layout, found: list[PlacedLeaf], role: str, path: str, x: Any, names: Names | None
+) -> jax.ShapeDtypeStruct:
+    """Shard an array by its logical dims, and append it to ``found``."""
+    known = (None,) * x.ndim if names is None else names
+    table = "params" if role == "params" else "activations"
+    resolved = layout.resolve(known, x.shape, role=table, dtype=x.dtype, path=path)
+    found.append(PlacedLeaf(role, path, x.shape, x.dtype, names, resolved))
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(layout.mesh, to_spec(resolved)))
 
 
 def report(layout: Layout, tensors: list[PlacedLeaf]) -> Report:

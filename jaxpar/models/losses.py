@@ -118,9 +118,9 @@ def _backward(saved: tuple[jax.Array, ...], grad: jax.Array) -> tuple[jax.Array 
     half = x_BWPTE.dtype == jnp.float16
     scale = grad / _unit(x_BWPTE.dtype)
     scaled = lambda y: y.astype(jnp.promote_types(y.dtype, jnp.float32)) * scale
-    product = lambda subscripts, a, b, dtype: jnp.einsum(
-        subscripts, *widened(a, b, dtype), preferred_element_type=dtype
-    )
+
+    def product(subscripts: str, a: jax.Array, b: jax.Array, dtype: Any) -> jax.Array:
+        return jnp.einsum(subscripts, *widened(a, b, dtype), preferred_element_type=dtype)
 
     grad_x = product("BWPTV,EV->BWPTE", grad_BWPTV, head_EV, jnp.float32 if half else None)
     grad_x = scaled(grad_x).astype(x_BWPTE.dtype)
@@ -174,10 +174,10 @@ def next_token_loss(model: Any, batch: dict[str, jax.Array]) -> jax.Array:
     """Returns the mean next-token loss of a language model; a ``loss_fn`` for :func:`jaxpar.train_step`.
 
     Args:
-      model: has ``hidden(tokens)`` and ``unembedding()``. A model with a method ``laid`` chooses the order of its
-        tokens; the mean loss does not depend on the order.
-      batch: ``tokens`` and ``targets``, each [batch, seq] int. For a model with ``laid`` optionally ``segment_ids``,
-        the document of each token, and ``order``, one token order for all rows; each [batch, seq] int.
+      model: has ``hidden(tokens)`` and ``unembedding()``. A model with a method ``reorder_tokens`` chooses the order of
+        its tokens; the mean loss does not depend on the order.
+      batch: ``tokens`` and ``targets``, each [batch, seq] int. For a model with ``reorder_tokens`` optionally
+        ``segment_ids``, the document of each token, and ``order``, one token order for all rows; each [batch, seq] int.
 
     Returns:
       A scalar in nats.
@@ -199,12 +199,9 @@ def next_token_loss(model: Any, batch: dict[str, jax.Array]) -> jax.Array:
     1.3863
     """
     tokens, targets = batch["tokens"], batch["targets"]
-    if not hasattr(model, "laid"):
+    if not hasattr(model, "reorder_tokens"):
         return linear_cross_entropy(model.hidden(tokens), model.unembedding(), targets)
-    documents, order_BS = batch.get("segment_ids"), batch.get("order")
-    order_kwargs = {} if order_BS is None else {"order_BS": order_BS}
-    arrays = (tokens, targets) if documents is None else (tokens, targets, documents)
-    order, positions, (tokens, targets, *packed) = model.laid(*arrays, **order_kwargs)
-    documents_kwargs = {"documents_BS": packed[0]} if packed else {}
-    hidden = model.hidden(tokens, positions, order, **documents_kwargs)
+    arrays = [batch[name] for name in ("tokens", "targets", "segment_ids") if name in batch]
+    order, positions, (tokens, targets, *documents) = model.reorder_tokens(*arrays, order_BS=batch.get("order"))
+    hidden = model.hidden(tokens, positions, order, *documents)
     return linear_cross_entropy(hidden, model.unembedding(), targets)

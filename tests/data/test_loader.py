@@ -268,6 +268,7 @@ def test_evaluation_shares_rows_between_processes() -> None:
         ({"tokens": np.zeros((2, 600), int)}, r"shape \[n\], got dtype int64 and shape \(2, 600\)"),
         ({"tokens": np.zeros(1000)}, "float64"),
         ({"tokens": np.full(1000, 2**31)}, "fit int32, got int64 values from 2147483648"),
+        ({"arrange": np.argsort}, "separator is not given, so the text has no documents. Remedy: pass separator=0"),
     ],
 )
 def test_unusable_sizes_and_tokens_are_refused_by_both(options: dict[str, Any], words: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import time
@@ -20,7 +21,7 @@ import jaxpar as jp
 from jaxpar.app.generate.prompts import BYTES, Answer, Page, as_bytes
 from jaxpar.app.job import Job
 from jaxpar.app.launch import heartbeat
-from jaxpar.app.train.checkpointing import _changes, _flat, _plain
+from jaxpar.app.train.checkpointing import config_changes, config_values, flatten
 from jaxpar.app.train.compile import iterate_until_signal
 from jaxpar.app.train.signals import Stop, signal_name
 from jaxpar.checkpoint.manifest import NAME, read
@@ -137,9 +138,10 @@ def generate(
     answers = [Answer(prompt, options.stop) for prompt in prompts]
     seconds, later_tokens = 0.0, 0
     with Stop() as stop:
-        heartbeat.doing("restore")
-        params = _parameters(job, model.layout, model, options.checkpoint, console)
-        if _dtypes(model.params) != _dtypes(model.prepared):
+        heartbeat.begin("restore")
+        params = _parameters(job, model, options.checkpoint, console)
+        dtypes = [[x.dtype for x in jax.tree.leaves(made)] for made in (model.params, model.prepared)]
+        if dtypes[0] != dtypes[1]:
             params = model.prepare(params)
         for first in range(0, len(texts) if not stop.number else 0, model.batch):
             batch = slice(first, first + model.batch)
@@ -160,16 +162,14 @@ def generate(
 
 def _shared_facts(job: Job, prompts: Sequence[str], options: GenerateOptions) -> dict[str, Any]:
     """Everything that affects the tokens, by names that a user knows."""
-    digest = lambda text: hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:12]
-    texts = {
-        f"prompt {number}": f"{text[:20]!r}{'...' if len(text) > 20 else ''} of {len(text)} characters (sha256 "
-        f"{digest(text)})"
-        for number, text in enumerate(prompts)
-    }
+    texts = {}
+    for number, text in enumerate(prompts):
+        start, digest = f"{text[:20]!r}{'...' if len(text) > 20 else ''}", _digest(text.encode(errors="surrogatepass"))
+        texts[f"prompt {number}"] = f"{start} of {len(text)} characters (sha256 {digest})"
     own = {name: getattr(options, name) for name in ("most", "seed", "slots", "batch", "stop", "int8")}
     own |= {"sampling": repr(options.sampling), "checkpoint": "one" if options.checkpoint else "none"}
-    flat = dict(_flat(_plain(job)))
-    config = {f"{name} in the configuration": value for name, value in flat.items() if name.startswith(_SAME)}
+    values = flatten(config_values(job)).items()
+    config = {f"{name} in the configuration": value for name, value in values if name.startswith(_SAME)}
     return {"the number of prompts": len(prompts), **texts, **own, **config}
 
 
@@ -177,7 +177,7 @@ def _steps(
     model: jp.Generator, params: Any, texts: list[list[int]], options: GenerateOptions, first: int
 ) -> Generator[list[int]]:
     """The tokens of one batch of prompts, step by step; each step is reported to the supervisor."""
-    heartbeat.doing("compile")
+    heartbeat.begin("compile")
     seeds = range(options.seed + first, options.seed + first + len(texts))
     for number, tokens in enumerate(model.stream(params, texts, most=options.most, seeds=seeds, first=first), 1):
         heartbeat.beat(first // model.batch * options.most + number)
@@ -213,16 +213,15 @@ def restored(directory: Path, params: Any, tell: Any) -> tuple[Any, Path]:
     problems = []
     for folder in (directory if single else directory / name for name in common):
         try:
-            found = settled(
-                lambda folder=folder: _read(folder, params, None if single else int(folder.name))  # type: ignore[misc]
-            )
+            found = settled(functools.partial(_read, folder, params, None if single else int(folder.name)))
         except DamagedError as error:
             problems.append(str(error))
             continue
         for problem in problems:
             tell(f"[bold]skipped: {escape(problem)}[/]")
         remedy = "a folder that all processes share, or copies of it."
-        check_same(str(folder), {"the checkpoint": f"that with manifest {_digest(folder)}"}, remedy)
+        manifest = _digest((folder / NAME).read_bytes())
+        check_same(str(folder), {"the checkpoint": f"that with manifest {manifest}"}, remedy)
         return found, folder
     raise CheckpointError(f"{directory}: every step is damaged: {' '.join(problems)}")
 
@@ -243,11 +242,12 @@ def _read(folder: Path, params: Any, step: int | None) -> Any:
     return jp.restore(folder, {"params": params}, only=["params"], step=step)["params"]
 
 
-def _digest(folder: Path) -> str:
-    return hashlib.sha256((folder / NAME).read_bytes()).hexdigest()[:12]
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:12]
 
 
-def _parameters(job: Job, layout: jp.Layout, model: jp.Generator, checkpoint: Path | None, console: Console) -> Any:
+def _parameters(job: Job, model: jp.Generator, checkpoint: Path | None, console: Console) -> Any:
+    layout = model.layout
     split = ", ".join(f"{axis} {size}" for axis, size in layout.sizes.items() if size > 1) or "one device"
     if checkpoint is None:
         console.print(
@@ -258,7 +258,7 @@ def _parameters(job: Job, layout: jp.Layout, model: jp.Generator, checkpoint: Pa
     params, folder = restored(checkpoint, model.params, console.print)
     console.print(f"parameters of {escape(str(folder))} on {split}")
     of_the_run = read(folder).metadata.get("config")  # only `jaxpar train` writes it
-    for line in _changes(of_the_run, _plain(job)) if of_the_run else []:
+    for line in config_changes(of_the_run, config_values(job)) if of_the_run else []:
         if line.startswith("model."):
             console.print(f"[bold]{escape(line)}[/]")
     return params
@@ -295,10 +295,6 @@ def _streamed(
             page.write(answer.end(INTERRUPTED))
             page.ended(row)
     return max(0, sum(answer.count for answer in answers) - len(answers)), seconds
-
-
-def _dtypes(params: Any) -> list[Any]:
-    return [x.dtype for x in jax.tree.leaves(params)]
 
 
 def _num_shards(layout: jp.Layout, dim: str) -> int:

@@ -57,9 +57,9 @@ def beat(step: int) -> None:
     _say(step=step)
 
 
-def doing(what: str) -> None:
+def begin(activity: str) -> None:
     """Report the start of an activity other than a step, such as ``compile``; it has the larger allowance."""
-    _say(doing=what)
+    _say(doing=activity)
 
 
 def say(text: str) -> None:

@@ -73,17 +73,19 @@ def join(what: ProcessPlace | Cluster, *, heartbeat: int = 100, patience: int = 
     """
     import jax
 
-    place: tuple[Any, ...] = ()
+    place: dict[str, Any] = {}
+    method: str | None = "deactivate"
+    bind = os.environ.get(BIND)
     if isinstance(what, ProcessPlace):
-        place, method = (what.coordinator, what.count, what.rank), "deactivate"
-        bind = os.environ.get(BIND, what.coordinator)
+        place = {"coordinator_address": what.coordinator, "num_processes": what.count, "process_id": what.rank}
+        bind = bind or what.coordinator
         if what.rank == 0:
             check_free(bind)
     else:
         method, bind = what.method, bind_of(what)
     try:
         jax.distributed.initialize(
-            *place,
+            **place,
             cluster_detection_method=method,
             coordinator_bind_address=bind,
             heartbeat_timeout_seconds=heartbeat,

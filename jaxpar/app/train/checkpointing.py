@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import jax
@@ -17,7 +16,7 @@ from rich.markup import escape
 import jaxpar as jp
 from jaxpar.app.config import BestConfig
 from jaxpar.app.job import Job
-from jaxpar.checkpoint.manager import CheckpointManager, Restored
+from jaxpar.checkpoint.manager import CheckpointManager, Restored, check_numbers
 from jaxpar.checkpoint.manifest import DISK
 from jaxpar.errors import CheckpointError, ConfigError
 from jaxpar.training.disk_step import DiskOffloadedStep
@@ -50,19 +49,11 @@ class Saver:
         _check_best(job)
         best = config.best or BestConfig()
         directory = config.directory or f"{job.config.output}/checkpoints"
-        try:
-            self._manager = CheckpointManager(
-                directory,
-                keep=config.keep,
-                save_interval_steps=config.save_interval_steps,
-                save_interval_minutes=config.save_interval_minutes,
-                best=best.mode if config.best else None,
-                keep_best=best.keep,
-                tell=self._tell,
-            )
-        except ConfigError as error:
-            text = str(error).replace("CheckpointManager", "checkpoint", 1).replace("keep_best", "best.keep")
-            raise ConfigError(text) from None
+        names = ("keep", "save_interval_steps", "save_interval_minutes")
+        numbers: dict[str, Any] = {name: getattr(config, name) for name in names}
+        check_numbers("checkpoint", {**numbers, "best.keep": best.keep})
+        ranking = best.mode if config.best else None
+        self._manager = CheckpointManager(directory, **numbers, best=ranking, keep_best=best.keep, tell=self._tell)
         if config.resume == "never" and (steps := self._manager.steps()):
             self._manager.close()
             raise ConfigError(
@@ -107,7 +98,7 @@ class Saver:
                 f"train.steps={job.config.train.steps}. Remedy: increase train.steps, or use another directory."
             )
         self._console.print(f"resumed from step {found.step} of {escape(str(self._manager.directory))}")
-        for line in _changes(found.manifest.metadata.get("config"), _plain(job)):
+        for line in config_changes(found.manifest.metadata.get("config"), config_values(job)):
             self._console.print(escape(line))
         return found
 
@@ -166,11 +157,13 @@ class Saver:
         if self._manager is None:
             return
         began = time.perf_counter()
-        disk = runner if isinstance(runner, DiskOffloadedStep) else None
-        metadata_with_config = {**metadata, "config": _plain(self._job), "name": self._job.name}
-        metric = _metric(self._job, metadata)
         self.saves += self._manager.save(
-            step, state, layout=self._layout, metric=metric, metadata=metadata_with_config, disk=disk
+            step,
+            state,
+            layout=self._layout,
+            metric=_metric(self._job, metadata),
+            metadata={**metadata, "config": config_values(self._job), "name": self._job.name},
+            disk=runner if isinstance(runner, DiskOffloadedStep) else None,
         )
         self._postponed = False
         self.pause = max(self.pause, time.perf_counter() - began)
@@ -182,9 +175,7 @@ class Saver:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._manager is not None:
             self._manager.close()
 
@@ -211,9 +202,9 @@ def _check_best(job: Job) -> None:
 def _metric(job: Job, metadata: Mapping[str, Any]) -> float | None:
     """The value by which steps are ranked, if this step has it."""
     config = job.config.checkpoint
-    value = (
-        metadata.get("metrics", {}).get(config.best.metric) if config is not None and config.best is not None else None
-    )
+    if config is None or config.best is None:
+        return None
+    value = metadata.get("metrics", {}).get(config.best.metric)
     return None if value is None else float(value)
 
 
@@ -226,7 +217,7 @@ def for_this_process(position: Mapping[str, Any]) -> dict[str, Any]:
     return {**position, "fingerprint": {**fingerprint, **process}}
 
 
-def _plain(job: Job) -> dict[str, Any]:
+def config_values(job: Job) -> dict[str, Any]:
     """The run's configuration and layout, as JSON values."""
     config = {key: value for key, value in asdict(job.config).items() if key not in _IGNORED_KEYS}
     return dict(_json({**config, "layout": job.layout_data}))
@@ -241,17 +232,19 @@ def _json(value: Any) -> Any:
     return str(value) if odd or not isinstance(value, str | int | float | bool | None) else value
 
 
-def _changes(was: Any, now: Mapping[str, Any]) -> Iterator[str]:
+def config_changes(was: Any, now: Mapping[str, Any]) -> Iterator[str]:
     """A line for each key whose value differs from the run that saved."""
-    before, after = dict(_flat(was)), dict(_flat(now))
+    before, after = flatten(was), flatten(now)
     for key in sorted(before.keys() | after.keys()):
         if before.get(key) != after.get(key):
             yield f"{key} was {before.get(key)}, is now {after.get(key)}"
 
 
-def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Returns the values of nested mappings by their keys, such as ``train.steps``."""
     if not isinstance(value, Mapping):
-        yield prefix, value
-        return
+        return {prefix: value}
+    found: dict[str, Any] = {}
     for key, item in value.items():
-        yield from _flat(item, f"{prefix}.{key}" if prefix else str(key))
+        found |= flatten(item, f"{prefix}.{key}" if prefix else str(key))
+    return found

@@ -127,7 +127,7 @@ class Run:
         number = 0 if found is None else self._resume(found)
         self._heldout = [put(self._layout, batch) for batch in heldout]
         self._take_batch()
-        heartbeat.doing("compile")
+        heartbeat.begin("compile")
         with self._console.status("compiling the step ..."), account.spend("compile"):
             started = time.perf_counter()
             summary.signal = run_until_signal(lambda quiet: self._compile(found, quiet), self._exchange, self._stop)
@@ -145,7 +145,7 @@ class Run:
                 number += 1
                 loss, seconds = self._step(number)
                 self._exchange_status(number)
-                line.update(number, loss, summary.heldout, *self._rate(seconds))
+                line.update(number, loss, summary.heldout, seconds, *self._rate(seconds))
                 if self._watch.trouble:
                     number = self._roll_back(number, loss)
                 elif number < steps and not self._signal:
@@ -166,12 +166,9 @@ class Run:
 
     def _leave(self, number: int) -> Summary:
         """End the run during the compile, when nothing new needs to be saved."""
-        summary, directory = self.summary, self._saver.directory
-        saved = (
-            f"step {number} is saved in {escape(str(directory))}"
-            if number
-            else ("no step was run, so there is nothing to save")
-        )
+        summary, saved = self.summary, "no step was run, so there is nothing to save"
+        if number:
+            saved = f"step {number} is saved in {escape(str(self._saver.directory))}"
         self._console.print(f"[bold]stopped by {signal_name(summary.signal)}[/] during the compile: {saved}")
         summary.left = self._stop.late = True
         self._stream.close()
@@ -222,17 +219,10 @@ class Run:
         summary.steps = number
         summary.losses.append(loss)
         summary.step_times.append(seconds)
-        rate, mfu = self._rate(seconds)[0], self._rate(seconds)[2]
-        self._writer.write(
-            number,
-            loss=loss,
-            grad_norm=norm,
-            step_seconds=seconds,
-            data_seconds=stalled,
-            elapsed=self._account.wall(),
-            tokens_per_second=rate,
-            **({} if mfu is None else {"mfu": mfu}),
-        )
+        rate, mfu = self._rate(seconds)
+        values = {"loss": loss, "grad_norm": norm, "step_seconds": seconds, "data_seconds": stalled}
+        values |= {"elapsed": self._account.wall(), "tokens_per_second": rate}
+        self._writer.write(number, **values, **({} if mfu is None else {"mfu": mfu}))
         return loss, seconds
 
     def _judge(self, number: int, loss: float, metrics: dict[str, Any], batch: Any) -> None:
@@ -286,7 +276,7 @@ class Run:
         trouble = spikes.describe_trouble(watch, number, loss, self._first_nonfinite)
         found, cause = None, None
         if saver.active and self._passed.rollbacks < config.max_rollbacks:
-            heartbeat.doing("restore")
+            heartbeat.begin("restore")
             self._state = None  # frees its memory for the restored state
             with self._account.spend("restore"):
                 try:
@@ -321,15 +311,13 @@ class Run:
             self._evaluate(number)
             self._writer.note(number, **self._account.record())
         with self._account.spend("checkpoint"):
-            failing = self._watch.bad > 0
-            self._saver.after(
-                number, self._state, self._metadata, self._engine.step, overdue=self._overdue, failing=failing
-            )
+            when = {"overdue": self._overdue, "failing": self._watch.bad > 0}
+            self._saver.after(number, self._state, self._metadata, self._engine.step, **when)
 
     def _finish(self, number: int) -> None:
         """Save the last state; evaluate it unless SIGTERM says that the machine is about to be taken away."""
         summary = self.summary
-        heartbeat.doing("last save")
+        heartbeat.begin("last save")
         if number == self._job.config.train.steps:
             self._state = self._engine.flush(self._state)
             self._evaluate_once(number)  # before the save, which ranks the step by this loss
@@ -337,7 +325,7 @@ class Run:
             self._saver.last(number, self._state, self._metadata, self._engine.step)
         if self._signal != signal.SIGTERM:
             self._evaluate_once(number)
-        summary.tokens_per_second, _, summary.mfu = self._rate(statistics.median(summary.step_times))
+        summary.tokens_per_second, summary.mfu = self._rate(statistics.median(summary.step_times))
 
     def _evaluate_once(self, number: int) -> None:
         if not self.summary.evals or self.summary.evals[-1][0] != number:
@@ -406,24 +394,19 @@ class StepTimer:
         return found
 
 
-def _rates(job: Job, layout: jp.Layout) -> Callable[[float], tuple[float, float, float | None]]:
-    """A function from the seconds of a step to tokens per second, seconds, and MFU."""
+def _rates(job: Job, layout: jp.Layout) -> Callable[[float], tuple[float, float | None]]:
+    """A function from the seconds of a step to tokens per second and MFU."""
     data, peak = job.config.data, peak_flops(jax.devices()[0].device_kind)
-    tokens, flops = data.batch * data.seq, job.model.flops_per_token(data.seq) * data.batch * data.seq
+    tokens = data.batch * data.seq
+    flops = job.model.flops_per_token(data.seq) * tokens
 
-    def rate(seconds: float) -> tuple[float, float, float | None]:
-        return tokens / seconds, seconds, flops / seconds / (peak * layout.mesh.size) if peak else None
+    def rate(seconds: float) -> tuple[float, float | None]:
+        return tokens / seconds, flops / seconds / (peak * layout.mesh.size) if peak else None
 
     return rate
 
 
 def _cut(job: Job, layout: jp.Layout) -> dict[str, Any]:
     """The options that cut text into this process's batches."""
-    data = job.config.data
-    return {
-        "batch": data.batch,
-        "seq": data.seq,
-        "process_index": jax.process_index(),
-        "process_count": jax.process_count(),
-        **job.reading(layout),
-    }
+    process = {"process_index": jax.process_index(), "process_count": jax.process_count()}
+    return {"batch": job.config.data.batch, "seq": job.config.data.seq, **process, **job.reading(layout)}

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from jaxpar.errors import need
@@ -95,9 +94,7 @@ class MetricsWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._lines is not None:
             if self._pending:
                 lost = self._pending.count(b"\n")
@@ -164,11 +161,7 @@ def _records(file: Path) -> list[dict[str, Any]]:
 
 
 def draw_loss(
-    path: Path,
-    losses: Sequence[float],
-    evals: Sequence[tuple[int, float]],
-    lines: dict[str, float],
-    title: str,
+    path: Path, losses: Sequence[float], evals: Sequence[tuple[int, float]], lines: dict[str, float], title: str
 ) -> None:
     """Draw the loss curve as a PNG.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import jax
@@ -77,9 +76,7 @@ class StepPrograms:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._exit_stack.close()
 
 
@@ -112,9 +109,8 @@ def step_of(
     """
     options = job.compiler_options(platform_of(layout.mesh))
     if job.config.parallel.offload.optimizer == "disk":
-        with jp.offload.disk_offloaded_train_step(
-            layout, job.loss_fn, state, restore=restore, **job.step_options()
-        ) as step:
+        options_of_step = {"restore": restore, **job.step_options()}
+        with jp.offload.disk_offloaded_train_step(layout, job.loss_fn, state, **options_of_step) as step:
             step.compile(state, batch, options)
             yield step
     elif pipedream is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console
@@ -23,7 +22,7 @@ class StepLine:
         self._task = self._bar.add_task("train", total=steps, text="")
 
     def update(
-        self, step: int, loss: float, heldout: float, tokens_per_second: float, seconds: float, mfu: float | None
+        self, step: int, loss: float, heldout: float, seconds: float, tokens_per_second: float, mfu: float | None
     ) -> None:
         """Show a step that has just ended."""
         text = f"loss {loss:.4f}  held-out {heldout:.4f}  {tokens_per_second:,.0f} tok/s  {seconds * 1e3:.0f} ms/step"
@@ -39,8 +38,6 @@ class StepLine:
             self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._console.is_terminal:
             self._bar.stop()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 _TWICE = 0.5
@@ -37,9 +37,7 @@ class Stop:
             self._before = {number: signal.signal(number, self._take) for number in (signal.SIGINT, signal.SIGTERM)}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         late = self.late and not self.number and bool(self._before)
         for number in list(self._before):
             self._give_back(number)

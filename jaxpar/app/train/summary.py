@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,10 @@ from rich.console import Console
 import jaxpar as jp
 from jaxpar.analysis.units import show_bytes
 from jaxpar.app.job import Job
-from jaxpar.app.train import goodput, signals
+from jaxpar.app.train import goodput
 from jaxpar.app.train.checkpointing import Saver
 from jaxpar.app.train.metrics import draw_loss
+from jaxpar.app.train.signals import signal_name
 from jaxpar.data import Text
 
 
@@ -84,15 +86,8 @@ def introduce(job: Job, layout: jp.Layout, text: Text, console: Console) -> None
     Raises:
       LayoutError: the layout does not fit.
     """
-    report = jp.check(
-        layout,
-        job.make_model,
-        job.tx,
-        batch=job.batch_spec(),
-        loss_fn=job.loss_fn,
-        step=job.step_options(),
-        strict=False,
-    )
+    inputs: dict[str, Any] = {"batch": job.batch_spec(), "loss_fn": job.loss_fn, "step": job.step_options()}
+    report = jp.check(layout, job.make_model, job.tx, strict=False, **inputs)
     total, params = report.total(), report.total("params")
     config = job.config
     console.print(f"[bold]{job.name}[/]  {report.headline()} ({jax.devices()[0].device_kind})")
@@ -114,17 +109,13 @@ def introduce(job: Job, layout: jp.Layout, text: Text, console: Console) -> None
 
 def conclude(summary: Summary, folder: Path, console: Console, saver: Saver) -> None:
     """Print the summary and draw the loss curve, except after SIGTERM, when the machine may soon be taken away."""
-    hurry = summary.interrupted and signals.signal_name(summary.signal) == "SIGTERM"
+    hurry, stopped_by = summary.signal == signal.SIGTERM, signal_name(summary.signal) if summary.interrupted else ""
     if not hurry and jax.process_index() == 0:
         speed = f", {summary.tokens_per_second:,.0f} tokens/s" if summary.step_times else ""
-        title = f"{summary.steps} steps{speed}"
-        draw_loss(
-            folder / "loss.png", summary.losses, summary.evals, {"held-out bigram entropy": summary.bigram}, title
-        )
+        lines = {"held-out bigram entropy": summary.bigram}
+        draw_loss(folder / "loss.png", summary.losses, summary.evals, lines, f"{summary.steps} steps{speed}")
     console.print()
-    console.print(
-        f"[bold]stopped by {signals.signal_name(summary.signal)}[/]" if summary.interrupted else ("[bold]done[/]")
-    )
+    console.print(f"[bold]stopped by {stopped_by}[/]" if stopped_by else "[bold]done[/]")
     if summary.interrupted and not saver.active:
         console.print("nothing was saved, because the configuration has no checkpoint: key")
     console.print(

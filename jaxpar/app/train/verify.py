@@ -42,8 +42,7 @@ def verify(job: Job, *, steps: int, bound: float, console: Console) -> Verdict:
         )
     rounded = [name for name in ("gather", "reduce", "matmul") if getattr(job.precision, name) in (INT8, FP8)]
     job = in_fp32(job)
-    data = job.config.data
-    layout = job.layout()
+    data, layout = job.config.data, job.layout()
     cut = {"batch": data.batch, "seq": data.seq, "seed": data.seed, **job.reading(layout)}
     stream = batches(load_text(data.source).train, **cut)
     mesh = " × ".join(f"{axis} {size}" for axis, size in layout.sizes.items() if size > 1) or "a mesh of one device"

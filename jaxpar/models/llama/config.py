@@ -119,45 +119,14 @@ class LlamaConfig:
         return 6.0 * self.matmul_params + 6.0 * self.layers * self.heads * self.head_dim * seq
 
 
+_BF16 = LlamaConfig(dtype="bfloat16", remat="full")
+_8B = replace(_BF16, vocab=128_256, embed=4096, layers=32, heads=32, kv_heads=8, head_dim=128, mlp=14_336)
+_8B = replace(_8B, rope_theta=500_000.0, rope_factor=8.0)
 PRESETS: dict[str, LlamaConfig] = {
     "tiny": LlamaConfig(),
-    "1b": LlamaConfig(
-        vocab=32_000,
-        embed=2048,
-        layers=16,
-        heads=16,
-        kv_heads=16,
-        head_dim=128,
-        mlp=7168,
-        dtype="bfloat16",
-        remat="full",
-    ),
-    "llama3_1_8b": LlamaConfig(
-        vocab=128_256,
-        embed=4096,
-        layers=32,
-        heads=32,
-        kv_heads=8,
-        head_dim=128,
-        mlp=14_336,
-        rope_theta=500_000.0,
-        rope_factor=8.0,
-        dtype="bfloat16",
-        remat="full",
-    ),
-    "llama3_1_70b": LlamaConfig(
-        vocab=128_256,
-        embed=8192,
-        layers=80,
-        heads=64,
-        kv_heads=8,
-        head_dim=128,
-        mlp=28_672,
-        rope_theta=500_000.0,
-        rope_factor=8.0,
-        dtype="bfloat16",
-        remat="full",
-    ),
+    "1b": replace(_BF16, vocab=32_000, embed=2048, layers=16, heads=16, kv_heads=16, head_dim=128, mlp=7168),
+    "llama3_1_8b": _8B,
+    "llama3_1_70b": replace(_8B, embed=8192, layers=80, heads=64, mlp=28_672),
 }
 
 

@@ -10,12 +10,13 @@ import jax.numpy as jnp
 
 from jaxpar import attention
 from jaxpar.errors import ConfigError
-from jaxpar.parallel.attention.context import Context, Laid
+from jaxpar.parallel.attention.context import TokenOrder
 from jaxpar.parallel.overlap.branches import Branch
-from jaxpar.parallel.overlap.interleave import Cut, interleave_batches, order_of_halves
+from jaxpar.parallel.overlap.interleave import interleave_batches, order_of_halves
 from jaxpar.training.remat import OUTPUT
 
 if TYPE_CHECKING:
+    from jaxpar.models.llama.config import LlamaConfig
     from jaxpar.models.llama.layers import Block, Rope
 
 HALVES = "halves"
@@ -32,14 +33,12 @@ def halves_order(*arrays_BS: jax.Array) -> tuple[str, jax.Array, tuple[jax.Array
 
 
 def interleaved_block(
-    count: int, dim: Cut, context: Context, rope: Rope, order: Laid, documents_BS: jax.Array | None
+    config: LlamaConfig, rope: Rope, order: TokenOrder, documents_BS: jax.Array | None
 ) -> Callable[[Block, Any], Any]:
-    """Returns a block that runs on ``count`` parts of each device's rows (``dim="batch"``) or tokens (``dim="seq"``).
+    """Returns a block that runs on ``config.copies`` parts of each device's rows or tokens.
 
     Args:
-      count: number of parts.
-      dim: the dim that is split.
-      context: the attention options of the model.
+      config: of the model; ``copies_dim`` is the dim that is split.
       rope: cosines and sines of the rotary angles.
       order: the name of the token order, or ``None`` for the natural one.
       documents_BS: document of each token [batch, seq] int, or ``None``.
@@ -49,7 +48,7 @@ def interleaved_block(
     """
     if order is not None and not isinstance(order, str):
         raise ConfigError(
-            f"overlap.ways is {count}, which does not support parallel.context.load_balance: balanced. Remedy: "
+            f"overlap.ways is {config.copies}, which does not support parallel.context.load_balance: balanced. Remedy: "
             "load_balance: zigzag, or overlap: {ways: 1}."
         )
 
@@ -68,12 +67,11 @@ def interleaved_block(
             pairs = zip(carry or (None, None, None), (k_BSKD, v_BSKD, documents_BS), strict=True)
             keys, values, documents = (_append(*pair) for pair in pairs)
             seen.append((keys, values, documents))
-            options: dict[str, Any] = {"impl": context.impl, "block": context.block}
+            options: dict[str, Any] = {"impl": config.context.impl, "block": config.context.block}
             options["segment_ids"] = None if documents_BS is None else (documents_BS, documents)
             return attention(q_BSHD, keys, values, q_offset=before, **options)
 
-        o_BSHD = block.attention(h_BSE, rope, None, documents_BS, attend, half=True)
-        return o_BSHD, seen[0]
+        return block.attention(h_BSE, rope, None, documents_BS, attend, half=True), seen[0]
 
     attention_branch = Branch(
         before=lambda block, x_BSE: block.attention_norm(x_BSE),
@@ -88,7 +86,7 @@ def interleaved_block(
         output_projection=lambda block, hidden_BSF: block.mlp.output(hidden_BSF),
         name=OUTPUT,
     )
-    run = interleave_batches((attention_branch, mlp_branch), count, dim=dim)
+    run = interleave_batches((attention_branch, mlp_branch), config.copies, dim=config.copies_dim)
     return lambda block, x_BSE: run(block, x_BSE, (rope, documents_BS))
 
 

@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxpar import hint
 from jaxpar.models.llama.config import LlamaConfig
 from jaxpar.nnx import axes
-from jaxpar.parallel.attention.context import Laid
+from jaxpar.parallel.attention.context import TokenOrder
 from jaxpar.parallel.zero.gather import sharded_dot
 from jaxpar.training.remat import OUTPUT
 
@@ -67,7 +67,7 @@ class Attention(nnx.Module):
         self,
         x_BSE: jax.Array,
         rope: Rope,
-        order: Laid,
+        order: TokenOrder,
         documents_BS: jax.Array | None,
         attend: Attend | None = None,
         *,
@@ -151,7 +151,7 @@ class Block(nnx.Module):
         self,
         x_BSE: jax.Array,
         rope: Rope,
-        order: Laid = None,
+        order: TokenOrder = None,
         documents_BS: jax.Array | None = None,
         attend: Attend | None = None,
     ) -> jax.Array:

@@ -23,7 +23,7 @@ from jaxpar.models.llama.config import NAMES, LlamaConfig, halved
 from jaxpar.models.llama.interleaved import HALVES, halves_order, interleaved_block
 from jaxpar.models.llama.layers import Block, RMSNorm, Rope, _kernel, layer_shapes, rope_table
 from jaxpar.nnx import stacked
-from jaxpar.parallel.attention.context import Laid
+from jaxpar.parallel.attention.context import TokenOrder
 from jaxpar.parallel.offload.host_weights import cut
 from jaxpar.parallel.offload.placement import on_host
 from jaxpar.parallel.overlap.interleave import cut as cut_rows
@@ -63,13 +63,15 @@ class Llama(nnx.Module):
     def __call__(self, tokens_BS: jax.Array, positions_BS: jax.Array | None = None) -> jax.Array:
         return hint(self.hidden(tokens_BS, positions_BS) @ self.unembedding(), "batch", "seq", "vocab")
 
-    def laid(self, *arrays_BS: jax.Array, order_BS: jax.Array | None = None) -> tuple[Laid, Any, tuple[jax.Array, ...]]:
+    def reorder_tokens(
+        self, *arrays_BS: jax.Array, order_BS: jax.Array | None = None
+    ) -> tuple[TokenOrder, Any, tuple[jax.Array, ...]]:
         """Returns arrays [batch, seq] in the token order that is fastest for :meth:`hidden`.
 
         Args:
           arrays_BS: tokens, targets and, for packed documents, segment ids; each [batch, seq].
           order_BS: an order [batch, seq] that comes with the batch; see
-            :meth:`jaxpar.parallel.attention.context.Context.laid`.
+            :meth:`jaxpar.parallel.attention.context.Context.reorder_tokens`.
 
         Returns:
           The order for :meth:`hidden`, the token positions [1, seq] or ``None``, and the permuted arrays.
@@ -77,13 +79,13 @@ class Llama(nnx.Module):
         if halved(self.config):
             return halves_order(*arrays_BS)
         q, k = layer_shapes(self.config, arrays_BS[0].shape)
-        return self.config.context.laid(q, k, *arrays_BS, order_BS=order_BS)
+        return self.config.context.reorder_tokens(q, k, *arrays_BS, order_BS=order_BS)
 
     def hidden(
         self,
         tokens_BS: jax.Array,
         positions_BS: jax.Array | None = None,
-        order: Laid = None,
+        order: TokenOrder = None,
         documents_BS: jax.Array | None = None,
     ) -> jax.Array:
         """Returns the normed output of the last layer, [batch, seq, embed] in ``config.dtype``.
@@ -91,7 +93,7 @@ class Llama(nnx.Module):
         Args:
           tokens_BS: token ids [batch, seq] int.
           positions_BS: position of each token [1 or batch, seq] int; 0, 1, ... if not given.
-          order: the order of the tokens, as :meth:`laid` returns it; ``None`` for the natural one.
+          order: the order of the tokens, as :meth:`reorder_tokens` returns it; ``None`` for the natural one.
           documents_BS: document of each token [batch, seq] int; tokens attend only within their document.
 
         Raises:
@@ -129,7 +131,7 @@ class Llama(nnx.Module):
 
 
 def _stacked(
-    recompute: RematPolicy, config: LlamaConfig, rope: Rope, order: Laid, documents_BS: jax.Array | None
+    recompute: RematPolicy, config: LlamaConfig, rope: Rope, order: TokenOrder, documents_BS: jax.Array | None
 ) -> Callable[[Block, jax.Array], jax.Array]:
     """Returns a function that scans over a stack of layers."""
     saved_dims = ("batch", "residual_seq", SAVED_EMBED if recompute.slice_activation else "embed")
@@ -139,8 +141,7 @@ def _stacked(
     def layer(block: Block, x_BSE: Any) -> Any:
         x_BSE = hint_all(x_BSE, "batch", "residual_seq", "embed") if recompute.slice_activation else x_BSE
         if config.copies > 1:
-            overlap = config.copies, config.copies_dim, config.context
-            return interleaved_block(*overlap, rope, order, documents_BS)(block, x_BSE)
+            return interleaved_block(config, rope, order, documents_BS)(block, x_BSE)
         return block(x_BSE, rope, order, documents_BS)
 
     @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry, transform_metadata=stacked("layers"))

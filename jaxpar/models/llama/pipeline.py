@@ -54,8 +54,7 @@ def staged_next_token_loss(config: LlamaConfig) -> PipelineLoss:
         order = None if in_halves else config.context.settled_order(*layer_shapes(config, x_BSE.shape[:2]), num_shards)
         apply_block = lambda block, x_BSE: block(x_BSE, rope, order, documents_BS)
         if config.copies > 1:
-            overlap = config.copies, config.copies_dim, config.context
-            apply_block = interleaved_block(*overlap, rope, order, documents_BS)
+            apply_block = interleaved_block(config, rope, order, documents_BS)
         run = remat(recompute, config.reshard_after_forward)(apply_block)
         y_BSE: jax.Array = run(block, x_BSE)
         return y_BSE
@@ -88,26 +87,20 @@ def staged_next_token_loss(config: LlamaConfig) -> PipelineLoss:
 
 
 def _check(config: LlamaConfig, recompute: RematPolicy) -> None:
+    regather, residual = config.reshard_after_forward, "activations between layers are sharded by 'residual_seq'"
     unsupported = (
-        (
-            "remat.layers",
-            list(recompute.layers) or None,
-            ("all layers share one program, so all of them recompute alike"),
-        ),
-        (
-            "remat.slice_activation",
-            recompute.slice_activation or None,
-            "activations between layers are sharded by 'residual_seq'",
-        ),
-        (
-            "reshard_after_forward",
-            None if config.reshard_after_forward is True else config.reshard_after_forward,
-            "weights are gathered once per step and kept",
-        ),
+        ("remat.layers", list(recompute.layers), "all layers share one program, so all of them recompute alike"),
+        ("remat.slice_activation", recompute.slice_activation, residual),
     )
     for key, value, why in unsupported:
-        if value is not None:
-            raise ConfigError(f"pipeline: {key} is {value}, but under a pipeline {why}. Remedy: leave {key} out.")
+        if value:
+            raise _unsupported(key, value, why)
+    if regather is not True:
+        raise _unsupported("reshard_after_forward", regather, "weights are gathered once per step and kept")
+
+
+def _unsupported(key: str, value: Any, why: str) -> ConfigError:
+    return ConfigError(f"pipeline: {key} is {value}, but under a pipeline {why}. Remedy: leave {key} out.")
 
 
 def _prepared(config: LlamaConfig, batch: TokenBatch) -> TokenBatch:

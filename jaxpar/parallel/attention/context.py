@@ -23,7 +23,7 @@ from jaxpar.utils.checks import is_count
 BALANCED = "balanced"
 """A ring order that balances packed documents; each batch contains it, from :func:`jaxpar.context.balanced_packing`."""
 HEADS_AXIS = ("ulysses",)
-type Laid = str | jax.Array | None
+type TokenOrder = str | jax.Array | None
 """A token order: a name, the position of each token [seq], or ``None`` for the natural order."""
 
 
@@ -35,8 +35,8 @@ class Context:
       impl: the implementation, any but ``split_kv``.
       load_balance: the order of the tokens along the devices of a ring: ``contiguous``, ``zigzag``, ``striped`` or
         ``balanced``. The model reorders tokens, targets and positions once, before the first layer. ``balanced`` takes
-        the order from the batch; see :meth:`laid`. Default: zigzag if there is a ring and the sequence divides, else
-        contiguous.
+        the order from the batch; see :meth:`reorder_tokens`. Default: zigzag if there is a ring and the sequence
+        divides, else contiguous.
       grad_dtype: the dtype in which devices send gradients of keys and values, ``float32`` or ``bfloat16``.
       block: the maximum number of tokens on a tile's side; ``None`` picks a size for the device.
       keep_gathered_kv: for ``gather``: keep the gathered keys and values for the backward pass, if the remat policy
@@ -83,7 +83,9 @@ class Context:
                 f"{self.impl!r}. Remedy: set impl: gather, or leave keep_gathered_kv out."
             )
 
-    def laid(self, q: Any, k: Any, *arrays_BS: Any, order_BS: Any = None) -> tuple[Laid, Any, tuple[Any, ...]]:
+    def reorder_tokens(
+        self, q: Any, k: Any, *arrays_BS: Any, order_BS: Any = None
+    ) -> tuple[TokenOrder, Any, tuple[Any, ...]]:
         """Returns the token order, the positions ``[1, seq]`` in that order, and the arrays reordered.
 
         The order and the positions are ``None`` if the natural order is kept.
@@ -129,14 +131,14 @@ class Context:
         ]
 
     def __call__(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, order: Laid, segment_ids: jax.Array | None = None
+        self, q: jax.Array, k: jax.Array, v: jax.Array, order: TokenOrder, segment_ids: jax.Array | None = None
     ) -> jax.Array:
         """Returns causal attention of tokens stored in the given order.
 
         Args:
           q: queries ``[batch, seq, heads, head_dim]``.
           k, v: keys and values ``[batch, seq, kv_heads, head_dim]``.
-          order: the order of the tokens, as :meth:`laid` returns it.
+          order: the order of the tokens, as :meth:`reorder_tokens` returns it.
           segment_ids: the document of each token ``[batch, seq]``, in the same order; negative for padding.
 
         Returns:

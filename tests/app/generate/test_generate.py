@@ -377,7 +377,8 @@ def test_initial_parameters_are_said_loudly(config: Path, monkeypatch: pytest.Mo
     job, screen = job_of(config, "train.seed=7"), io.StringIO()
     layout = job.layout()
     monkeypatch.setattr(jp, "init", lambda *asked, seed: SimpleNamespace(params=(*asked[:2], seed)))
-    params = _parameters(job, layout, None, None, Console(file=screen, width=200))  # type: ignore[arg-type]
+    model: Any = SimpleNamespace(layout=layout)
+    params = _parameters(job, model, None, Console(file=screen, width=200))
     assert params == (layout, job.make_model, 7)
     text = (
         "INITIAL parameters, not trained, on data 4, model 2: the generated text is noise. Remedy: --checkpoint DIR\n"

@@ -248,7 +248,7 @@ def test_whose_supervisor_is_gone_ends(tmp_path: Path) -> None:
     read, write = os.pipe()
     script = (
         "import signal, sys, time\nfrom jaxpar.app.launch import heartbeat\nheartbeat.TICK = 0.05\n"
-        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))\nassert heartbeat.connect()\nheartbeat.doing('x')\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))\nassert heartbeat.connect()\nheartbeat.begin('x')\n"
         "heartbeat.beat(3)\ntime.sleep(60)"
     )
     child = subprocess.Popen([sys.executable, "-c", script], pass_fds=(write,), env={**os.environ, BEATS: str(write)})

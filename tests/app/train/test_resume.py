@@ -23,7 +23,7 @@ import jaxpar as jp
 from jaxpar.app.cli import main
 from jaxpar.app.config import load_run
 from jaxpar.app.job import Job, make_job
-from jaxpar.app.train.checkpointing import Saver, _changes, _plain, for_this_process
+from jaxpar.app.train.checkpointing import Saver, config_changes, config_values, for_this_process
 from jaxpar.app.train.loop import train
 from jaxpar.app.train.programs import StepPrograms
 from jaxpar.checkpoint.manifest import read
@@ -203,9 +203,9 @@ def test_what_keeps_a_run_from_going_on_is_said(whole: Path, tmp_path: Path) -> 
     with saver(file, at, "train.steps=9") as one:
         found = one.restore()
         assert found is not None and found.step == 6 and one.disk(found) is None
-        assert list(_changes(found.manifest.metadata["config"], _plain(job_of(file, "train.steps=9")))) == [
-            "train.steps was 6, is now 9"
-        ]
+        assert list(
+            config_changes(found.manifest.metadata["config"], config_values(job_of(file, "train.steps=9")))
+        ) == ["train.steps was 6, is now 9"]
     stream = batches(range(400), batch=8, seq=16, seed=1)
     position = for_this_process({**found.manifest.metadata["position"]})
     position["fingerprint"]["process_count"] = 4

@@ -348,9 +348,9 @@ class Attending:
     context: jp.context.Context
     table: np.ndarray
 
-    def laid(self, *arrays: Any, order_BS: Any = None) -> Any:
+    def reorder_tokens(self, *arrays: Any, order_BS: Any = None) -> Any:
         q = jax.ShapeDtypeStruct((*arrays[0].shape, 2, 4), jnp.float32)
-        return self.context.laid(q, q, *arrays, order_BS=order_BS)
+        return self.context.reorder_tokens(q, q, *arrays, order_BS=order_BS)
 
     def hidden(self, tokens: Any, positions: Any, order: Any, documents_BS: Any = None) -> Any:
         x = jnp.asarray(self.table)[tokens].reshape(*tokens.shape, 2, 4)
@@ -409,6 +409,6 @@ def test_a_balanced_order_comes_with_the_batch_or_is_an_error() -> None:
     )
     q, tokens = jax.ShapeDtypeStruct((2, 32, 2, 8), jnp.float32), np.zeros((2, 32), int)
     with jp.Layout(jp.MeshSpec(context=2).abstract(), RULES), pytest.raises(LayoutError, match=f"^{re.escape(text)}$"):
-        jp.context.Context("ring", load_balance="balanced").laid(q, q, tokens)
+        jp.context.Context("ring", load_balance="balanced").reorder_tokens(q, q, tokens)
     with jp.Layout(jp.MeshSpec(ulysses=2).abstract(), RULES):
-        assert jp.context.Context("ulysses", load_balance="balanced").laid(q, q, tokens)[:2] == (None, None)
+        assert jp.context.Context("ulysses", load_balance="balanced").reorder_tokens(q, q, tokens)[:2] == (None, None)
