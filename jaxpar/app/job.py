@@ -66,19 +66,15 @@ class Job:
         Raises:
           RulesError, MeshError: ``parallel.optimizer`` does not fit the rules or the mesh.
         """
-        if self.zero.stage == 0:
-            return jp.Layout.from_dict(self._sliced(self.layout_data), devices=devices)
-        count = devices if isinstance(devices, int) else len(jax.devices() if devices is None else devices)
-        mesh = self.zero.mesh(jp.MeshSpec.from_dict(self.layout_data["mesh"] or {}), count)
-        rules = self.zero.rules(jp.Rules.from_dict(self.layout_data["rules"] or {}))
-        data = {"mesh": mesh.to_dict(), "rules": rules.to_dict()}
-        return jp.Layout.from_dict(self._sliced(data), devices=devices)
-
-    def _sliced(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Add the rule that shards kept layer inputs over ``model``, if ``slice_activation`` needs it."""
-        if not jp.RematPolicy.of(self.model.remat).slice_activation:
-            return data
-        return {**data, "rules": {SAVED_EMBED: "model", **(data["rules"] or {})}}
+        data = dict(self.layout_data)
+        if self.zero.stage:
+            count = devices if isinstance(devices, int) else len(jax.devices() if devices is None else devices)
+            data["mesh"] = self.zero.mesh(jp.MeshSpec.from_dict(data["mesh"] or {}), count).to_dict()
+            data["rules"] = self.zero.rules(jp.Rules.from_dict(data["rules"] or {})).to_dict()
+        if jp.RematPolicy.of(self.model.remat).slice_activation:
+            # The rule that shards kept layer inputs over `model`.
+            data["rules"] = {SAVED_EMBED: "model", **(data["rules"] or {})}
+        return jp.Layout.from_dict(data, devices=devices)
 
     def step_options(self) -> dict[str, Any]:
         """The keyword arguments of :func:`jaxpar.train_step`."""

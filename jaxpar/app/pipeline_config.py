@@ -41,23 +41,11 @@ def make_pipeline(
     try:
         if config.schedule in ASYNCHRONOUS:
             return _asynchronous(config, stages, layers)
-        schedule = jp.pipeline.schedule(
-            config.schedule,
-            stages,
-            config.microbatches,
-            chunks=config.virtual_stages,
-            sequence_chunks=config.sequence_chunks,
-        )
+        chunks: dict[str, Any] = {"chunks": config.virtual_stages, "sequence_chunks": config.sequence_chunks}
+        schedule = jp.pipeline.schedule(config.schedule, stages, config.microbatches, **chunks)
         _check_layers(config, layers, schedule.pieces.count)
-        return jp.Pipeline(
-            schedule,
-            config.activation_checkpointing,
-            config.layers_per_stage,
-            config.grad_reduction,
-            config.executor,
-            config.recompute,
-            config.embedding,
-        )
+        own = {name: getattr(config, name) for name in ("executor", "recompute", "embedding")}
+        return jp.Pipeline(schedule, **_shared(config), **own)
     except ConfigError:
         raise
     except JaxparError as error:
@@ -80,28 +68,21 @@ def check_recompute(pipeline: jp.Pipeline | jp.pipeline.Asynchronous | None, rem
 
 def _asynchronous(config: PipelineConfig, stages: int, layers: int) -> jp.pipeline.Asynchronous:
     """The pipeline of a schedule that is not drained between steps."""
-    supported: tuple[tuple[str, Any, Any], ...] = (
-        ("virtual_stages", config.virtual_stages, 1),
-        ("sequence_chunks", config.sequence_chunks, 1),
-        ("executor", config.executor, "lockstep"),
-        ("recompute", config.recompute, ()),
-        ("embedding", config.embedding, "per_step"),
-    )
-    for name, value, default in supported:
-        if value != default:
+    for name in ("virtual_stages", "sequence_chunks", "executor", "recompute", "embedding"):
+        value = getattr(config, name)
+        if value != getattr(PipelineConfig, name):  # the default
             raise ConfigError(
                 f"parallel.pipeline: {name} is {value!r}, but under {config.schedule!r} each stage has one piece of "
                 f"the model, and all stages do the same work in every tick. Remedy: leave {name} out."
             )
     _check_layers(config, layers, stages)
-    return jp.pipeline.Asynchronous(
-        config.schedule,
-        stages,
-        config.microbatches,
-        config.activation_checkpointing,
-        config.layers_per_stage,
-        config.grad_reduction,
-    )
+    return jp.pipeline.Asynchronous(config.schedule, stages, config.microbatches, **_shared(config))
+
+
+def _shared(config: PipelineConfig) -> dict[str, Any]:
+    """The options that every pipeline has."""
+    options = {name: getattr(config, name) for name in ("activation_checkpointing", "grad_reduction")}
+    return {**options, "layers": config.layers_per_stage}
 
 
 def _check_layers(config: PipelineConfig, layers: int, pieces: int) -> None:

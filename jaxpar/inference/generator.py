@@ -36,11 +36,7 @@ _MIN_PADDED = 16
 """Prompts are padded to a power of two, at least this one, so that few prompt lengths are compiled."""
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["cache", "tokens", "at", "left", "keys", "moving"],
-    meta_fields=[],
-)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Decoding:
     """State of a decode step. The step donates it.
@@ -148,7 +144,7 @@ class Generator:
                 "such as nnx.Dropout without rngs; the checkpoint's parameters still fit it."
             )
         self._state, self.params = state, state.params
-        self._long = _with_cache(layout)
+        self._long = with_cache(layout)
         self._short = replace(self._long, rules=self._long.rules.replace(**dict.fromkeys(cached.sequence)))
         self._pipeline = PipelinedDecoder.of(cached, stages_of(layout, cached), batch)
         self.prepared, weights = placement.prepared(layout, state, cached.prepare)
@@ -394,24 +390,21 @@ class Generator:
         number = jax.ShapeDtypeStruct((self.batch,), jnp.int32, sharding=row)
         key = jax.eval_shape(lambda: jax.random.key(0)).dtype
         keys = jax.ShapeDtypeStruct((self.batch,), key, sharding=row)
-        moving = None if self._pipeline is None else self._moving(self._pipeline)
-        return Decoding(cache, number, number, number, keys, moving)
-
-    def _moving(self, decoder: PipelinedDecoder) -> Any:
-        """Returns the shapes and shardings of the activations between stages, as a prefill returns them."""
+        decoder = self._pipeline
+        if decoder is None:
+            return Decoding(cache, number, number, number, keys)
+        # The activations between stages, as a prefill returns them.
         with _under(self.layout, self._short):
             merged = lambda params: self._state.metadata.kind.merge(params, self._state.variables)
             shapes = jax.eval_shape(lambda params: decoder.initial_activations(merged(params)), self.prepared)
         specs = {"x": decoder.spec(self._short), "ticks": PartitionSpec()}
         places = {name: NamedSharding(self.layout.mesh, spec) for name, spec in specs.items()}
-        return {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=places[name]) for name, x in shapes.items()}
+        moving = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=places[name]) for name, x in shapes.items()}
+        return Decoding(cache, number, number, number, keys, moving)
 
     def _padded(self, longest: int) -> int:
         """Returns the padded prompt length, which the rules can shard."""
-        num_shards = 1
-        for dim in self.cached.sequence:
-            found = self.layout.resolve((dim,))
-            num_shards = math.lcm(num_shards, math.prod(self.layout.sizes.get(axis, 1) for axis in found.axes[0]))
+        num_shards = math.lcm(*(shards_of(self.layout, dim) for dim in self.cached.sequence))
         # Twice the number of shards, because a zigzag ring splits each shard in two.
         return -(-max(_MIN_PADDED, 1 << (longest - 1).bit_length()) // (2 * num_shards)) * 2 * num_shards
 
@@ -423,12 +416,17 @@ def _processes(mesh: Any) -> int:
     return len({device.process_index for device in mesh.devices.flat})
 
 
-def _with_cache(layout: Layout) -> Layout:
-    """Returns the layout with a rule for the cache's slots."""
+def with_cache(layout: Layout) -> Layout:
+    """Returns the layout with a rule for the cache's slots, which shards them as ``seq`` if the rules have none."""
     table = layout.rules.table
     if CACHE_SEQ in table:
         return layout
     return replace(layout, rules=layout.rules.replace(**{CACHE_SEQ: table.get("seq")}))
+
+
+def shards_of(layout: Layout, dim: str) -> int:
+    """Returns the number of shards of a dim under the rules."""
+    return math.prod(layout.sizes.get(axis, 1) for axis in layout.resolve((dim,)).axes[0])
 
 
 @contextmanager

@@ -59,8 +59,8 @@ def check_requests(
     if not given:
         raise ConfigError("generate: no prompts were given. Remedy: pass at least one.")
     one = _integer(most)
-    limits = [one] * len(given) if one is not None else _integers("most", most)
-    numbers = list(range(len(given))) if seeds is None else _integers("seeds", seeds)
+    limits = [one] * len(given) if one is not None else _per_prompt("most", most)
+    numbers = list(range(len(given))) if seeds is None else _per_prompt("seeds", seeds)
     for name, values in (("most", limits), ("seeds", numbers)):
         if len(values) != len(given):
             raise ConfigError(
@@ -69,7 +69,12 @@ def check_requests(
             )
     found = []
     for number, (prompt, limit, seed) in enumerate(zip(given, limits, numbers, strict=True)):
-        tokens = _tokens(number, prompt)
+        tokens = _integers(prompt)
+        if tokens is None:
+            raise ConfigError(
+                f"generate: request {number} must be a list of integer tokens, got {prompt!r:.60}. Remedy: pass "
+                "a tokenizer's output, such as [[1, 2, 3], [4]] for two requests."
+            )
         if not tokens or limit < 1:
             raise ConfigError(
                 f"generate: request {number} has {len(tokens)} prompt tokens and requests {limit} new "
@@ -93,7 +98,7 @@ def check_requests(
                 f"tokens, {total} in total, but the cache has {slots} slots. Remedy: set "
                 f"{spell('slots', total)} or more, shorten the prompt{shorter}."
             )
-        found.append(Request(tokens, limit, seed))
+        found.append(Request(tuple(tokens), limit, seed))
     return found
 
 
@@ -106,27 +111,19 @@ def check_top_k(top_k: int | None, vocab: int) -> None:
         )
 
 
-def _tokens(number: int, prompt: Any) -> tuple[int, ...]:
-    found = [_integer(token) for token in prompt] if isinstance(prompt, Iterable) else [None]
-    known = [token for token in found if token is not None]
-    if len(known) < len(found):
-        raise ConfigError(
-            f"generate: request {number} must be a list of integer tokens, got {prompt!r:.60}. Remedy: pass "
-            "a tokenizer's output, such as [[1, 2, 3], [4]] for two requests."
-        )
-    return tuple(known)
+def _per_prompt(name: str, values: Any) -> list[int]:
+    known = _integers(values)
+    if known is None:
+        kind = "an integer or one integer" if name == "most" else "one integer"
+        raise ConfigError(f"generate: {name} must be {kind} per prompt, got {values!r:.60}.")
+    return known
 
 
-def _integers(name: str, values: Any) -> list[int]:
+def _integers(values: Any) -> list[int] | None:
+    """Returns the values as ints, or ``None`` if they are not an iterable of integers."""
     found = [_integer(value) for value in values] if isinstance(values, Iterable) else [None]
     known = [value for value in found if value is not None]
-    if len(known) < len(found):
-        raise ConfigError(
-            f"generate: {name} must be an integer or one integer per prompt, got {values!r:.60}."
-            if name == "most"
-            else f"generate: {name} must be one integer per prompt, got {values!r:.60}."
-        )
-    return known
+    return known if len(known) == len(found) else None
 
 
 def _integer(value: Any) -> int | None:

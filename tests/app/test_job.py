@@ -56,6 +56,15 @@ def test_a_stage_shards_the_layout_and_tells_the_step(job_of: Any) -> None:
     )
 
 
+@pytest.mark.parametrize("stage", [0, 1])
+def test_an_unknown_key_of_the_layout_is_named_at_every_stage(stage: int, job_of: Any, tmp_path: Path) -> None:
+    layout = tmp_path / "layout.yaml"
+    layout.write_text("mesh: {data: -1}\nrules: {batch: data}\nrulse: {}\n")
+    job = job_of(layout=str(layout), parallel={"optimizer": {"stage": stage}})
+    with pytest.raises(ConfigError, match="unknown key 'rulse'"):
+        job.layout(8)
+
+
 def test_packed_documents_come_in_an_order_that_suits_the_ring(job_of: Any) -> None:
     keys = {
         "layout": str(CONFIGS / "layouts" / "ring.yaml"),

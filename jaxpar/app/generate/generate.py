@@ -28,6 +28,8 @@ from jaxpar.checkpoint.manifest import NAME, read
 from jaxpar.checkpoint.verify import steps_in
 from jaxpar.data.sources import SEPARATOR
 from jaxpar.errors import CheckpointError, ConfigError, DamagedError
+from jaxpar.inference.cached_model import CACHE_SEQ
+from jaxpar.inference.generator import shards_of, with_cache
 from jaxpar.inference.pipeline import stages_of
 from jaxpar.inference.request import SEEDS, check_requests
 from jaxpar.models.llama.decode import cached_llama
@@ -90,9 +92,9 @@ def generator(job: Job, texts: Sequence[Sequence[int]], options: GenerateOptions
     if options.batch is not None and options.batch < 1:
         raise ConfigError(f"generate: batch must be at least 1, got {options.batch}.")
     layout, slots = job.layout(), options.slots
-    num_shards = {dim: _num_shards(layout, dim) for dim in ("batch", "cache_seq")}
+    num_shards = {dim: shards_of(with_cache(layout), dim) for dim in ("batch", CACHE_SEQ)}
     longest = max((len(text) for text in texts), default=0) + options.most
-    slots = _rounded(longest, math.lcm(16, num_shards["cache_seq"])) if slots is None else slots
+    slots = _rounded(longest, math.lcm(16, num_shards[CACHE_SEQ])) if slots is None else slots
     seeds = range(options.seed, options.seed + len(texts))
     if not 0 <= options.seed <= SEEDS - len(texts):
         raise ConfigError(
@@ -295,13 +297,6 @@ def _streamed(
             page.write(answer.end(INTERRUPTED))
             page.ended(row)
     return max(0, sum(answer.count for answer in answers) - len(answers)), seconds
-
-
-def _num_shards(layout: jp.Layout, dim: str) -> int:
-    """The number of shards of a dim under the rules; ``cache_seq`` is sharded as ``seq`` if it has no rule."""
-    table = layout.rules.table
-    found = layout.resolve(("seq" if dim not in table and dim == "cache_seq" else dim,))
-    return math.prod(layout.sizes.get(axis, 1) for axis in found.axes[0])
 
 
 def _rounded(number: int, multiple: int) -> int:

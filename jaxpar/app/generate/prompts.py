@@ -184,13 +184,12 @@ class Page:
             self.live.update(self._blocks(), refresh=True)
 
     def _blocks(self) -> Group:
-        rows = enumerate(self.answers, self.first)
-        return Group(*(self._block(number, answer) for number, answer in rows))
-
-    def _block(self, number: int, answer: Answer) -> Text:
-        text = answer.text if answer.why else answer.settled()
-        parts = (f"[{number}] ", "bold green" if answer.why else "bold yellow"), (_shown(answer.prompt), "dim")
-        return Text.assemble(*parts, _shown(text))
+        blocks = []
+        for number, answer in enumerate(self.answers, self.first):
+            text = answer.text if answer.why else answer.settled()
+            title = f"[{number}] ", "bold green" if answer.why else "bold yellow"
+            blocks.append(Text.assemble(title, (_shown(answer.prompt), "dim"), _shown(text)))
+        return Group(*blocks)
 
     def _write(self, text: str) -> None:
         self.out.write(_shown(text) if self.console.is_terminal else text)

@@ -74,6 +74,7 @@ def raised(error: BaseException, *, again: bool) -> None:
 
 
 def _say(**message: Any) -> None:
+    global _pipe
     if _pipe is None:
         return
     try:
@@ -81,14 +82,9 @@ def _say(**message: Any) -> None:
     except BlockingIOError:
         pass  # the pipe is full because the supervisor is slow; a later message carries the same information
     except BrokenPipeError:
-        _orphaned()
-
-
-def _orphaned() -> None:
-    """End this process as if by SIGTERM: its supervisor is gone and cannot end it."""
-    global _pipe
-    _pipe = None
-    os.kill(os.getpid(), signal.SIGTERM)
+        # The supervisor is gone and cannot end this process, which therefore ends as if by SIGTERM.
+        _pipe = None
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def at_work() -> None:

@@ -320,18 +320,17 @@ class Run:
         heartbeat.begin("last save")
         if number == self._job.config.train.steps:
             self._state = self._engine.flush(self._state)
-            self._evaluate_once(number)  # before the save, which ranks the step by this loss
+            self._evaluate(number)  # before the save, which ranks the step by this loss
         with self._account.spend("checkpoint"):
             self._saver.last(number, self._state, self._metadata, self._engine.step)
         if self._signal != signal.SIGTERM:
-            self._evaluate_once(number)
+            self._evaluate(number)
         summary.tokens_per_second, summary.mfu = self._rate(statistics.median(summary.step_times))
 
-    def _evaluate_once(self, number: int) -> None:
-        if not self.summary.evals or self.summary.evals[-1][0] != number:
-            self._evaluate(number)
-
     def _evaluate(self, number: int) -> None:
+        """Evaluate the state after a step, unless that is done already."""
+        if self.summary.evals and self.summary.evals[-1][0] == number:
+            return
         with self._account.spend("evaluation"):
             loss = self._engine.evaluate(self._state, self._heldout)
         self.summary.evals.append((number, loss))

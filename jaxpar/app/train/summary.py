@@ -63,11 +63,6 @@ class Summary:
     goodput: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def interrupted(self) -> bool:
-        """Whether a signal ended the run."""
-        return self.signal != 0
-
-    @property
     def heldout(self) -> float:
         """The last held-out loss."""
         return self.evals[-1][1] if self.evals else math.nan
@@ -109,14 +104,14 @@ def introduce(job: Job, layout: jp.Layout, text: Text, console: Console) -> None
 
 def conclude(summary: Summary, folder: Path, console: Console, saver: Saver) -> None:
     """Print the summary and draw the loss curve, except after SIGTERM, when the machine may soon be taken away."""
-    hurry, stopped_by = summary.signal == signal.SIGTERM, signal_name(summary.signal) if summary.interrupted else ""
+    hurry, stopped_by = summary.signal == signal.SIGTERM, signal_name(summary.signal) if summary.signal else ""
     if not hurry and jax.process_index() == 0:
         speed = f", {summary.tokens_per_second:,.0f} tokens/s" if summary.step_times else ""
         lines = {"held-out bigram entropy": summary.bigram}
         draw_loss(folder / "loss.png", summary.losses, summary.evals, lines, f"{summary.steps} steps{speed}")
     console.print()
     console.print(f"[bold]stopped by {stopped_by}[/]" if stopped_by else "[bold]done[/]")
-    if summary.interrupted and not saver.active:
+    if stopped_by and not saver.active:
         console.print("nothing was saved, because the configuration has no checkpoint: key")
     console.print(
         f"steps             {summary.steps} in {summary.seconds:.0f} s (compile {summary.compile_seconds:.0f} s)"

@@ -23,16 +23,11 @@ from jaxpar.models.llama.layers import Block, rope_table
 from jaxpar.models.llama.model import Llama
 from jaxpar.parallel.pipeline.staged_loss import stacked_part
 
-CONTRACTING_DIMS = {
-    "embedding": (-1,),
-    "head": (-2,),
-    "q": (-3,),
-    "k": (-3,),
-    "v": (-3,),
+CONTRACTING_DIMS: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(("q", "k", "v"), (-3,)),
+    **dict.fromkeys(("gate", "up", "down", "head"), (-2,)),
     "o": (-3, -2),
-    "gate": (-2,),
-    "up": (-2,),
-    "down": (-2,),
+    "embedding": (-1,),
 }
 """Contracting dims of each matrix. An int8 matrix shares one scale along these dims."""
 _INT8 = "int8"
