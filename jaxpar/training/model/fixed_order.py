@@ -45,63 +45,23 @@ By default XLA has two implementations of ``exp``, ``log`` and ``rsqrt`` that di
 shard's size and memory order, which a collective may change.
 """
 
-_OTHERS = frozenset(
-    ("dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated", "cumlogsumexp", "scatter-add")
-    + (
-        "scatter_add",
-        "scatter-sub",
-        "scatter_sub",
-        "scatter-mul",
-        "scatter_mul",
-        "scatter-apply",
-        "reduce",
-        "reduce_window",
-    )
-    + ("reduce_window_sum", "select_and_scatter", "select_and_scatter_add", "select_and_gather_add", "triangular_solve")
-    + ("fft", "psum", "psum_invariant", "psum_scatter", "reduce_scatter", "ffi_call", "pallas_call")
-)
-_CALLS = frozenset(
-    (
-        "jit",
-        "pjit",
-        "closed_call",
-        "core_call",
-        "eval_jaxpr",
-        "remat2",
-        "checkpoint",
-        "custom_jvp_call",
-        "custom_vjp_call",
-    )
-)
+_OTHERS = frozenset((
+    "dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated", "cumlogsumexp", "scatter-add",
+    "scatter_add", "scatter-sub", "scatter_sub", "scatter-mul", "scatter_mul", "scatter-apply", "reduce",
+    "reduce_window", "reduce_window_sum", "select_and_scatter", "select_and_scatter_add", "select_and_gather_add",
+    "triangular_solve", "fft", "psum", "psum_invariant", "psum_scatter", "reduce_scatter", "ffi_call",
+    "pallas_call",
+))  # fmt: skip
+_CALLS = frozenset((
+    "jit", "pjit", "closed_call", "core_call", "eval_jaxpr", "remat2", "checkpoint", "custom_jvp_call",
+    "custom_vjp_call",
+))  # fmt: skip
 _LOOPS = frozenset(("scan", "while", "cond"))
-_MOVES = frozenset(
-    (
-        "broadcast_in_dim",
-        "reshape",
-        "transpose",
-        "squeeze",
-        "expand_dims",
-        "slice",
-        "dynamic_slice",
-        "concatenate",
-        "pad",
-        "rev",
-    )
-    + (
-        "gather",
-        "select_n",
-        "copy",
-        "stack",
-        "unstack",
-        "split",
-        "stop_gradient",
-        "neg",
-        "max",
-        "min",
-        "sort",
-        "optimization_barrier",
-    )
-)
+_MOVES = frozenset((
+    "broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "slice", "dynamic_slice", "concatenate",
+    "pad", "rev", "gather", "select_n", "copy", "stack", "unstack", "split", "stop_gradient", "neg", "max", "min",
+    "sort", "optimization_barrier",
+))  # fmt: skip
 """Primitives that do not round."""
 
 

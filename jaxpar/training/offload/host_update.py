@@ -24,56 +24,12 @@ from jaxpar.training.state import TrainState, moment_names, place
 from jaxpar.utils.arrays import placeholder
 
 # Elementwise: each element of the result depends on one element of each operand.
-_ELEMENTWISE = frozenset(
-    [
-        "abs",
-        "add",
-        "add_any",
-        "and",
-        "cbrt",
-        "ceil",
-        "clamp",
-        "convert_element_type",
-        "copy",
-        "copy_p",
-        "cos",
-        "div",
-        "eq",
-        "erf",
-        "exp",
-        "exp2",
-        "expm1",
-        "floor",
-        "ge",
-        "gt",
-        "integer_pow",
-        "is_finite",
-        "le",
-        "log",
-        "log1p",
-        "logistic",
-        "lt",
-        "max",
-        "min",
-        "mul",
-        "ne",
-        "neg",
-        "not",
-        "or",
-        "pow",
-        "round",
-        "rsqrt",
-        "select_n",
-        "sign",
-        "sin",
-        "sqrt",
-        "square",
-        "stop_gradient",
-        "sub",
-        "tanh",
-        "xor",
-    ]
-)
+_ELEMENTWISE = frozenset((
+    "abs", "add", "add_any", "and", "cbrt", "ceil", "clamp", "convert_element_type", "copy", "copy_p", "cos", "div",
+    "eq", "erf", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow", "is_finite", "le", "log", "log1p",
+    "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "pow", "round", "rsqrt", "select_n", "sign",
+    "sin", "sqrt", "square", "stop_gradient", "sub", "tanh", "xor",
+))  # fmt: skip
 _INNER = ("jaxpr", "call_jaxpr")
 
 type Apply = Callable[..., tuple[list[Any], list[Any]]]
