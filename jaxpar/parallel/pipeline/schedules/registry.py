@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
 from jaxpar.errors import ScheduleError, did_you_mean
-from jaxpar.parallel.pipeline.schedules import zero_bubble
 from jaxpar.parallel.pipeline.schedules.async_window import ASYNCHRONOUS
 from jaxpar.parallel.pipeline.schedules.orders import (
     Op,
@@ -21,6 +20,7 @@ from jaxpar.parallel.pipeline.schedules.orders import (
     parse,
 )
 from jaxpar.parallel.pipeline.schedules.schedule import Schedule
+from jaxpar.parallel.pipeline.schedules.zero_bubble import dualpipe_v, handcrafted, zb_v
 from jaxpar.utils.checks import is_count
 
 
@@ -82,11 +82,11 @@ def schedule(
     if named is None:
         return _custom(name, sizes, placement or "interleaved").validate()
     _check_sizes(named, sizes, placement)
-    return named.make(sizes).validate()
+    return named.build(sizes).validate()
 
 
 class Sizes(NamedTuple):
-    """The arguments from which a schedule is built."""
+    """The arguments from which the orders of a schedule are built."""
 
     name: str
     stages: int
@@ -95,22 +95,33 @@ class Sizes(NamedTuple):
     sequence_chunks: int
     fused: bool | None
 
-    def schedule(
-        self, orders: Orders, *, placement: Placement = "interleaved", fused: bool = True, **options: bool
-    ) -> Schedule:
-        """Builds a schedule of these sizes from its orders; the caller's ``fused``, if set, overrides the argument."""
-        pieces = Pieces(self.stages, self.chunks, placement)
-        fused, units = fused if self.fused is None else self.fused, self.microbatches * self.sequence_chunks
-        return Schedule(self.name, pieces, units, orders, fused, sequence_chunks=self.sequence_chunks, **options)
-
 
 @dataclass(frozen=True)
 class Named:
-    """A named schedule: its builder, the chunks per stage that it takes, and whether it takes sequence chunks."""
+    """A named schedule.
 
-    make: Callable[[Sizes], Schedule]
+    Attributes:
+      orders: builds the orders.
+      chunks: the number of chunks per stage that it takes.
+      sequences: it takes sequence chunks.
+      placement, fused, split, forward_only: those of the schedule; the caller's ``fused``, if set, overrides this one.
+    """
+
+    orders: Callable[[Sizes], Orders]
     chunks: Literal["one", "two", "any"] = "one"
     sequences: bool = False
+    placement: Placement = "interleaved"
+    fused: bool = True
+    split: bool = False
+    forward_only: bool = False
+
+    def build(self, sizes: Sizes) -> Schedule:
+        """Builds the schedule."""
+        pieces, units = Pieces(sizes.stages, sizes.chunks, self.placement), sizes.microbatches * sizes.sequence_chunks
+        fused = self.fused if sizes.fused is None else sizes.fused
+        kinds = {"split": self.split, "forward_only": self.forward_only}
+        chunks = sizes.sequence_chunks
+        return Schedule(sizes.name, pieces, units, self.orders(sizes), fused, sequence_chunks=chunks, **kinds)
 
 
 def _check_sizes(named: Named, sizes: Sizes, placement: Placement | None) -> None:
@@ -144,8 +155,8 @@ def _custom(orders: Sequence[Sequence[Op | str]], sizes: Sizes, placement: Place
     listed = [order.split() if isinstance(order, str) else order for order in orders]
     read = tuple(tuple(_op(op, stage, at) for at, op in enumerate(order)) for stage, order in enumerate(listed))
     kinds = {op.kind for order in read for op in order}
-    options = {"split": "W" in kinds, "forward_only": kinds <= {"F"}}
-    return sizes.schedule(read, placement=placement, **options)
+    custom = Named(lambda _: read, placement=placement, split="W" in kinds, forward_only=kinds <= {"F"})
+    return custom.build(sizes)
 
 
 def _op(op: Op | str, stage: int, at: int) -> Op:
@@ -158,29 +169,21 @@ def _op(op: Op | str, stage: int, at: int) -> Op:
     return found
 
 
-def _gpipe(sizes: Sizes) -> Schedule:
-    return sizes.schedule(gpipe(sizes.stages, sizes.microbatches), fused=False)
-
-
-def _1f1b(sizes: Sizes) -> Schedule:
+def _1f1b(sizes: Sizes) -> Orders:
     each = (sizes.stages, sizes.microbatches, sizes.sequence_chunks)
-    return sizes.schedule(one_forward_one_backward(*each, fused=sizes.fused is not False))
+    return one_forward_one_backward(*each, fused=sizes.fused is not False)
 
 
-def _interleaved(sizes: Sizes) -> Schedule:
-    return sizes.schedule(_in_groups(sizes))
-
-
-def _breadth_first(sizes: Sizes) -> Schedule:
+def _breadth_first(sizes: Sizes) -> Orders:
     if sizes.microbatches < sizes.stages and sizes.chunks > 1:
         raise ScheduleError(
             f"schedule 'breadth_first': {sizes.microbatches} microbatches are fewer than {sizes.stages} stages, so "
             f"each of {sizes.chunks} chunks would begin late. Remedy: use {sizes.stages} or more."
         )
-    return sizes.schedule(looped(sizes.stages, sizes.microbatches, sizes.chunks, sizes.microbatches))
+    return looped(sizes.stages, sizes.microbatches, sizes.chunks, sizes.microbatches)
 
 
-def _in_groups(sizes: Sizes) -> Orders:
+def _interleaved(sizes: Sizes) -> Orders:
     """Builds depth-first orders: each chunk in turn, for groups of as many microbatches as there are stages."""
     if sizes.microbatches % sizes.stages:
         up = -(-sizes.microbatches // sizes.stages) * sizes.stages
@@ -192,32 +195,20 @@ def _in_groups(sizes: Sizes) -> Orders:
     return looped(sizes.stages, sizes.microbatches, sizes.chunks, sizes.stages)
 
 
-def _circular(sizes: Sizes) -> Schedule:
-    forward: Orders = tuple(tuple(op for op in order if op.kind == "F") for order in _in_groups(sizes))
-    return sizes.schedule(forward, forward_only=True)
+def _circular(sizes: Sizes) -> Orders:
+    return tuple(tuple(op for op in order if op.kind == "F") for order in _interleaved(sizes))
 
 
-def _zb_uniform(sizes: Sizes) -> Schedule:
+def _zb_uniform(sizes: Sizes) -> Orders:
     orders = one_forward_one_backward(sizes.stages, sizes.microbatches, 1, fused=True)
-    return sizes.schedule(deferred(orders, range(sizes.stages)), split=True)
+    return deferred(orders, range(sizes.stages))
 
 
-def _zb_h1(sizes: Sizes) -> Schedule:
-    orders = zero_bubble.handcrafted(sizes.stages, sizes.microbatches, sizes.stages)
-    return sizes.schedule(orders, fused=False, split=True)
+def _zb_h(sizes: Sizes, most: int) -> Orders:
+    return handcrafted(sizes.stages, sizes.microbatches, most)
 
 
-def _zb_h2(sizes: Sizes) -> Schedule:
-    orders = zero_bubble.handcrafted(sizes.stages, sizes.microbatches, 2 * sizes.stages - 1)
-    return sizes.schedule(orders, fused=False, split=True)
-
-
-def _zb_v(sizes: Sizes) -> Schedule:
-    orders = zero_bubble.zb_v(sizes.stages, sizes.microbatches)
-    return sizes.schedule(orders, placement="v", fused=False, split=True)
-
-
-def _dualpipe_v(sizes: Sizes) -> Schedule:
+def _dualpipe_v(sizes: Sizes) -> Orders:
     least = 2 * sizes.stages
     if sizes.microbatches < least:
         raise ScheduleError(
@@ -225,11 +216,11 @@ def _dualpipe_v(sizes: Sizes) -> Schedule:
             f"{sizes.stages} stages, which are required to fill both directions. Remedy: use {least} or more, or "
             "'zb_v', which accepts any number."
         )
-    return sizes.schedule(zero_bubble.dualpipe_v(sizes.stages, sizes.microbatches), placement="v", split=True)
+    return dualpipe_v(sizes.stages, sizes.microbatches)
 
 
 NAMES: dict[str, Named] = {
-    "gpipe": Named(_gpipe),
+    "gpipe": Named(lambda sizes: gpipe(sizes.stages, sizes.microbatches), fused=False),
     "1f1b": Named(_1f1b),
     "seq1f1b": Named(_1f1b, sequences=True),
     "interleaved": Named(_interleaved, "any"),
@@ -237,11 +228,11 @@ NAMES: dict[str, Named] = {
     # group begins.
     "depth_first": Named(_interleaved, "any"),
     "breadth_first": Named(_breadth_first, "any"),
-    "circular": Named(_circular, "any"),
-    "zb_uniform": Named(_zb_uniform),
-    "zb_h1": Named(_zb_h1),
-    "zb_h2": Named(_zb_h2),
-    "zb_v": Named(_zb_v, "two"),
-    "dualpipe_v": Named(_dualpipe_v, "two"),
+    "circular": Named(_circular, "any", forward_only=True),
+    "zb_uniform": Named(_zb_uniform, split=True),
+    "zb_h1": Named(lambda sizes: _zb_h(sizes, sizes.stages), fused=False, split=True),
+    "zb_h2": Named(lambda sizes: _zb_h(sizes, 2 * sizes.stages - 1), fused=False, split=True),
+    "zb_v": Named(lambda sizes: zb_v(sizes.stages, sizes.microbatches), "two", placement="v", fused=False, split=True),
+    "dualpipe_v": Named(_dualpipe_v, "two", placement="v", split=True),
 }
-"""Each schedule name with its builder."""
+"""The named schedules."""

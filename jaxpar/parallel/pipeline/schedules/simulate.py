@@ -61,8 +61,7 @@ def costs_of(schedule: ScheduleSpec, costs: Mapping[str, float] | None) -> dict[
       ScheduleError: a kind is unknown or missing, a cost is negative or infinite, or all costs are 0.
     """
     given = {"F": 1.0, "B": 1.0, "W": 1.0} if costs is None else dict(costs)
-    kinds = "F" if schedule.forward_only else "FBW" if schedule.split else "FB"
-    all_zero = not any(given.get(kind, 1) for kind in kinds)
+    all_zero = not any(given.get(kind, 1) for kind in schedule.kinds)
     wrong = [
         f"{k}={value}" for k, value in given.items() if all_zero or k not in KINDS or not 0 <= value < float("inf")
     ]
@@ -71,15 +70,15 @@ def costs_of(schedule: ScheduleSpec, costs: Mapping[str, float] | None) -> dict[
             f"schedule {schedule.name!r}: the costs {', '.join(wrong)} are invalid. Remedy: give non-negative numbers "
             "for F, B and W, not all 0."
         )
-    if missing := [kind for kind in kinds if kind not in given]:
+    if missing := [kind for kind in schedule.kinds if kind not in given]:
         raise ScheduleError(
             f"schedule {schedule.name!r}: costs has no {' and no '.join(missing)}, but the stages do "
-            f"{', '.join(kinds)}. Remedy: give a number for each of these."
+            f"{', '.join(schedule.kinds)}. Remedy: give a number for each of these."
         )
     if not schedule.split:
         given["B"] = given.get("B", 0.0) + given.get("W", 0.0)
     parts = schedule.pieces.chunks * schedule.sequence_chunks
-    return {kind: given[kind] / parts for kind in kinds}
+    return {kind: given[kind] / parts for kind in schedule.kinds}
 
 
 def simulate(schedule: ScheduleSpec, costs: Mapping[str, float] | None = None, timing: Timing = "ticks") -> Simulated:

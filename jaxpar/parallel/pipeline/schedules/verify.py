@@ -6,9 +6,8 @@ read orders, ticks or slot allocations, so it is independent of the code that ma
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple, Never
-
-import numpy as np
 
 from jaxpar.errors import ScheduleError
 from jaxpar.parallel.pipeline.schedules.spec import ScheduleSpec
@@ -103,8 +102,7 @@ class _Replay:
             self.fail(f"{name} is {microbatch}, but {', '.join(map(str, leaving)) or 'nothing'} leaves the pipeline")
 
     def forward(self, stage: int, fields: dict[str, int]) -> Label | None:
-        residuals = None
-        result = None
+        residuals = result = None
         if fields["f_on"]:
             m, piece = self.started("F", stage, fields)
             self.read("act", stage, fields["f_input"], Label("input", m, piece), self.consumed_by == "F")
@@ -123,8 +121,7 @@ class _Replay:
         return "B" if self.activation_checkpointing == "full" and not self.schedule.forward_only else "F"
 
     def backward(self, stage: int, fields: dict[str, int]) -> Label | None:
-        own = None
-        result = None
+        own = result = None
         if fields["b_on"]:
             m, piece = self.started("B", stage, fields)
             self.read("cot", stage, fields["b_cotangent"], Label("cotangent", m, piece), True)
@@ -198,10 +195,8 @@ class _Replay:
         slots[slot] = label
 
     def complete(self) -> None:
-        schedule = self.schedule
-        kinds = "F" if schedule.forward_only else "FBW" if schedule.split else "FB"
-        expected = np.ndindex(len(kinds), schedule.microbatches, self.pieces.count)
-        missing = {(kinds[kind], m, piece) for kind, m, piece in expected} ^ set(self.done)
+        expected = itertools.product(self.schedule.kinds, range(self.schedule.microbatches), range(self.pieces.count))
+        missing = set(expected) ^ set(self.done)
         if missing:
             kind, m, piece = min(missing)
             problem = "is not part of the schedule" if (kind, m, piece) in self.done else "is never done"
