@@ -97,7 +97,10 @@ class Job:
             return {"precision": self.precision}
         if isinstance(self.pipeline, jp.pipeline.Asynchronous):
             one = jp.pipeline.schedule("1f1b", self.pipeline.stages, self.pipeline.microbatches)
-            return {"precision": self.precision, "pipeline": jp.Pipeline(one, layers=self.pipeline.layers)}
+            return {
+                "precision": self.precision,
+                "pipeline": jp.Pipeline(one, layers_per_stage=self.pipeline.layers_per_stage),
+            }
         return {"precision": self.step_options()["precision"], "pipeline": self.pipeline}
 
     def batch_names(self) -> tuple[str, ...]:

@@ -66,12 +66,12 @@ def gradient_step(
     Raises:
       ConfigError, LayoutError, ModelError: as for :func:`jaxpar.train_step`.
     """
-    how = step_config(grad_accum_steps, weight_gather, grad_reduction, precision, skip_nonfinite, fusion)
-    options = how.fusion.compiler_options(layout) if isinstance(layout.mesh, Mesh) else {}
+    config = step_config(grad_accum_steps, weight_gather, grad_reduction, precision, skip_nonfinite, fusion)
+    options = config.fusion.compiler_options(layout) if isinstance(layout.mesh, Mesh) else {}
 
     def run(state: TrainState, batch: Any) -> tuple[dict[str, Any], Any, Metrics, jax.Array]:
         with tracing_under(layout):
-            found, grads, norm, finite = measure(layout, loss_fn, state, batch, how, clip_norm)
+            found, grads, norm, finite = measure(layout, loss_fn, state, batch, config, clip_norm)
             new, kept = replace(state, step=state.step + 1, variables=found.variables), {}
             check_same(state, new)
             if skip_nonfinite:
@@ -79,8 +79,8 @@ def gradient_step(
                     new, variables=jax.tree.map(lambda a, b: jnp.where(finite, a, b), found.variables, state.variables)
                 )
                 kept["skipped"] = ~finite
-                if how.precision.scale is not None:
-                    new = replace(new, loss_scale=how.precision.scale.next(state.loss_scale, finite))
+                if config.precision.scale is not None:
+                    new = replace(new, loss_scale=config.precision.scale.next(state.loss_scale, finite))
                     kept["loss_scale"] = state.loss_scale["scale"]
             new = place_state(layout, new)
             carried = {"step": new.step, "variables": new.variables, "loss_scale": new.loss_scale}

@@ -49,7 +49,7 @@ from jaxpar.utils.jaxprs import has_checkpoint_name
 
 @numbering
 def gradients(
-    layout: Layout, loss_fn: Callable[..., Any], state: TrainState, batch: Any, how: StepConfig
+    layout: Layout, loss_fn: Callable[..., Any], state: TrainState, batch: Any, config: StepConfig
 ) -> GradientResult:
     """Returns loss, metrics, carried variables and gradients of ``state``'s parameters on ``batch``.
 
@@ -58,44 +58,46 @@ def gradients(
       loss_fn: as for :func:`jaxpar.train_step`.
       state: the state that the step received.
       batch: arrays ``[rows, ...]``.
-      how: the step's arguments.
+      config: the step's arguments.
 
     Raises:
-      ConfigError: ``how`` combines arguments that exclude each other.
+      ConfigError: ``config`` combines arguments that exclude each other.
       LayoutError: the batch's axes or the microbatches do not divide its rows, or the rules cannot place a tensor.
       ModelError: ``loss_fn`` returned something invalid.
     """
-    with precision_scope(how.precision):
-        if how.pipeline is not None:
-            return pipeline_gradients(layout, loss_fn, state, batch, how, how.pipeline)
-        hosted = _hosted(state, how)
-        by_hand = how.grad_reduction is None and how.grad_accum_steps > 1 and not hosted and not _sharded(layout, state)
-        once_a_step = how.grad_reduction == "per_step" or how.per_device_grads or by_hand
-        sharded = (lambda x: x) if once_a_step or how.grad_accum_steps > 1 else (lambda x: rows_apart(layout, x))
+    with precision_scope(config.precision):
+        if config.pipeline is not None:
+            return pipeline_gradients(layout, loss_fn, state, batch, config, config.pipeline)
+        hosted = _hosted(state, config)
+        by_hand = (
+            config.grad_reduction is None and config.grad_accum_steps > 1 and not hosted and not _sharded(layout, state)
+        )
+        once_a_step = config.grad_reduction == "per_step" or config.per_device_grads or by_hand
+        sharded = (lambda x: x) if once_a_step or config.grad_accum_steps > 1 else (lambda x: rows_apart(layout, x))
         batch = sharded(batch)
         if isinstance(loss_fn, PipelineLoss) and loss_fn.keys:
             # Split the keys with the batch, so that a row draws the same numbers in any microbatch and on any device.
             batch, loss_fn = (batch, sharded(loss_fn.rows(batch, key_of(state)))), loss_fn.of_rows
         if once_a_step:
-            _check_handed(layout, loss_fn, state, batch, how, ())
-            return manual_gradients(layout, loss_fn, state, batch, how)
-        _check_dtypes(how)
-        _check_fusion(how)
+            _check_handed(layout, loss_fn, state, batch, config, ())
+            return manual_gradients(layout, loss_fn, state, batch, config)
+        _check_dtypes(config)
+        _check_fusion(config)
         crossing = [
-            ("gather", how.weight_gather == "per_use" and _sharded(layout, state)),
+            ("gather", config.weight_gather == "per_use" and _sharded(layout, state)),
             ("reduce", bool(batch_axes(layout))),
         ]
-        _check_handed(layout, loss_fn, state, batch, how, [name for name, does in crossing if does])
-        return _by_compiler(layout, loss_fn, state, batch, how)
+        _check_handed(layout, loss_fn, state, batch, config, [name for name, does in crossing if does])
+        return _by_compiler(layout, loss_fn, state, batch, config)
 
 
 def _by_compiler(
-    layout: Layout, loss_fn: Callable[..., Any], state: TrainState, batch: Any, how: StepConfig
+    layout: Layout, loss_fn: Callable[..., Any], state: TrainState, batch: Any, config: StepConfig
 ) -> GradientResult:
     """Returns gradients that the compiler reduces where they arise."""
-    weights, compute, scale = state.params, how.precision.computing, scale_of(state, how.precision)
-    if how.weight_gather == "per_step":
-        weights = each_parameter(state, lambda path, w: _whole(layout, state, path, w, how.precision))
+    weights, compute, scale = state.params, config.precision.computing, scale_of(state, config.precision)
+    if config.weight_gather == "per_step":
+        weights = each_parameter(state, lambda path, w: _whole(layout, state, path, w, config.precision))
         weights = jax.tree.map(compute, weights)
         compute = lambda w: w
 
@@ -103,20 +105,20 @@ def _by_compiler(
         here = state if n is None else seen_by(state, rest, state.key, n)
         trained, whole = split(waiting(dict(state.metadata.dims), weights, layout))
         grad = value_and_grad(lambda w: loss_of(loss_fn, here, batch)(jax.tree.map(compute, whole(w))), scale)
-        rows = None if n is None else microbatch_rows(rows_of(batch), how.grad_accum_steps, n, ways=ways)
+        rows = None if n is None else microbatch_rows(rows_of(batch), config.grad_accum_steps, n, ways=ways)
         with batch_rows(rows):
             (loss, (metrics, rest)), grads = grad(trained)
         return (loss, (metrics, rest)), place_gradients(layout, state, grads)
 
-    axes = batch_axes(layout) if how.grad_accum_steps > 1 else ()
+    axes = batch_axes(layout) if config.grad_accum_steps > 1 else ()
     ways = math.prod(layout.sizes[axis] for axis in axes)
-    if how.grad_accum_steps == 1:
+    if config.grad_accum_steps == 1:
         (loss, (metrics, rest)), grads = run(weights, state.variables, batch, None)
     else:
-        pieces = pieces_of(batch, how.grad_accum_steps, ways, 1)
+        pieces = pieces_of(batch, config.grad_accum_steps, ways, 1)
         pieces = jax.tree.map(lambda x: with_sharding(layout.mesh, x, PartitionSpec(None, axes)), pieces)
         place = lambda grads: place_gradients(layout, state, grads)
-        sums, weight, rest = sums_of(run, weights, state.variables, pieces, how.grad_accum_steps, place)
+        sums, weight, rest = sums_of(run, weights, state.variables, pieces, config.grad_accum_steps, place)
         loss, metrics, grads = means_of(sums, weight)
     return GradientResult(loss, metrics, rest, unscaled(state, grads, scale))
 
@@ -164,13 +166,13 @@ def rows_apart(layout: Layout, batch: Any) -> Any:
     return placed
 
 
-def _hosted(state: TrainState, how: StepConfig) -> bool:
+def _hosted(state: TrainState, config: StepConfig) -> bool:
     """Whether parameters are in host memory; raises if the step would gather all of them first."""
     if not any(map(on_host, jax.tree.leaves(state.params))):
         return False
     asked = {
-        "grad_reduction='per_step'": how.grad_reduction == "per_step",
-        "weight_gather='per_step'": how.weight_gather == "per_step",
+        "grad_reduction='per_step'": config.grad_reduction == "per_step",
+        "weight_gather='per_step'": config.weight_gather == "per_step",
     }
     for name in (name for name, true in asked.items() if true):
         raise ConfigError(
@@ -181,13 +183,16 @@ def _hosted(state: TrainState, how: StepConfig) -> bool:
     return True
 
 
-def _check_dtypes(how: StepConfig) -> None:
+def _check_dtypes(config: StepConfig) -> None:
     """Raises if ``precision`` sets a wider dtype for gathers than for the compute, or a narrower one for reductions.
 
     The compiler gathers the weights after the cast to the compute dtype, and reduces the gradients in the dtype it
     computed.
     """
-    precision, by_compiler = how.precision, {"reduce"} if how.weight_gather == "per_step" else {"reduce", "gather"}
+    precision, by_compiler = (
+        config.precision,
+        {"reduce"} if config.weight_gather == "per_step" else {"reduce", "gather"},
+    )
     computed = precision.compute or "float32"
     for name in sorted(by_compiler):
         value = getattr(precision, name)
@@ -209,8 +214,8 @@ def _check_dtypes(how: StepConfig) -> None:
             )
 
 
-def _check_fusion(how: StepConfig) -> None:
-    for name, value in vars(how.fusion).items():
+def _check_fusion(config: StepConfig) -> None:
+    for name, value in vars(config.fusion).items():
         if isinstance(value, tuple):
             what = "gathers weights" if name == "gather" else "reduces gradients"
             raise ConfigError(
@@ -220,10 +225,15 @@ def _check_fusion(how: StepConfig) -> None:
 
 
 def _check_handed(
-    layout: Layout, loss_fn: Callable[..., Any], state: TrainState, batch: Any, how: StepConfig, crossing: Sequence[str]
+    layout: Layout,
+    loss_fn: Callable[..., Any],
+    state: TrainState,
+    batch: Any,
+    config: StepConfig,
+    crossing: Sequence[str],
 ) -> None:
     """Raises if ``precision`` sets a dtype that only ``sharded_dot`` uses, and the model never calls it."""
-    precision = how.precision
+    precision = config.precision
     keys = [(name, getattr(precision, name)) for name in crossing]
     keys = [(name, dtype) for name, dtype in keys if dtype not in (None, precision.compute)]
     keys += [("matmul", FP8)] if precision.matmul == FP8 else []

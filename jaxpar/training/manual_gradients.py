@@ -38,44 +38,49 @@ from jaxpar.utils.arrays import at_least_fp32
 
 
 def manual_gradients(
-    layout: Layout, loss_fn: Callable[..., Any], state: TrainState, batch: Any, how: StepConfig
+    layout: Layout, loss_fn: Callable[..., Any], state: TrainState, batch: Any, config: StepConfig
 ) -> GradientResult:
-    """Returns gradients summed per device and reduced once, or not at all (``how.per_device_grads``).
+    """Returns gradients summed per device and reduced once, or not at all (``config.per_device_grads``).
 
     Args:
       layout: the ambient layout.
       loss_fn: as for :func:`jaxpar.train_step`.
       state: the state that the step received.
       batch: arrays ``[rows, ...]``.
-      how: the step's arguments.
+      config: the step's arguments.
 
     Raises:
-      ConfigError: ``how.fusion`` groups a kind of collective that does not occur.
+      ConfigError: ``config.fusion`` groups a kind of collective that does not occur.
       LayoutError: the devices and microbatches do not divide the batch's rows.
       ModelError: ``loss_fn`` changes carried float arrays, which would then differ between devices.
     """
-    axes, precision, scale, fusion = batch_axes(layout), how.precision, scale_of(state, how.precision), how.fusion
+    axes, precision, scale, fusion = (
+        batch_axes(layout),
+        config.precision,
+        scale_of(state, config.precision),
+        config.fusion,
+    )
     ways = math.prod(layout.sizes[axis] for axis in axes)
     stored = each_parameter(state, lambda path, w: parts_of(resolved_of(layout, state, path, w, "params"), axes))
     wanted = each_parameter(state, lambda path, w: parts_of(resolved_of(layout, state, path, w, "gradients"), axes))
-    pieces_of(batch, how.grad_accum_steps, ways, 1)  # only to raise with the global shapes
+    pieces_of(batch, config.grad_accum_steps, ways, 1)  # only to raise with the global shapes
 
     def local(params: Any, rest: Any, key: Any, step: Any, scale: Any, batch: Any) -> tuple[Any, jax.Array, Any]:
         weights = _cross(state, params, stored, fusion, ("gather",), lambda w, parts: gather(w, parts, precision))
-        first = _index(layout, axes) * how.grad_accum_steps
+        first = _index(layout, axes) * config.grad_accum_steps
 
         def run(weights: Any, rest: Any, batch: Any, n: Any) -> Any:
             here = replace(seen_by(state, rest, key, first + n), step=step)
-            rows = microbatch_rows(rows_of(batch), how.grad_accum_steps, n, index=lambda: _index(layout, axes))
+            rows = microbatch_rows(rows_of(batch), config.grad_accum_steps, n, index=lambda: _index(layout, axes))
             with batch_rows(rows):
                 return value_and_grad(loss_of(loss_fn, here, batch), scale)(weights)
 
-        pieces = pieces_of(batch, how.grad_accum_steps, 1, 0)
+        pieces = pieces_of(batch, config.grad_accum_steps, 1, 0)
         _check_alike(run, weights, rest, jax.tree.map(lambda x: x[0], pieces))
         own = _own_keys(rest, _index(layout, axes))
-        (loss, metrics, grads), weight, own = sums_of(run, weights, own, pieces, how.grad_accum_steps)
+        (loss, metrics, grads), weight, own = sums_of(run, weights, own, pieces, config.grad_accum_steps)
         rest = _first_keys(own, _index(layout, axes), axes)
-        if how.per_device_grads:
+        if config.per_device_grads:
             grads = jax.tree.map(lambda g: at_least_fp32(g)[None], grads)
         else:
             sums = lambda g, parts: reduce(g, parts, axes, precision)
@@ -86,7 +91,7 @@ def manual_gradients(
     arguments = (state.params, state.variables, state.key, state.step, scale, batch)
     if axes:
         specs = (spec_of(stored), *(PartitionSpec(),) * 4, PartitionSpec(axes))
-        given = PartitionSpec(axes) if how.per_device_grads else spec_of(wanted)
+        given = PartitionSpec(axes) if config.per_device_grads else spec_of(wanted)
         results = ((PartitionSpec(), PartitionSpec(), given), PartitionSpec(), PartitionSpec())
         # Unchecked: JAX would take the gathered values to vary between devices.
         # Axes of size 1 are manual too, so that no sharding over them remains.
@@ -94,7 +99,7 @@ def manual_gradients(
         local = jax.shard_map(local, in_specs=specs, out_specs=results, axis_names=manual, check_vma=False)
     sums, weight, rest = local(*arguments)
     loss, metrics, grads = means_of(sums, weight)
-    if how.per_device_grads:  # so that their mean, not their sum, is the gradient
+    if config.per_device_grads:  # so that their mean, not their sum, is the gradient
         grads = jax.tree.map(lambda g: g * ways, grads)
     return GradientResult(loss, metrics, rest, unscaled(state, grads, scale))
 

@@ -446,8 +446,8 @@ def _undivided_layers(stacks: Sequence[str], size: int, why: str, rule: str, sta
     each = (*(low + 1,) * more, *(low,) * (stages - more))
     return (
         f"{text}; or use stages of different sizes, where every stage stores all layers of every stack: "
-        f"Rules(indivisible={{'layers': 'replicate'}}) and jp.Pipeline(schedule, layers={each}), one number for each "
-        f"piece of the model; in YAML rules: {{indivisible: {{layers: replicate}}}} and parallel: {{pipeline: "
+        f"Rules(indivisible={{'layers': 'replicate'}}) and jp.Pipeline(schedule, layers_per_stage={each}), one number "
+        f"for each piece of the model; in YAML rules: {{indivisible: {{layers: replicate}}}} and parallel: {{pipeline: "
         f"{{layers_per_stage: {list(each)}}}}}."
     )
 

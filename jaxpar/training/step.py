@@ -112,30 +112,30 @@ def train_step(
     >>> float(metrics["loss"]), state.params["w"].sharding.spec, float(state.params["w"][0])
     (8.0, P('data',), 0.5)
     """
-    how = step_config(grad_accum_steps, weight_gather, grad_reduction, precision, skip_nonfinite, fusion)
+    config = step_config(grad_accum_steps, weight_gather, grad_reduction, precision, skip_nonfinite, fusion)
     if isinstance(pipeline, Asynchronous):
         raise ConfigError(
             f"pipeline: {pipeline.name!r} carries microbatches from step to step, which train_step does not support. "
             "Remedy: use jp.pipeline.pipedream_train_step, or jp.pipeline.schedule('1f1b')."
         )
-    how = replace(how, pipeline=Pipeline(pipeline) if isinstance(pipeline, Schedule) else pipeline)
-    options = how.fusion.compiler_options(layout)
+    config = replace(config, pipeline=Pipeline(pipeline) if isinstance(pipeline, Schedule) else pipeline)
+    options = config.fusion.compiler_options(layout)
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         tx = state.metadata.tx
         per_device = isinstance(tx, SelfReducing)
         if isinstance(tx, SelfReducing):
-            _check_supported(tx, how, clip_norm)
+            _check_supported(tx, config, clip_norm)
         with tracing_under(layout):
             found, grads, norm, finite = measure(
-                layout, loss_fn, state, batch, replace(how, per_device_grads=per_device), clip_norm
+                layout, loss_fn, state, batch, replace(config, per_device_grads=per_device), clip_norm
             )
             loss = found.loss
             extra = {}
             if return_grads:
                 extra["grads"] = jax.tree.map(lambda g: g.mean(0), grads) if per_device else found.grads
             keep = finite if skip_nonfinite else jnp.asarray(True)
-            value = value_of(layout, loss_fn, state, batch, replace(how, per_device_grads=per_device))
+            value = value_of(layout, loss_fn, state, batch, replace(config, per_device_grads=per_device))
             params, opt_state = _update(layout, state, grads, loss, value, keep)
             new = TrainState(
                 state.step + 1, params, opt_state, found.variables, state.key, state.metadata, state.loss_scale
@@ -144,8 +144,8 @@ def train_step(
             if skip_nonfinite:
                 new = _keep(state, new, finite)
                 extra["skipped"] = ~finite
-                if how.precision.scale is not None:
-                    new = replace(new, loss_scale=how.precision.scale.next(state.loss_scale, finite))
+                if config.precision.scale is not None:
+                    new = replace(new, loss_scale=config.precision.scale.next(state.loss_scale, finite))
                     extra["loss_scale"] = state.loss_scale["scale"]
             return place_state(layout, new), {"loss": loss, "grad_norm": norm, **found.metrics, **extra}
 
@@ -155,16 +155,21 @@ def train_step(
 
 
 def measure(
-    layout: Layout, loss_fn: Callable[..., Any], state: TrainState, batch: Any, how: StepConfig, clip_norm: float | None
+    layout: Layout,
+    loss_fn: Callable[..., Any],
+    state: TrainState,
+    batch: Any,
+    config: StepConfig,
+    clip_norm: float | None,
 ) -> tuple[GradientResult, Any, jax.Array, jax.Array]:
     """Returns a batch's results, the clipped gradients, their norm before (L2, fp32), and whether all is finite."""
-    found = gradients(layout, loss_fn, state, batch, how)
-    grads, norm = clipped(found.grads, clip_norm, own=how.per_device_grads)
+    found = gradients(layout, loss_fn, state, batch, config)
+    grads, norm = clipped(found.grads, clip_norm, own=config.per_device_grads)
     return found, grads, norm, jnp.isfinite(norm) & jnp.isfinite(found.loss)
 
 
 def value_of(
-    layout: Layout, loss_fn: Callable[..., Any], state: TrainState, batch: Any, how: StepConfig
+    layout: Layout, loss_fn: Callable[..., Any], state: TrainState, batch: Any, config: StepConfig
 ) -> Callable[[Any], jax.Array]:
     """Returns ``params -> loss`` with the step's own keys, microbatches, precision, ZeRO stage and pipeline.
 
@@ -174,11 +179,11 @@ def value_of(
 
     @jax.custom_jvp
     def value(params: Any) -> jax.Array:
-        return gradients(layout, loss_fn, replace(state, params=params), batch, how).loss
+        return gradients(layout, loss_fn, replace(state, params=params), batch, config).loss
 
     @value.defjvp
     def derivative(primals: tuple[Any], tangents: tuple[Any]) -> tuple[jax.Array, jax.Array]:
-        found = gradients(layout, loss_fn, replace(state, params=primals[0]), batch, how)
+        found = gradients(layout, loss_fn, replace(state, params=primals[0]), batch, config)
         # Not vdot: it flattens, which would gather sharded arrays.
         slopes = jax.tree.map(lambda g, t: jnp.sum(at_least_fp32(g) * at_least_fp32(t)), found.grads, tangents[0])
         return found.loss, sum(jax.tree.leaves(slopes), jnp.zeros(())).astype(found.loss.dtype)
@@ -201,10 +206,10 @@ def updated(
     For verification: :func:`train_step` computes the gradients itself.
     """
     own = isinstance(state.metadata.tx, SelfReducing)
-    how = replace(step_config(1, "per_use", None, None, True, None), per_device_grads=own)
+    config = replace(step_config(1, "per_use", None, None, True, None), per_device_grads=own)
     with tracing_under(layout):
         grads = jax.tree.map(lambda g: g[None], grads) if own else clipped(grads, clip_norm)[0]
-        return _update(layout, state, grads, loss, value_of(layout, loss_fn, state, batch, how), jnp.asarray(True))
+        return _update(layout, state, grads, loss, value_of(layout, loss_fn, state, batch, config), jnp.asarray(True))
 
 
 def clipped(grads: Any, clip_norm: float | None, *, own: bool = False) -> tuple[Any, jax.Array]:
@@ -252,16 +257,16 @@ def step_config(
     return StepConfig(grad_accum_steps, weight_gather, grad_reduction, found, fusion or CollectiveFusion())
 
 
-def _check_supported(tx: SelfReducing, how: StepConfig, clip_norm: float | None) -> None:
+def _check_supported(tx: SelfReducing, config: StepConfig, clip_norm: float | None) -> None:
     """Raises if an argument is incompatible with an optimizer that reduces gradients itself."""
-    fusion = ((f"fusion: {name}", value) for name, value in vars(how.fusion).items())
+    fusion = ((f"fusion: {name}", value) for name, value in vars(config.fusion).items())
     groups = [(name, list(value), None) for name, value in fusion if isinstance(value, tuple)]
     tx.check_options(
         [
             ("clip_norm", clip_norm, None),
-            ("weight_gather", how.weight_gather, "per_use"),
-            ("grad_reduction", "per_step" if how.grad_reduction is None else how.grad_reduction, "per_step"),
-            ("precision: reduce", how.precision.reduce, None),
+            ("weight_gather", config.weight_gather, "per_use"),
+            ("grad_reduction", "per_step" if config.grad_reduction is None else config.grad_reduction, "per_step"),
+            ("precision: reduce", config.precision.reduce, None),
             *groups,
         ]
     )
@@ -301,14 +306,14 @@ def eval_step(
     >>> sorted(jax.eval_shape(evaluate, state, {"x": jax.numpy.ones((8, 8))}))
     ['loss', 'rows']
     """
-    how, options = Precision.of(precision), Pipeline(pipeline) if isinstance(pipeline, Schedule) else pipeline
+    policy, options = Precision.of(precision), Pipeline(pipeline) if isinstance(pipeline, Schedule) else pipeline
 
     def evaluate(state: TrainState, batch: Any) -> Metrics:
-        with tracing_under(layout), precision_scope(how):
+        with tracing_under(layout), precision_scope(policy):
             if options is not None:
-                return evaluate_pipeline(layout, loss_fn, state, batch, how, options)
+                return evaluate_pipeline(layout, loss_fn, state, batch, policy, options)
             loss, (aux, _) = loss_of(loss_fn, state, rows_apart(layout, batch))(
-                jax.tree.map(how.computing, state.params)
+                jax.tree.map(policy.computing, state.params)
             )
             return {"loss": loss, **aux}
 

@@ -163,7 +163,7 @@ def test_a_pipeline_that_is_not_emptied_has_its_name(job_of: Any) -> None:
     job = job_of(
         **keys, parallel={"pipeline": {"schedule": "pipedream_2bw", "microbatches": 4, "layers_per_stage": [9, 7]}}
     )
-    pipeline = jp.pipeline.Asynchronous("pipedream_2bw", stages=2, microbatches=4, layers=(9, 7))
+    pipeline = jp.pipeline.Asynchronous("pipedream_2bw", stages=2, microbatches=4, layers_per_stage=(9, 7))
     assert job.step_options()["pipeline"] == pipeline and isinstance(job.loss_fn, jp.pipeline.PipelineLoss)
     text = (
         "verify: parallel.pipeline.schedule is 'pipedream_2bw', whose gradients are computed with weights of earlier "

@@ -74,7 +74,7 @@ PIPELINES: dict[str, Any] = {
     "gpipe": jp.Pipeline(schedule("gpipe")),
     "1f1b": jp.Pipeline(schedule("1f1b"), activation_checkpointing="none", recompute=(1, 0)),
     "before each": jp.Pipeline(schedule("1f1b", fused=False), executor="independent", embedding="per_microbatch"),
-    "uneven": jp.Pipeline(schedule("1f1b"), layers=(3, 1)),
+    "uneven": jp.Pipeline(schedule("1f1b"), layers_per_stage=(3, 1)),
     "interleaved": jp.Pipeline(schedule("interleaved", chunks=2), grad_reduction="per_microbatch"),
     "depth_first": jp.Pipeline(schedule("depth_first", chunks=2)),
     "breadth_first": jp.Pipeline(schedule("breadth_first", chunks=2), grad_reduction="per_chunk"),

@@ -11,6 +11,14 @@ from jaxpar.parallel.pipeline.schedules.schedule import Schedule
 from jaxpar.parallel.pipeline.schedules.table import ActivationCheckpointing
 from jaxpar.utils.checks import is_count
 
+_CHECKPOINTING: tuple[str, ...] = get_args(ActivationCheckpointing)
+
+
+def _check_choice(what: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        choices = f"{', '.join(map(repr, known[:-1]))} or {known[-1]!r}"
+        raise ConfigError(f"{what} must be {choices}, got {value!r}.{did_you_mean(str(value), known)}")
+
 
 @dataclass(frozen=True)
 class Pipeline:
@@ -21,7 +29,7 @@ class Pipeline:
       activation_checkpointing: ``full`` stores the input of a stage's layers and recomputes their forward in the
         backward. ``none`` stores the residuals that the layers' own checkpoint policies save, for every microbatch in
         flight.
-      layers: the number of layers in each piece, in model order. Empty: all pieces are equal.
+      layers_per_stage: the number of layers in each piece, in model order. Empty: all pieces are equal.
       grad_reduction: when gradients are reduced over devices. ``per_step``: each device sums its gradients over all
         microbatches, and one reduction follows. Until then the sums are unsharded, in fp32. ``per_microbatch``: the
         gradients of each layer are reduce-scattered for every microbatch. The sums are then sharded as the gradients
@@ -54,34 +62,23 @@ class Pipeline:
 
     schedule: Schedule
     activation_checkpointing: ActivationCheckpointing = "full"
-    layers: tuple[int, ...] = ()
+    layers_per_stage: tuple[int, ...] = ()
     grad_reduction: Literal["per_step", "per_chunk", "per_microbatch"] = "per_step"
     executor: Literal["lockstep", "independent"] = "lockstep"
     recompute: tuple[int, ...] = ()
     embedding: Literal["per_step", "per_microbatch"] = "per_step"
 
     def __post_init__(self) -> None:
-        checks: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-            ("activation_checkpointing", self.activation_checkpointing, get_args(ActivationCheckpointing)),
-            ("grad_reduction", self.grad_reduction, ("per_step", "per_chunk", "per_microbatch")),
-            ("executor", self.executor, ("lockstep", "independent")),
-            ("embedding", self.embedding, ("per_step", "per_microbatch")),
-        )
-        for name, value, known in checks:
-            if value not in known:
-                choices = f"{', '.join(map(repr, known[:-1]))} or {known[-1]!r}"
-                raise ConfigError(
-                    f"pipeline: {name} must be {choices}, got {value!r}.{did_you_mean(str(value), known)}"
-                )
+        _check_choice("pipeline: activation_checkpointing", self.activation_checkpointing, _CHECKPOINTING)
+        _check_choice("pipeline: grad_reduction", self.grad_reduction, ("per_step", "per_chunk", "per_microbatch"))
+        _check_choice("pipeline: executor", self.executor, ("lockstep", "independent"))
+        _check_choice("pipeline: embedding", self.embedding, ("per_step", "per_microbatch"))
         if self.executor == "independent" and self.grad_reduction != "per_step":
             raise ConfigError(
                 "pipeline: executor is 'independent', which allows no collectives in a stage's layers, but "
                 f"grad_reduction is {self.grad_reduction!r}, which scatters gradients layer by layer. Remedy: set "
                 "grad_reduction='per_step' or executor='lockstep'."
             )
-        self._check_recompute()
-
-    def _check_recompute(self) -> None:
         start, stages = f"pipeline: recompute is {list(self.recompute)}", self.schedule.stages
         if any(not is_count(n, 0) for n in self.recompute):
             raise ConfigError(
@@ -110,7 +107,7 @@ class Asynchronous:
         uses a gradient that is 2 (S - 1 - s) updates old.
       stages: the number of devices along ``pipeline``.
       microbatches: the number of microbatches in a batch, at least 2 (stages - 1).
-      activation_checkpointing, layers, grad_reduction: as for :class:`Pipeline`, without ``per_chunk``.
+      activation_checkpointing, layers_per_stage, grad_reduction: as for :class:`Pipeline`, without ``per_chunk``.
 
     Raises:
       ConfigError: a value is unknown, or a size is not a positive integer.
@@ -128,24 +125,17 @@ class Asynchronous:
     stages: int
     microbatches: int
     activation_checkpointing: ActivationCheckpointing = "full"
-    layers: tuple[int, ...] = ()
-    grad_reduction: Literal["per_step", "per_chunk", "per_microbatch"] = "per_step"
+    layers_per_stage: tuple[int, ...] = ()
+    grad_reduction: Literal["per_step", "per_microbatch"] = "per_step"
 
     def __post_init__(self) -> None:
-        checks: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-            ("name", self.name, ASYNCHRONOUS),
-            ("activation_checkpointing", self.activation_checkpointing, get_args(ActivationCheckpointing)),
-            ("grad_reduction", self.grad_reduction, ("per_step", "per_microbatch")),
-        )
-        for name, value, known in checks:
-            if value not in known:
-                choices = " or ".join(map(repr, known))
-                raise ConfigError(
-                    f"asynchronous pipeline: {name} must be {choices}, got {value!r}.{did_you_mean(str(value), known)}"
-                )
+        start = "asynchronous pipeline: "
+        _check_choice(f"{start}name", self.name, ASYNCHRONOUS)
+        _check_choice(f"{start}activation_checkpointing", self.activation_checkpointing, _CHECKPOINTING)
+        _check_choice(f"{start}grad_reduction", self.grad_reduction, ("per_step", "per_microbatch"))
         for name, size in (("stages", self.stages), ("microbatches", self.microbatches)):
             if not is_count(size):
-                raise ConfigError(f"asynchronous pipeline: {name} must be a positive integer, got {size!r}.")
+                raise ConfigError(f"{start}{name} must be a positive integer, got {size!r}.")
         self.schedule  # noqa: B018 (raises if there are too few microbatches)
 
     @property

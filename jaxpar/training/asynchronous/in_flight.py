@@ -77,7 +77,7 @@ class InFlightCall:
     Attributes:
       layout: the ambient layout.
       loss_fn: the :class:`jaxpar.pipeline.PipelineLoss`.
-      how: the step's arguments.
+      config: the step's arguments.
       options: the pipeline's options.
       window: the schedule of the call's ticks.
       state: holds the parameters that the call's own batch is computed with.
@@ -88,7 +88,7 @@ class InFlightCall:
 
     layout: Layout
     loss_fn: Any
-    how: StepConfig
+    config: StepConfig
     options: Asynchronous
     window: AsyncSchedule
     state: TrainState
@@ -102,7 +102,7 @@ class InFlightCall:
           ConfigError, LayoutError, ModelError: something that a pipeline does not support, or a batch that cannot be
             split into its microbatches.
         """
-        check_trained(self.layout, self.loss_fn, self.state, self.how, self.options)
+        check_trained(self.layout, self.loss_fn, self.state, self.config, self.options)
         if self.loss_fn.keys:
             raise ConfigError(
                 f"asynchronous pipeline: layers draw random numbers (keys=True), but {self.options.name!r} does not "
@@ -110,7 +110,7 @@ class InFlightCall:
                 "'1f1b'."
             )
         batch = self.loss_fn.prepare(
-            self.split.model(jax.tree.map(self.how.precision.computing, self.state.params)), batch
+            self.split.model(jax.tree.map(self.config.precision.computing, self.state.params)), batch
         )
         check_rows(self.layout, batch, self.window.batch)
         return batch
@@ -121,7 +121,7 @@ class InFlightCall:
 
     @functools.cached_property
     def transfer(self) -> StageTransfer:
-        return StageTransfer.of(self.layout, self.split, self.state, self.how.precision, self.options)
+        return StageTransfer.of(self.layout, self.split, self.state, self.config.precision, self.options)
 
     @property
     def sizes(self) -> str:
@@ -136,7 +136,7 @@ class InFlightCall:
           batch: arrays ``[rows, ...]``.
           numbers: int32 ``[rows]``, the places of the rows in the batch, if ``batch`` holds only some of them.
         """
-        others = jax.tree.map(self.how.precision.computing, self.split.others(params))
+        others = jax.tree.map(self.config.precision.computing, self.split.others(params))
 
         def f(others: Any) -> jax.Array:
             with batch_rows(numbers):
@@ -245,7 +245,7 @@ def split_over(layout: Layout, dims: Any, role: str, shape: tuple[int, ...], man
 
 @numbering
 def start(
-    layout: Layout, loss_fn: Any, state: TrainState, batch: Any, how: StepConfig, options: Asynchronous
+    layout: Layout, loss_fn: Any, state: TrainState, batch: Any, config: StepConfig, options: Asynchronous
 ) -> InFlight:
     """Returns a state with empty buffers for the microbatches in flight.
 
@@ -253,11 +253,11 @@ def start(
       layout, loss_fn: as for :func:`jaxpar.pipeline.pipedream_train_step`.
       state: as :func:`jaxpar.init` returns it.
       batch: a batch with the shapes and dtypes of those to come.
-      how: the step's arguments.
+      config: the step's arguments.
       options: the pipeline's options.
     """
     zeros = jax.tree.map(jnp.zeros_like, state.params)
-    call = InFlightCall(layout, loss_fn, how, options, options.schedule, state, zeros)
+    call = InFlightCall(layout, loss_fn, config, options, options.schedule, state, zeros)
     batch = call.prepared(batch)
     x, _ = call.before(state.params, batch)
     ticks, fed = call.ticks(batch, batch, x)
@@ -272,7 +272,7 @@ def start(
 
 @numbering
 def two_versions(
-    layout: Layout, loss_fn: Any, state: InFlight, batch: Any | None, how: StepConfig, options: Asynchronous
+    layout: Layout, loss_fn: Any, state: InFlight, batch: Any | None, config: StepConfig, options: Asynchronous
 ) -> tuple[GradientResult, dict[str, Any]]:
     """Runs one call of ``pipedream_2bw``.
 
@@ -280,7 +280,7 @@ def two_versions(
       layout, loss_fn: as for :func:`jaxpar.pipeline.pipedream_train_step`.
       state: what :func:`start` or the previous call returned.
       batch: the call's own batch; ``None`` to finish the previous one only.
-      how: the step's arguments.
+      config: the step's arguments.
       options: the pipeline's options.
 
     Returns:
@@ -289,7 +289,7 @@ def two_versions(
     """
     flight, full = state.flight, options.schedule
     window = full if batch is not None else full.flush()
-    call = InFlightCall(layout, loss_fn, how, options, window, state, flight["previous"])
+    call = InFlightCall(layout, loss_fn, config, options, window, state, flight["previous"])
     own = flight["batch"] if batch is None else call.prepared(batch)
     _, back = call.before(flight["previous"], flight["batch"])
     x, _ = call.before(state.params, own)

@@ -21,6 +21,7 @@ from jaxpar.training.asynchronous.in_flight import InFlightCall, split_over
 from jaxpar.training.model import to_path
 from jaxpar.training.pipeline.stage_functions import Given, run_embed, run_head
 from jaxpar.training.state import moment_names
+from jaxpar.utils.arrays import at_least_fp32
 
 GROUPS = ("before", "layers", "after")
 """The groups with their own optimizer state; ``layers`` has one for each stage."""
@@ -99,7 +100,7 @@ class Groups:
 
     def squares(self, grads: Any) -> dict[str, jax.Array]:
         """Returns the squared gradient norm of each group; ``layers`` is ``[stages]``."""
-        square = lambda g, n: jnp.sum(jnp.square(g.astype(jnp.promote_types(g.dtype, jnp.float32))), range(n, g.ndim))
+        square = lambda g, n: jnp.sum(jnp.square(at_least_fp32(g)), range(n, g.ndim))
         return {
             name: sum((square(g, int(name == "layers")) for g in jax.tree.leaves(part)), jnp.zeros(()))
             for name, part in self.cut(grads).items()
@@ -165,7 +166,9 @@ def with_padded_stages(call: InFlightCall) -> InFlightCall:
     if counts is None:
         return call
     state = replace(call.state, params=in_stages(call, call.state.params))
-    return replace(call, state=state, previous=state.params, options=replace(call.options, layers=()), counts=counts)
+    return replace(
+        call, state=state, previous=state.params, options=replace(call.options, layers_per_stage=()), counts=counts
+    )
 
 
 def in_stages(call: InFlightCall, params: Any, *, back: bool = False) -> Any:

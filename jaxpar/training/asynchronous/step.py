@@ -87,9 +87,9 @@ def pipedream_train_step(
     1.0 0.5
     0.25 0.0
     """
-    how = step_config(grad_accum_steps, weight_gather, grad_reduction, precision, skip_nonfinite, fusion)
-    _check(pipeline, how, clip_norm)
-    return PipedreamStep(layout, loss_fn, pipeline, how, clip_norm, skip_nonfinite, donate)
+    config = step_config(grad_accum_steps, weight_gather, grad_reduction, precision, skip_nonfinite, fusion)
+    _check(pipeline, config, clip_norm)
+    return PipedreamStep(layout, loss_fn, pipeline, config, clip_norm, skip_nonfinite, donate)
 
 
 class PipedreamStep:
@@ -119,15 +119,15 @@ class PipedreamStep:
         layout: Layout,
         loss_fn: Callable[..., Any],
         pipeline: Asynchronous,
-        how: StepConfig,
+        config: StepConfig,
         clip_norm: float | None,
         skip_nonfinite: bool,
         donate: bool,
     ):
-        self.layout, self.loss_fn, self.pipeline, self.how = layout, loss_fn, pipeline, how
+        self.layout, self.loss_fn, self.pipeline, self.config = layout, loss_fn, pipeline, config
         self.clip_norm, self.skip_nonfinite = clip_norm, skip_nonfinite
         donated = (0,) if donate else ()
-        options = how.fusion.compiler_options(layout) if isinstance(layout.mesh, Mesh) else {}
+        options = config.fusion.compiler_options(layout) if isinstance(layout.mesh, Mesh) else {}
         self._start = jax.jit(self._started)
         self._step = jax.jit(self._stepped, donate_argnums=donated, compiler_options=options or None)
         self._flush = jax.jit(
@@ -203,8 +203,8 @@ class PipedreamStep:
     def _started(self, state: TrainState, batch: Any) -> InFlight:
         _check_state(state, self.pipeline)
         start = in_flight.start if self.pipeline.name == "pipedream_2bw" else weight_stashing.start
-        with tracing_under(self.layout), precision_scope(self.how.precision):
-            return start(self.layout, self.loss_fn, state, batch, self.how, self.pipeline)
+        with tracing_under(self.layout), precision_scope(self.config.precision):
+            return start(self.layout, self.loss_fn, state, batch, self.config, self.pipeline)
 
     def _stepped(self, state: InFlight, batch: Any) -> tuple[InFlight, Metrics]:
         _check_state(state, self.pipeline)
@@ -219,8 +219,8 @@ class PipedreamStep:
         with tracing_under(self.layout):
             if self.pipeline.name == "pipedream":
                 return self._every_microbatch(state, batch)
-            with precision_scope(self.how.precision):
-                found, flight = two_versions(self.layout, self.loss_fn, state, batch, self.how, self.pipeline)
+            with precision_scope(self.config.precision):
+                found, flight = two_versions(self.layout, self.loss_fn, state, batch, self.config, self.pipeline)
             grads, norm = clipped(found.grads, self.clip_norm)
             finite = jnp.isfinite(norm)
             ready = state.flight["pending"] == 1
@@ -237,9 +237,9 @@ class PipedreamStep:
             return InFlight(**vars(new), flight=flight), metrics
 
     def _every_microbatch(self, state: InFlight, batch: Any) -> tuple[InFlight, Metrics]:
-        with precision_scope(self.how.precision):
+        with precision_scope(self.config.precision):
             new, metrics = weight_stashing.every_stage(
-                self.layout, self.loss_fn, state, batch, self.how, self.pipeline, skips=self.skip_nonfinite
+                self.layout, self.loss_fn, state, batch, self.config, self.pipeline, skips=self.skip_nonfinite
             )
         new = replace(new, step=state.step + (batch is not None))
         check_same(state, new)
@@ -257,7 +257,7 @@ class PipedreamStep:
         kept = "none" if "residuals" in state.flight["in_flight"] else "full"
         layers = jax.tree.leaves(ModelSplit(state, self.loss_fn).stack(state.params))[0].shape[0]
         (found_layers,) = state.flight["layers"]
-        own_layers = "-".join(map(str, options.layers or (layers // options.stages,) * options.stages))
+        own_layers = "-".join(map(str, options.layers_per_stage or (layers // options.stages,) * options.stages))
         was = (kind, act.shape[0], found_layers, act.shape[1], kept)
         now = (options.name, options.stages, own_layers, num_shards, options.activation_checkpointing)
         if was != now:
@@ -293,16 +293,16 @@ class PipedreamStep:
                 )
 
 
-def _check(pipeline: Asynchronous, how: StepConfig, clip_norm: float | None) -> None:
+def _check(pipeline: Asynchronous, config: StepConfig, clip_norm: float | None) -> None:
     """Raises if an argument is incompatible with asynchronous pipelines, or with this variant."""
     start, name = "asynchronous pipeline", pipeline.name
-    if how.grad_accum_steps != 1:
+    if config.grad_accum_steps != 1:
         raise ConfigError(
-            f"{start}: grad_accum_steps is {how.grad_accum_steps}, but the {pipeline.microbatches} microbatches of "
+            f"{start}: grad_accum_steps is {config.grad_accum_steps}, but the {pipeline.microbatches} microbatches of "
             f"{name!r} already accumulate gradients. Remedy: leave grad_accum_steps out, or set "
-            f"microbatches={how.grad_accum_steps * pipeline.microbatches}."
+            f"microbatches={config.grad_accum_steps * pipeline.microbatches}."
         )
-    if how.precision.scale is not None:
+    if config.precision.scale is not None:
         raise ConfigError(
             f"{start}: precision scales the loss, but {name!r} has gradients of two steps, with two scales, in flight "
             "together. Remedy: compute in bf16, which requires no loss scale, or use jp.pipeline.schedule('1f1b')."

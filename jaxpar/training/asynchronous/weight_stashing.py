@@ -19,10 +19,9 @@ from jax.sharding import PartitionSpec
 
 from jaxpar.errors import ConfigError
 from jaxpar.parallel.batch_rows import numbering
-from jaxpar.parallel.collectives.gather_reduce import at_least_fp32
 from jaxpar.parallel.pipeline.executor.async_runner import StashingRunner, concat_batches, rows_of
 from jaxpar.parallel.pipeline.executor.layer_placement import AXIS
-from jaxpar.parallel.pipeline.executor.primitives import at_least_fp32_dtype, pick, put
+from jaxpar.parallel.pipeline.executor.primitives import pick, put
 from jaxpar.parallel.pipeline.executor.program import GLOBAL_FIELDS, Head
 from jaxpar.parallel.pipeline.executor.tick_context import TickContext
 from jaxpar.parallel.pipeline.options import Asynchronous
@@ -38,13 +37,14 @@ from jaxpar.training.pipeline.gradients import head_of
 from jaxpar.training.pipeline.stage_functions import Given, given_of, listed, read_by_layer_inputs
 from jaxpar.training.pipeline.transfer import row_axes
 from jaxpar.training.state import TrainState
+from jaxpar.utils.arrays import accumulator, at_least_fp32
 
 _B_ON, _HEADS = FIELDS.index("b_on"), GLOBAL_FIELDS.index("heads")
 
 
 @numbering
 def start(
-    layout: Layout, loss_fn: Any, state: TrainState, batch: Any, how: StepConfig, options: Asynchronous
+    layout: Layout, loss_fn: Any, state: TrainState, batch: Any, config: StepConfig, options: Asynchronous
 ) -> InFlight:
     """Returns a state with empty buffers for the microbatches in flight, and an initial optimizer state for each stage.
 
@@ -52,10 +52,10 @@ def start(
       layout, loss_fn: as for :func:`jaxpar.pipeline.pipedream_train_step`.
       state: as :func:`jaxpar.init` returns it.
       batch: a batch with the shapes and dtypes of those to come.
-      how: the step's arguments.
+      config: the step's arguments.
       options: the pipeline's options.
     """
-    call = InFlightCall(layout, loss_fn, how, options, options.schedule, state, state.params)
+    call = InFlightCall(layout, loss_fn, config, options, options.schedule, state, state.params)
     batch, sizes = call.prepared(batch), call.sizes
     call = with_padded_stages(call)
     groups, params = groups_of(call, batch), call.state.params
@@ -66,9 +66,7 @@ def start(
     tick, fed = run.tick(params, call.split.stack(params), first, pieces, jnp.asarray(0))
     empty_batch = jax.tree.map(jnp.zeros_like, batch)
     versions = {name: run.ring(part) for name, part in run.kept(params).items()}
-    late = jax.tree.map(
-        lambda w: jnp.zeros((options.stages, *w.shape), at_least_fp32_dtype(w.dtype)), groups.of_tied(params)
-    )
+    late = jax.tree.map(lambda w: jnp.zeros((options.stages, *w.shape), accumulator(w)), groups.of_tied(params))
     none = jnp.zeros((), jnp.int32)
     flight = {"pending": none, "batch": empty_batch, "versions": versions, "late": late, "layers": {sizes: none}}
     flight["in_flight"] = tick.nothing_in_flight(fed)
@@ -272,7 +270,7 @@ def every_stage(
     loss_fn: Any,
     state: InFlight,
     batch: Any | None,
-    how: StepConfig,
+    config: StepConfig,
     options: Asynchronous,
     *,
     skips: bool,
@@ -283,7 +281,7 @@ def every_stage(
       layout, loss_fn: as for :func:`jaxpar.pipeline.pipedream_train_step`.
       state: what :func:`start` or the previous call returned.
       batch: the call's own batch; ``None`` to finish the previous one only.
-      how: the step's arguments.
+      config: the step's arguments.
       options: the pipeline's options.
       skips: skip updates whose gradients are not finite.
 
@@ -291,7 +289,9 @@ def every_stage(
       The new state, whose ``step`` is unchanged, and metrics.
     """
     flight, full = state.flight, options.schedule
-    call = InFlightCall(layout, loss_fn, how, options, full if batch is not None else full.flush(), state, state.params)
+    call = InFlightCall(
+        layout, loss_fn, config, options, full if batch is not None else full.flush(), state, state.params
+    )
     own = flight["batch"] if batch is None else call.prepared(batch)
     exists = jnp.stack([flight["pending"], jnp.asarray(batch is not None, jnp.int32)])
     even = with_padded_stages(call)

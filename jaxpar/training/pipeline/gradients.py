@@ -47,22 +47,22 @@ from jaxpar.training.state import TrainState
 
 
 def pipeline_gradients(
-    layout: Layout, loss_fn: Any, state: TrainState, batch: Any, how: StepConfig, options: Pipeline
+    layout: Layout, loss_fn: Any, state: TrainState, batch: Any, config: StepConfig, options: Pipeline
 ) -> GradientResult:
     """Returns loss, metrics and gradients of ``state``'s parameters on ``batch``.
 
     Args:
-      layout, loss_fn, state, batch, how: as for :func:`jaxpar.training.gradients.gradients`.
+      layout, loss_fn, state, batch, config: as for :func:`jaxpar.training.gradients.gradients`.
       options: the pipeline's options.
 
     Raises:
       ConfigError, LayoutError, ModelError: as for :func:`jaxpar.training.gradients.gradients`, or something that a
         pipeline does not support.
     """
-    check_trained(layout, loss_fn, state, how, options)
-    if how.grad_reduction == "per_microbatch" and options.grad_reduction == "per_step":  # ZeRO stage 2
+    check_trained(layout, loss_fn, state, config, options)
+    if config.grad_reduction == "per_microbatch" and options.grad_reduction == "per_step":  # ZeRO stage 2
         options = replace(options, grad_reduction="per_microbatch")
-    schedule, precision, scale = options.schedule, how.precision, scale_of(state, how.precision)
+    schedule, precision, scale = options.schedule, config.precision, scale_of(state, config.precision)
     split = ModelSplit(state, loss_fn)
     batch = loss_fn.prepare(split.model(jax.tree.map(precision.computing, state.params)), batch)
     check_rows(layout, batch, schedule.microbatches // schedule.sequence_chunks)
@@ -109,7 +109,7 @@ def pipeline_gradients(
 
 
 def check_trained(
-    layout: Layout, loss_fn: Any, state: TrainState, how: StepConfig, options: Pipeline | Asynchronous
+    layout: Layout, loss_fn: Any, state: TrainState, config: StepConfig, options: Pipeline | Asynchronous
 ) -> None:
     """Raises if a pipeline cannot train with these arguments.
 
@@ -132,21 +132,21 @@ def check_trained(
             f"{other_axes}: layers contain collectives over these axes, so some stages would wait for others forever. "
             "Remedy: set executor='lockstep', or use a mesh of only pipeline and the axes of the batch."
         )
-    if how.grad_accum_steps != 1:
+    if config.grad_accum_steps != 1:
         raise ConfigError(
-            f"pipeline: grad_accum_steps is {how.grad_accum_steps}, but the schedule's {options.schedule.microbatches} "
+            f"pipeline: grad_accum_steps is {config.grad_accum_steps}, but the schedule's {options.schedule.microbatches} "
             "microbatches already accumulate gradients. Remedy: leave grad_accum_steps out, or use a schedule of "
-            f"{how.grad_accum_steps * options.schedule.microbatches} microbatches."
+            f"{config.grad_accum_steps * options.schedule.microbatches} microbatches."
         )
-    groups = [name for name, value in vars(how.fusion).items() if isinstance(value, tuple)]
-    each = isinstance(options, Asynchronous) and how.grad_reduction == "per_microbatch"
+    groups = [name for name, value in vars(config.fusion).items() if isinstance(value, tuple)]
+    each = isinstance(options, Asynchronous) and config.grad_reduction == "per_microbatch"
     if groups or each:
         what = f"fusion: {groups[0]} names groups of layers" if groups else "grad_reduction is 'per_microbatch'"
         raise ConfigError(
             f"pipeline: {what}, but each stage gathers its weights and reduces its gradients once per step. Remedy: "
             "leave it out."
         )
-    if how.per_device_grads:
+    if config.per_device_grads:
         raise ConfigError(
             "pipeline: an optimizer that reduces gradients itself (one_bit_adam) is not supported. Remedy: use "
             "another optimizer, or leave the pipeline out."

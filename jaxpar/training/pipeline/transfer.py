@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxpar.errors import ConfigError, LayoutError, listing
@@ -99,10 +98,7 @@ class StageTransfer:
         Raises:
           ConfigError: ``recompute`` of a stage exceeds its number of layers.
         """
-        pieces, path = self.layers.pieces, "/".join(self.split.path)
-        counts = np.zeros((pieces.stages, pieces.chunks), np.int32)
-        for piece, count in enumerate(self.layers.each):
-            counts[pieces.place(piece)] = count
+        counts, path = self.layers.sizes, "/".join(self.split.path)
         for stage, (recomputed, most) in enumerate(zip(options.recompute, counts.max(axis=1).tolist(), strict=False)):
             if recomputed > most:
                 raise ConfigError(
@@ -343,8 +339,8 @@ def _leaf_shardings(layout: Layout, state: TrainState, role: str, axes: Axes) ->
 def _layers(split: ModelSplit, options: Pipeline | Asynchronous) -> Layers:
     """Returns which piece of the pipeline has which layers of the stack."""
     total, pieces = jax.tree.leaves(split.stack(split.shapes))[0].shape[0], options.schedule.pieces
-    _check_layers(total, pieces.count, options.layers, "/".join(split.path))
-    return Layers(total, pieces, options.layers or (total // pieces.count,) * pieces.count)
+    _check_layers(total, pieces.count, options.layers_per_stage, "/".join(split.path))
+    return Layers(total, pieces, options.layers_per_stage or (total // pieces.count,) * pieces.count)
 
 
 def _check_layers(total: int, pieces: int, layers: tuple[int, ...], where: str) -> None:
@@ -353,12 +349,12 @@ def _check_layers(total: int, pieces: int, layers: tuple[int, ...], where: str) 
         balanced = (*(low + 1,) * more, *(low,) * (pieces - more))
         raise ConfigError(
             f"pipeline: the {total} layers of {where} cannot be split into {pieces} equal pieces. Remedy: set "
-            f"layers={balanced}, one number per piece (YAML: layers_per_stage: {list(balanced)}), or use a "
+            f"layers_per_stage={balanced}, one number per piece (YAML: layers_per_stage: {list(balanced)}), or use a "
             f"schedule with a number of stages and chunks that divides {total}."
         )
     if layers and (len(layers) != pieces or sum(layers) != total or min(layers) < 1):
         raise ConfigError(
-            f"pipeline: layers is {list(layers)}, {sum(layers)} layers in {len(layers)} pieces, but {where} has "
+            f"pipeline: layers_per_stage is {list(layers)}, {sum(layers)} layers in {len(layers)} pieces, but {where} has "
             f"{total} layers and the schedule has {pieces} pieces of at least one layer each. Remedy: give {pieces} "
             f"numbers that sum to {total}."
         )

@@ -217,7 +217,7 @@ CASES: list[tuple[dict[str, int], jp.pipeline.Asynchronous, jp.pipeline.Pipeline
     (
         {"pipeline": 2, "data": 2, "model": 2},
         jp.pipeline.Asynchronous(
-            "pipedream_2bw", stages=2, microbatches=2, activation_checkpointing="none", layers=(4, 2)
+            "pipedream_2bw", stages=2, microbatches=2, activation_checkpointing="none", layers_per_stage=(4, 2)
         ),
         TIED,
         False,
@@ -230,7 +230,7 @@ CASES: list[tuple[dict[str, int], jp.pipeline.Asynchronous, jp.pipeline.Pipeline
     ),
     (
         {"pipeline": 3, "model": 2},
-        jp.pipeline.Asynchronous("pipedream", stages=3, microbatches=4, layers=(3, 1, 2)),
+        jp.pipeline.Asynchronous("pipedream", stages=3, microbatches=4, layers_per_stage=(3, 1, 2)),
         TIED,
         True,
     ),
@@ -270,7 +270,7 @@ def test_a_run_is_its_recurrence_to_the_bit(case: int) -> None:
     first, *got = done(case).params
     count, ways = pipeline.microbatches, sizes.get("data", 1)
     both = pipeline.name == "pipedream_2bw"
-    layers = pipeline.layers or (LAYERS // pipeline.stages,) * pipeline.stages
+    layers = pipeline.layers_per_stage or (LAYERS // pipeline.stages,) * pipeline.stages
     want = two_versions(first, loss, count, ways) if both else every_microbatch(first, loss, count, ways, layers)
     assert got[0]["head"].dtype == np.float64
     for number, (a, b) in enumerate(zip(got, want if flushes else want[:-1], strict=True)):
@@ -371,11 +371,11 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ),
     ),
     "pieces": (
-        {"pipeline": jp.pipeline.Asynchronous("pipedream", stages=2, microbatches=2, layers=(4, 1))},
+        {"pipeline": jp.pipeline.Asynchronous("pipedream", stages=2, microbatches=2, layers_per_stage=(4, 1))},
         ConfigError,
         (
-            "pipeline: layers is [4, 1], 5 layers in 2 pieces, but blocks has 6 layers and the schedule has 2 pieces "
-            "of at least one layer each. Remedy: give 2 numbers that sum to 6."
+            "pipeline: layers_per_stage is [4, 1], 5 layers in 2 pieces, but blocks has 6 layers and the schedule has 2 "
+            "pieces of at least one layer each. Remedy: give 2 numbers that sum to 6."
         ),
     ),
     "reduce": (
@@ -433,7 +433,7 @@ def test_batches_and_states_that_do_not_go_on_are_named() -> None:
         (
             0,
             "pipedream_2bw",
-            jp.pipeline.Asynchronous("pipedream_2bw", stages=3, microbatches=4, layers=(1, 1, 4)),
+            jp.pipeline.Asynchronous("pipedream_2bw", stages=3, microbatches=4, layers_per_stage=(1, 1, 4)),
             "2-2-2",
             "1-1-4",
         ),
@@ -441,7 +441,7 @@ def test_batches_and_states_that_do_not_go_on_are_named() -> None:
         (
             3,
             "pipedream",
-            jp.pipeline.Asynchronous("pipedream", stages=3, microbatches=4, layers=(1, 2, 3)),
+            jp.pipeline.Asynchronous("pipedream", stages=3, microbatches=4, layers_per_stage=(1, 2, 3)),
             "3-1-2",
             "1-2-3",
         ),

@@ -117,7 +117,10 @@ def test_what_comes_before_the_layers_in_the_ticks_gives_the_same(case: Any, one
     got = run(
         sizes,
         jp.Pipeline(
-            schedule, activation_checkpointing=activation_checkpointing, layers=layers, embedding="per_microbatch"
+            schedule,
+            activation_checkpointing=activation_checkpointing,
+            layers_per_stage=layers,
+            embedding="per_microbatch",
         ),
     )
     got[0]["right"] = one_device[0]["right"]
@@ -191,7 +194,8 @@ def test_gradients_are_scattered_before_the_end_where_that_is_asked_for(
 ) -> None:
     schedule = jp.pipeline.schedule("interleaved", stages=2, microbatches=4, chunks=2)
     got = run(
-        {"pipeline": 2, "data": 2, "model": 2}, jp.Pipeline(schedule, grad_reduction=grad_reduction, layers=layers)
+        {"pipeline": 2, "data": 2, "model": 2},
+        jp.Pipeline(schedule, grad_reduction=grad_reduction, layers_per_stage=layers),
     )
     got[0]["right"] = one_device[0]["right"]
     check_same(got, one_device)
@@ -214,7 +218,7 @@ def test_every_stage_of_zero_composes_with_stages_and_heads(stage: int, one_devi
 def test_a_schedule_gives_the_gradients_of_one_device(case: Any, one_device: Any) -> None:
     name, sizes, microbatches, chunks, activation_checkpointing, layers = case
     schedule = jp.pipeline.schedule(name, stages=sizes["pipeline"], microbatches=microbatches, chunks=chunks)
-    got = run(sizes, jp.Pipeline(schedule, activation_checkpointing=activation_checkpointing, layers=layers))
+    got = run(sizes, jp.Pipeline(schedule, activation_checkpointing=activation_checkpointing, layers_per_stage=layers))
     # The metric "right" is a mean over all rows, which differs from the weighted mean of the microbatches.
     got[0]["right"] = one_device[0]["right"]
     check_same(got, one_device)
@@ -388,17 +392,17 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         {"pipeline": jp.pipeline.schedule("interleaved", stages=2, microbatches=4, chunks=3)},
         ConfigError,
         (
-            "pipeline: the 8 layers of blocks cannot be split into 6 equal pieces. Remedy: set layers=(2, 2, 1, 1, 1, "
-            "1), one number per piece (YAML: layers_per_stage: [2, 2, 1, 1, 1, 1]), or use a schedule with a number of "
+            "pipeline: the 8 layers of blocks cannot be split into 6 equal pieces. Remedy: set layers_per_stage=(2, 2, "
+            "1, 1, 1, 1), one number per piece (YAML: layers_per_stage: [2, 2, 1, 1, 1, 1]), or use a schedule with a number of "
             "stages and chunks that divides 8."
         ),
     ),
     "numbers of layers": (
-        {"pipeline": jp.Pipeline(ONE_F_ONE_B, layers=(5, 4))},
+        {"pipeline": jp.Pipeline(ONE_F_ONE_B, layers_per_stage=(5, 4))},
         ConfigError,
         (
-            "pipeline: layers is [5, 4], 9 layers in 2 pieces, but blocks has 8 layers and the schedule has 2 pieces "
-            "of at least one layer each. Remedy: give 2 numbers that sum to 8."
+            "pipeline: layers_per_stage is [5, 4], 9 layers in 2 pieces, but blocks has 8 layers and the schedule has 2 "
+            "pieces of at least one layer each. Remedy: give 2 numbers that sum to 8."
         ),
     ),
     "path": (
@@ -487,8 +491,8 @@ def test_layers_that_stages_do_not_divide_are_one_problem() -> None:
         "params/blocks/down [8, 16, 8] and 1 more: the dim 'layers' has size 8, which is not a multiple of pipeline=3 "
         "(rule layers = pipeline). Remedy: use a number of stages that divides 8 (1, 2, 4, 8); or use stages of "
         "different sizes, where every stage stores all layers of every stack: Rules(indivisible={'layers': "
-        "'replicate'}) and jp.Pipeline(schedule, layers=(3, 3, 2)), one number for each piece of the model; in YAML "
-        "rules: {indivisible: {layers: replicate}} and parallel: {pipeline: {layers_per_stage: [3, 3, 2]}}."
+        "'replicate'}) and jp.Pipeline(schedule, layers_per_stage=(3, 3, 2)), one number for each piece of the "
+        "model; in YAML rules: {indivisible: {layers: replicate}} and parallel: {pipeline: {layers_per_stage: [3, 3, 2]}}."
     )
     rules = RULES.replace(vocab=None)
     layout = layout_of(rules, {"pipeline": 3})
@@ -508,7 +512,7 @@ def test_layers_that_stages_do_not_divide_are_one_problem() -> None:
 
 def test_the_remedy_for_layers_that_stages_do_not_divide_works(one_device: tuple[dict[str, float], Any]) -> None:
     rules = RULES.replace(vocab=None, indivisible={"layers": "replicate"})
-    pipeline = jp.Pipeline(jp.pipeline.schedule("1f1b", stages=3, microbatches=4), layers=(3, 3, 2))
+    pipeline = jp.Pipeline(jp.pipeline.schedule("1f1b", stages=3, microbatches=4), layers_per_stage=(3, 3, 2))
     got = run({"pipeline": 3, "data": 2}, pipeline, rules=rules)
     got[0]["right"] = one_device[0]["right"]
     check_same(got, one_device)

@@ -104,7 +104,9 @@ def test_dropout_and_losses_of_layers_are_those_of_one_device(case: Any, one_dev
     check_same(
         run(
             sizes,
-            jp.Pipeline(schedule, activation_checkpointing=activation_checkpointing, layers=layers, executor=executor),
+            jp.Pipeline(
+                schedule, activation_checkpointing=activation_checkpointing, layers_per_stage=layers, executor=executor
+            ),
         ),
         one_device,
     )
@@ -142,7 +144,9 @@ def evaluate(sizes: dict[str, int], pipeline: Any, loss: Any, batch: Any) -> tup
 @pytest.mark.parametrize("embedding", ["per_step", "per_microbatch"])
 def test_an_evaluation_goes_through_the_stages(embedding: Any, one_device: Any) -> None:
     sizes, schedule = {"pipeline": 2, "data": 2}, jp.pipeline.schedule("1f1b", stages=2, microbatches=PIECES // 2)
-    got, compiled = evaluate(sizes, jp.Pipeline(schedule, layers=(4, 2), embedding=embedding), LOSS, batch_of())
+    got, compiled = evaluate(
+        sizes, jp.Pipeline(schedule, layers_per_stage=(4, 2), embedding=embedding), LOSS, batch_of()
+    )
     assert got == {
         name: pytest.approx(one_device[0][name], rel=1e-6) for name in ("loss", "weight", "entropy", "aux_loss")
     }
@@ -165,7 +169,7 @@ def test_draws_are_those_of_one_device_to_the_bit() -> None:
         "blocks", lambda model, batch: jnp.zeros_like(batch["code"]), layer, after, keys=True
     )
     schedule = jp.pipeline.schedule("interleaved", stages=2, microbatches=4, chunks=2)
-    pipeline = jp.Pipeline(schedule, layers=(2, 1, 2, 1))
+    pipeline = jp.Pipeline(schedule, layers_per_stage=(2, 1, 2, 1))
     want = evaluate({"data": 1}, None, loss, batch_of())[0]
     assert want["loss"] % 2**-4 == 0 and want["loss"] > 1e3
     assert evaluate({"pipeline": 2, "data": 2}, pipeline, loss, batch_of())[0] == want

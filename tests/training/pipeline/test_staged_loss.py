@@ -133,7 +133,7 @@ PIPELINES: dict[str, tuple[dict[str, int], Any]] = {
     ),
     "uneven": (
         {"pipeline": 2},
-        jp.Pipeline(schedule("1f1b"), layers=(3, 1), activation_checkpointing="none", recompute=(2, 0)),
+        jp.Pipeline(schedule("1f1b"), layers_per_stage=(3, 1), activation_checkpointing="none", recompute=(2, 0)),
     ),
 }
 

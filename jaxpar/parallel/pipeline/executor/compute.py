@@ -7,18 +7,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpar.parallel.collectives.gather_reduce import at_least_fp32
 from jaxpar.parallel.pipeline.executor import recompute
 from jaxpar.parallel.pipeline.executor.aux_losses import add_scalars, zeros_of
 from jaxpar.parallel.pipeline.executor.carry import StageCarry, TickCarry
 from jaxpar.parallel.pipeline.executor.layer_placement import AXIS
 from jaxpar.parallel.pipeline.executor.per_device import Split
-from jaxpar.parallel.pipeline.executor.primitives import at_least_fp32_dtype, pick, reader
+from jaxpar.parallel.pipeline.executor.primitives import pick, reader
 from jaxpar.parallel.pipeline.executor.program import PipelineProgram, global_field
 from jaxpar.parallel.pipeline.executor.sequence_chunks import slots_of
 from jaxpar.parallel.pipeline.executor.stage import Add, held, read, write
 from jaxpar.parallel.pipeline.executor.tick_context import TickContext
 from jaxpar.parallel.pipeline.executor.tick_inputs import TickInputs
+from jaxpar.utils.arrays import accumulator, at_least_fp32
 
 
 def forward(
@@ -115,7 +115,7 @@ def empty_grads(program: PipelineProgram, weights: Any, chunks: int) -> Any:
     """Returns zeros for the sums of gradients [chunks, layers, ...], in fp32 or wider."""
     layer = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape[2:], w.dtype), weights)
     found = jax.eval_shape(program.reduce_bucket or program.reduce or (lambda grads: grads), layer)
-    zeros = lambda w, g: jnp.zeros((chunks, w.shape[1], *g.shape), at_least_fp32_dtype(g.dtype))
+    zeros = lambda w, g: jnp.zeros((chunks, w.shape[1], *g.shape), accumulator(g))
     return jax.tree.map(zeros, weights, found)
 
 
@@ -124,7 +124,7 @@ def empty_buckets(program: PipelineProgram, weights: Any) -> Any:
     if program.buckets is None:
         return []
     slots = program.buckets.slots
-    return jax.tree.map(lambda w: jnp.zeros((slots, *w.shape[1:]), at_least_fp32_dtype(w.dtype)), weights)
+    return jax.tree.map(lambda w: jnp.zeros((slots, *w.shape[1:]), accumulator(w)), weights)
 
 
 def _side_of_backward(context: TickContext, tick: TickInputs, microbatch: jax.Array) -> Any:

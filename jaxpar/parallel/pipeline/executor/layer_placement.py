@@ -8,6 +8,7 @@ unit for each stage, one all-to-all moves them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,20 +45,24 @@ class Layers:
     @property
     def counts(self) -> np.ndarray | None:
         """[stages, chunks], the number of layers in each chunk; ``None`` if all slots are used."""
-        if len(set(self.each)) == 1:
-            return None
-        counts = np.zeros((self.pieces.stages, self.pieces.chunks), np.int32)
-        for piece, count in enumerate(self.each):
-            counts[self.pieces.place(piece)] = count
-        return counts
+        return None if self._even else self.sizes
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """[stages, chunks], the number of layers in each chunk."""
+        return self._by_chunk(self.each)
 
     @property
     def starts(self) -> np.ndarray:
         """[stages, chunks], the index in the model of the first layer of each chunk."""
-        starts = np.zeros((self.pieces.stages, self.pieces.chunks), np.int32)
-        for piece in range(len(self.each)):
-            starts[self.pieces.place(piece)] = sum(self.each[:piece])
-        return starts
+        return self._by_chunk([sum(self.each[:piece]) for piece in range(len(self.each))])
+
+    def _by_chunk(self, numbers: Sequence[int]) -> np.ndarray:
+        """Returns a number of each piece as [stages, chunks]."""
+        found = np.zeros((self.pieces.stages, self.pieces.chunks), np.int32)
+        for piece, number in enumerate(numbers):
+            found[self.pieces.place(piece)] = number
+        return found
 
     def cut(self, w: jax.Array) -> jax.Array:
         """Returns a stage's layers as [chunks, layers, ...].
@@ -67,11 +72,7 @@ class Layers:
         """
         chunks, shape = self.pieces.chunks, w.shape[1:]
         if w.shape[0] == self.total and self.pieces.stages > 1:
-            index = np.zeros((self.pieces.stages, chunks * self.most), np.int32)
-            for stage, place, layer in self._slots():
-                index[stage, place] = layer
-            mine = jnp.asarray(index)[jax.lax.axis_index(AXIS)]
-            return jnp.take(w, mine, axis=0).reshape(chunks, self.most, *shape)
+            return jnp.take(w, self._own_layers(0), axis=0).reshape(chunks, self.most, *shape)
         if self._straight:
             return w.reshape(chunks, self.most, *shape)
         unit = self._unit
@@ -88,12 +89,8 @@ class Layers:
         """
         shape = w.shape[2:]
         if not split and self.pieces.stages > 1:
-            index = np.full((self.pieces.stages, self.pieces.chunks * self.most), self.total, np.int32)
-            for stage, place, layer in self._slots():
-                index[stage, place] = layer
-            mine = jnp.asarray(index)[jax.lax.axis_index(AXIS)]
             empty = jnp.zeros((self.total, *shape), w.dtype)
-            return empty.at[mine].set(w.reshape(-1, *shape), mode="drop")
+            return empty.at[self._own_layers(self.total)].set(w.reshape(-1, *shape), mode="drop")
         if self._straight:
             return w.reshape(-1, *shape)
         unit = self._unit
@@ -101,14 +98,25 @@ class Layers:
         moved = _moved(w.reshape(-1, unit, *shape), back, self.total // self.pieces.stages // unit)
         return moved.reshape(-1, *shape)
 
+    def _own_layers(self, unused: int) -> jax.Array:
+        """Returns the index of the layer in each slot of this stage, or ``unused``."""
+        index = np.full((self.pieces.stages, self.pieces.chunks * self.most), unused, np.int32)
+        for stage, place, layer in self._slots():
+            index[stage, place] = layer
+        return jnp.asarray(index)[jax.lax.axis_index(AXIS)]
+
+    @property
+    def _even(self) -> bool:
+        return len(set(self.each)) == 1
+
     @property
     def _straight(self) -> bool:
-        return len(set(self.each)) == 1 and (self.pieces.chunks == 1 or self.pieces.stages == 1)
+        return self._even and (self.pieces.chunks == 1 or self.pieces.stages == 1)
 
     @property
     def _unit(self) -> int:
         """The number of layers that always move together."""
-        return self.most if len(set(self.each)) == 1 else 1
+        return self.most if self._even else 1
 
     def _slots(self) -> list[tuple[int, int, int]]:
         """Returns the stage, slot and index of every layer."""

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxpar.errors import ModelError
 from jaxpar.parallel.collectives.gather_reduce import at_least_fp32
@@ -14,11 +13,6 @@ from jaxpar.parallel.pipeline.executor.layer_placement import AXIS
 from jaxpar.parallel.pipeline.schedules.table import FIELDS
 from jaxpar.sharding.hardware.topology import platform_of
 from jaxpar.sharding.layout import current_layout
-
-
-def at_least_fp32_dtype(dtype: Any) -> Any:
-    """Returns the dtype, promoted to at least fp32."""
-    return jnp.promote_types(dtype, jnp.float32)
 
 
 def check_alike(x: Any, y: Any) -> None:

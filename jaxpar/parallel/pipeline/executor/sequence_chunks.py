@@ -19,6 +19,7 @@ from jaxpar.errors import ModelError
 from jaxpar.parallel.pipeline.executor.layer_inputs import LayerScalars
 from jaxpar.parallel.pipeline.executor.stage import Add, Buffers, Chunk, indices, read, write
 from jaxpar.parallel.pipeline.schedules.schedule import Schedule
+from jaxpar.utils.arrays import accumulator
 
 type CarriedLayer = Callable[[Any, jax.Array, Any, Any, jax.Array], tuple[jax.Array, Any]]
 
@@ -118,7 +119,7 @@ class Carried(Chunk):
         """
         leaves = jax.tree.leaves(self.like)
         zeros = lambda name, x, dtype: jnp.zeros((sizes[name] + 1, layers, *x.shape), dtype)
-        back = [zeros("back", x, jnp.promote_types(x.dtype, jnp.float32)) for x in leaves if _floats(x)]
+        back = [zeros("back", x, accumulator(x)) for x in leaves if _floats(x)]
         return Pools(kept, [zeros("carry", x, x.dtype) for x in leaves], back)
 
     def forward(
