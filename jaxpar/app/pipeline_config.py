@@ -81,8 +81,8 @@ def _asynchronous(config: PipelineConfig, stages: int, layers: int) -> jp.pipeli
 
 def _shared(config: PipelineConfig) -> dict[str, Any]:
     """The options that every pipeline has."""
-    options = {name: getattr(config, name) for name in ("activation_checkpointing", "grad_reduction")}
-    return {**options, "layers": config.layers_per_stage}
+    names = ("activation_checkpointing", "grad_reduction", "layers_per_stage")
+    return {name: getattr(config, name) for name in names}
 
 
 def _check_layers(config: PipelineConfig, layers: int, pieces: int) -> None:

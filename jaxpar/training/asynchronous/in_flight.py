@@ -32,11 +32,10 @@ from jaxpar.training.model import to_path
 from jaxpar.training.pipeline.gradients import check_trained, head_of
 from jaxpar.training.pipeline.stage_functions import (
     check_rows,
-    columns,
+    embed_batch,
     given_of,
     layer_input_weights,
     program_of,
-    run_embed,
 )
 from jaxpar.training.pipeline.transfer import ModelSplit, StageTransfer, row_axes
 from jaxpar.training.state import TrainState
@@ -109,9 +108,7 @@ class InFlightCall:
                 "keep the keys of the microbatches in flight. Remedy: use layers that draw none, or the schedule "
                 "'1f1b'."
             )
-        batch = self.loss_fn.prepare(
-            self.split.model(jax.tree.map(self.config.precision.computing, self.state.params)), batch
-        )
+        batch = self.split.prepare(self.state.params, batch, self.config.precision)
         check_rows(self.layout, batch, self.window.batch)
         return batch
 
@@ -140,8 +137,7 @@ class InFlightCall:
 
         def f(others: Any) -> jax.Array:
             with batch_rows(numbers):
-                x = run_embed(self.loss_fn, self.split, others, batch)
-            return columns(self.layout, x, self.loss_fn.dims)
+                return embed_batch(self.layout, self.split, others, batch)
 
         found: tuple[jax.Array, Any] = jax.vjp(f, others)
         return found
@@ -153,19 +149,16 @@ class InFlightCall:
         old, (pieces_before, _) = self.transfer.scatter_to_stages(self.previous, given_of(before), x, count)
         numbers = jnp.broadcast_to(jnp.arange(2 * count, dtype=jnp.int32) // count, (fed.shape[0], 2 * count))
         others = jax.tree.map(lambda a, b: jnp.stack([a, b]), split.others(old), split.others(new))
-        program = numbered(self.program(head_of(self.loss_fn, split, None)))
+        program = numbered(self.program(head_of(split, None)))
         weights = concat_batches(split.stack(old), split.stack(new), 1)
         numbered_pieces = {"batch": numbers, "of": concat_batches(pieces_before, pieces, 1)}
-        read = layer_input_weights(self.loss_fn, split, self.transfer, others, pieces[0])
+        read = layer_input_weights(self.transfer, others, pieces[0])
         return AsyncRunner(TickContext.of(program, fed, weights, others, numbered_pieces, read)), fed
 
     def program(self, head: Head) -> PipelineProgram:
         """Returns the program of stages and head; both chunks of a stage are the same layers."""
         counts = self.transfer.layers.counts if self.counts is None else self.counts
         return program_of(
-            self.layout,
-            self.loss_fn,
-            self.split,
             self.transfer,
             schedule=self.window,
             head=head,
@@ -194,14 +187,14 @@ class InFlightCall:
     def put_batch(self, batch: Any) -> Any:
         return jax.tree.map(lambda x: self.put(x, *row_axes(self.layout, x)), batch)
 
-    def put_params(self, params: Any, *lead: Any) -> Any:
-        """Constrains parameters, or several versions of them, to the parameters' sharding."""
+    def put_params(self, params: Any, *lead: Any, role: str = "params") -> Any:
+        """Constrains parameters, or several versions of them, or gradients, to the sharding of this role."""
         names = dict(self.state.metadata.dims)
 
         def one(keys: Any, w: jax.Array) -> jax.Array:
             shape = w.shape[len(lead) :]
             dims = names.get(("params", *to_path(keys)), (None,) * len(shape))
-            return self.put(w, *lead, *split_over(self.layout, dims, "params", shape, ()))
+            return self.put(w, *lead, *split_over(self.layout, dims, role, shape, ()))
 
         return jax.tree_util.tree_map_with_path(one, params)
 

@@ -190,15 +190,13 @@ def in_stages(call: InFlightCall, params: Any, *, back: bool = False) -> Any:
 
 def groups_of(call: InFlightCall, batch: Any) -> Groups:
     """Returns the groups, found by tracing which parameters ``embed`` and ``head`` read."""
-    split, loss_fn = call.split, call.loss_fn
+    split, count = call.split, call.window.batch
     others = split.others(split.shapes)
-    piece = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct((x.shape[0] // call.window.batch, *x.shape[1:]), x.dtype), batch
-    )
+    piece = jax.tree.map(lambda x: jax.ShapeDtypeStruct((x.shape[0] // count, *x.shape[1:]), x.dtype), batch)
 
     def read(others: Any, piece: Any) -> None:
-        x = run_embed(loss_fn, split, others, piece)
-        run_head(loss_fn, split, others, x, Given(piece))
+        x = run_embed(split, others, piece)
+        run_head(split, others, x, Given(piece))
 
     jax.eval_shape(read, others, piece)
     first, last = split.read["embed"], split.read["head"]

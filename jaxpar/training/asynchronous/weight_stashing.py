@@ -28,11 +28,10 @@ from jaxpar.parallel.pipeline.options import Asynchronous
 from jaxpar.parallel.pipeline.schedules.table import FIELDS
 from jaxpar.sharding.layout import Layout, manual_axes
 from jaxpar.sharding.rules import Axes
-from jaxpar.training.asynchronous.in_flight import InFlight, InFlightCall, split_over
+from jaxpar.training.asynchronous.in_flight import InFlight, InFlightCall
 from jaxpar.training.asynchronous.stage_groups import GROUPS, Groups, groups_of, in_stages, with_padded_stages
 from jaxpar.training.loss import Metrics
 from jaxpar.training.microbatches import StepConfig, means_of, unscaled
-from jaxpar.training.model import to_path
 from jaxpar.training.pipeline.gradients import head_of
 from jaxpar.training.pipeline.stage_functions import Given, given_of, listed, read_by_layer_inputs
 from jaxpar.training.pipeline.transfer import row_axes
@@ -151,7 +150,7 @@ class _Run:
           ConfigError: ``layer_inputs`` reads parameters; the error lists them.
         """
         call = self.call
-        call.transfer.trace_piece(lambda piece: read_by_layer_inputs(call.loss_fn, call.split, piece), pieces)
+        call.transfer.trace_piece(lambda piece: read_by_layer_inputs(call.split, piece), pieces)
         if read := call.split.read["layer_inputs"]:
             raise ConfigError(
                 f"asynchronous pipeline: PipelineLoss(layer_inputs=...) reads {listed(read)}, of which each stage of "
@@ -177,7 +176,7 @@ class _Run:
         read_by_loss = self.groups.with_first(params, first) if self.groups.tied else params
         new, (_, fed) = call.transfer.scatter_to_stages(read_by_loss, piece, x, 1)
         old, _ = call.transfer.scatter_to_stages(split.join(layers, split.others(params)), piece, x, 1)
-        program = call.program(_mean(head_of(call.loss_fn, split, None), call.transfer.axes))
+        program = call.program(_mean(head_of(split, None), call.transfer.axes))
         weights = concat_batches(split.stack(old), split.stack(new), 1)
         return StashingRunner(TickContext.of(program, fed, weights, split.others(new), pieces)), fed
 
@@ -185,7 +184,7 @@ class _Run:
         """Returns the state after the ticks of the window, and metrics."""
         call, window, groups, transfer = self.call, self.call.window, self.groups, self.call.transfer
         full, delay, pieces = call.options.schedule, window.delay, self.pieces()
-        program = call.program(head_of(call.loss_fn, call.split, None))
+        program = call.program(head_of(call.split, None))
         stage_rows, global_rows, _ = rows_of(program, exists, (state.step - 1) % (delay + 1) * full.batch)
         ring, count, stages = delay + 1, window.stages, np.arange(window.stages)
 
@@ -241,14 +240,7 @@ class _Run:
 
     def put_late(self, late: Any) -> Any:
         """Constrains pending gradients to the gradients' sharding."""
-        call, names = self.call, dict(self.call.state.metadata.dims)
-
-        def one(keys: Any, g: jax.Array) -> jax.Array:
-            shape = g.shape[1:]
-            dims = names.get(("params", *to_path(keys)), (None,) * len(shape))
-            return call.put(g, None, *split_over(call.layout, dims, "gradients", shape, ()))
-
-        return jax.tree_util.tree_map_with_path(one, late)
+        return self.call.put_params(late, None, role="gradients")
 
 
 def _mean(head: Head, axes: Axes) -> Head:

@@ -24,7 +24,6 @@ from jaxpar.parallel.pipeline.executor.layer_placement import AXIS
 from jaxpar.parallel.pipeline.executor.program import Head
 from jaxpar.parallel.pipeline.executor.run import run
 from jaxpar.parallel.pipeline.executor.sequence_chunks import SequenceCarry, check_chunks
-from jaxpar.parallel.pipeline.executor.tick_context import TickContext
 from jaxpar.parallel.pipeline.options import Asynchronous, Pipeline
 from jaxpar.parallel.pipeline.staged_loss import PipelineLoss, with_extras
 from jaxpar.sharding.layout import Layout
@@ -33,13 +32,11 @@ from jaxpar.training.microbatches import GradientResult, StepConfig, counted, me
 from jaxpar.training.model import show, to_path
 from jaxpar.training.pipeline.stage_functions import (
     check_rows,
-    columns,
+    context_of,
+    embed_batch,
     embedding_of,
     given_of,
-    layer_input_weights,
-    program_of,
     read_by,
-    run_embed,
     run_head,
 )
 from jaxpar.training.pipeline.transfer import ModelSplit, StageTransfer, seq_axes
@@ -64,12 +61,12 @@ def pipeline_gradients(
         options = replace(options, grad_reduction="per_microbatch")
     schedule, precision, scale = options.schedule, config.precision, scale_of(state, config.precision)
     split = ModelSplit(state, loss_fn)
-    batch = loss_fn.prepare(split.model(jax.tree.map(precision.computing, state.params)), batch)
+    batch = split.prepare(state.params, batch, precision)
     check_rows(layout, batch, schedule.microbatches // schedule.sequence_chunks)
     _check_chunks(layout, loss_fn, batch, options)
 
     others = jax.tree.map(precision.computing, split.others(state.params))
-    embed = lambda others: columns(layout, run_embed(loss_fn, split, others, batch), loss_fn.dims)
+    embed = lambda others: embed_batch(layout, split, others, batch)
     in_ticks = options.embedding == "per_microbatch"
     x, pull = (jax.eval_shape(embed, others), None) if in_ticks else jax.vjp(embed, others)
     check_chunks(x, schedule)
@@ -79,13 +76,13 @@ def pipeline_gradients(
     weights, (pieces, fed) = transfer.scatter_to_stages(
         state.params, given, None if in_ticks else x, schedule.microbatches
     )
-    program = program_of(
-        layout,
-        loss_fn,
-        split,
+    context = context_of(
         transfer,
+        weights,
+        pieces,
+        fed,
         schedule=schedule,
-        head=head_of(loss_fn, split, scale),
+        head=head_of(split, scale),
         activation_checkpointing=options.activation_checkpointing,
         independent=options.executor == "independent",
         reduce=transfer.of_one_layer if options.grad_reduction == "per_microbatch" else None,
@@ -93,12 +90,9 @@ def pipeline_gradients(
         join=join,
         layer_slots=transfer.residual_slots(options),
         recompute=options.recompute,
-        carry=_carry(loss_fn, split, schedule.sequence_chunks),
-        embedding=embedding_of(loss_fn, split) if in_ticks else None,
+        carry=_carry(split, schedule.sequence_chunks),
+        embedding=embedding_of(split) if in_ticks else None,
     )
-    others = split.others(weights)
-    read = layer_input_weights(loss_fn, split, transfer, others, pieces[0])
-    context = TickContext.of(program, fed, split.stack(weights), others, pieces, read)
     grads, (sums, weight, head_grads), fed = run(context, fed)
     sums, weight, grads, x = transfer.gather_from_stages(split.join(grads, head_grads), sums, weight, fed)
     if pull is not None:
@@ -242,17 +236,16 @@ def _check_chunks(layout: Layout, loss_fn: PipelineLoss, batch: Any, options: Pi
             )
 
 
-def _carry(loss_fn: PipelineLoss, split: ModelSplit, chunks: int) -> SequenceCarry | None:
+def _carry(split: ModelSplit, chunks: int) -> SequenceCarry | None:
     """Returns how the layers process sequences in chunks; ``None`` without chunks."""
-    layer = loss_fn.chunked_layer
+    layer = split.loss_fn.chunked_layer
     if chunks == 1 or layer is None:
         return None
 
     def empty(piece: Any) -> Any:
-        call = lambda model: loss_fn.chunk_carry(model, piece.batch)
-        others = jax.tree.map(
-            lambda w: jnp.zeros(w.shape, w.dtype), split.others(split.shapes)
-        )  # only the result's shape matters
+        call = lambda model: split.loss_fn.chunk_carry(model, piece.batch)
+        zeros = lambda w: jnp.zeros(w.shape, w.dtype)  # only the result's shape matters
+        others = jax.tree.map(zeros, split.others(split.shapes))
         read_by(split, "chunk_carry", call, others)
         return call(split.model_of(others))
 
@@ -260,18 +253,14 @@ def _carry(loss_fn: PipelineLoss, split: ModelSplit, chunks: int) -> SequenceCar
         with batch_rows(side.numbers):
             return layer(split.block(w), x, side.given, carry, chunk)
 
-    return SequenceCarry(
-        layer=carried,
-        empty=empty,
-        chunks=chunks,
-    )
+    return SequenceCarry(carried, empty, chunks)
 
 
-def head_of(loss_fn: PipelineLoss, split: ModelSplit, scale: Any) -> Head:
+def head_of(split: ModelSplit, scale: Any) -> Head:
     """Returns the head of one microbatch: its contribution to all sums, and the cotangent of its input."""
 
     def loss_of(weights: Any, y: jax.Array, piece: Any) -> tuple[jax.Array, Any]:
-        loss, metrics, weight = run_head(loss_fn, split, weights, y, piece)
+        loss, metrics, weight = run_head(split, weights, y, piece)
         scaled = at_least_fp32(loss) * weight * (1 if scale is None else scale)
         return scaled, (loss, metrics, weight)
 

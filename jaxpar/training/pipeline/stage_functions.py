@@ -21,7 +21,7 @@ from jaxpar.parallel.pipeline.executor.layer_inputs import LayerInputs
 from jaxpar.parallel.pipeline.executor.layer_placement import AXIS
 from jaxpar.parallel.pipeline.executor.program import Embedding, PipelineProgram
 from jaxpar.parallel.pipeline.executor.stage import StageLayer
-from jaxpar.parallel.pipeline.staged_loss import PipelineLoss
+from jaxpar.parallel.pipeline.executor.tick_context import TickContext
 from jaxpar.sharding.layout import Layout
 from jaxpar.training.loss import Metrics, unpack
 from jaxpar.training.microbatches import uncut_rows, undivided_by
@@ -50,37 +50,43 @@ def given_of(batch: Any, keys: Any = None) -> Given:
     return Given(batch, keys, None if rows is None else jnp.arange(rows, dtype=jnp.int32))
 
 
-def program_of(
-    layout: Layout, loss_fn: PipelineLoss, split: ModelSplit, transfer: StageTransfer, **others: Any
-) -> PipelineProgram:
+def context_of(transfer: StageTransfer, weights: Any, pieces: Given, x: jax.Array | None, **fields: Any) -> TickContext:
+    """Returns the program with these ``fields`` and its arrays, as ``scatter_to_stages`` returned them."""
+    split, others = transfer.split, transfer.split.others(weights)
+    program = program_of(transfer, **fields)
+    read = layer_input_weights(transfer, others, pieces.batch)
+    return TickContext.of(program, x, split.stack(weights), others, pieces, read)
+
+
+def program_of(transfer: StageTransfer, **fields: Any) -> PipelineProgram:
     """Returns the program that the stages execute, with the loss's layers placed by ``transfer``.
 
-    ``others`` are the program's other fields, or overrides of these.
+    ``fields`` are the program's other fields, or overrides of these.
     """
-    layers = transfer.layers
+    layers, split = transfer.layers, transfer.split
     defaults: dict[str, Any] = {
-        "layer": layer_of(loss_fn, split),
-        "side": layer_inputs_of(layout, loss_fn, split),
-        "dims": loss_fn.dims,
+        "layer": layer_of(split),
+        "side": layer_inputs_of(transfer),
+        "dims": split.loss_fn.dims,
         "axes": transfer.axes,
         "counts": layers.counts,
         "starts": layers.starts,
     }
-    return PipelineProgram(**{**defaults, **others})
+    return PipelineProgram(**{**defaults, **fields})
 
 
-def run_embed(loss_fn: PipelineLoss, split: ModelSplit, others: Any, batch: Any) -> jax.Array:
+def run_embed(split: ModelSplit, others: Any, batch: Any) -> jax.Array:
     """Returns the first layer's input."""
-    x: jax.Array = _call_part(split, "embed", lambda model: loss_fn.embed(model, batch), others)
+    x: jax.Array = _call_part(split, "embed", lambda model: split.loss_fn.embed(model, batch), others)
     return x
 
 
-def embedding_of(loss_fn: PipelineLoss, split: ModelSplit) -> Embedding:
+def embedding_of(split: ModelSplit) -> Embedding:
     """Returns the first layer's input and its backward pass for one microbatch at a time, for use in the ticks."""
 
     def forward(weights: Any, piece: Given) -> jax.Array:
         with batch_rows(piece.numbers):
-            return run_embed(loss_fn, split, weights, piece.batch)
+            return run_embed(split, weights, piece.batch)
 
     def add_grads(weights: Any, piece: Any, cotangent: jax.Array, sums: Any) -> Any:
         _, pull = jax.vjp(lambda weights: forward(weights, piece), weights)
@@ -91,71 +97,67 @@ def embedding_of(loss_fn: PipelineLoss, split: ModelSplit) -> Embedding:
     return Embedding(forward, add_grads)
 
 
-def layer_of(loss_fn: PipelineLoss, split: ModelSplit) -> StageLayer:
+def layer_of(split: ModelSplit) -> StageLayer:
     """Returns the function that runs one layer with given weights."""
 
     def layer(weights: Any, x: jax.Array, side: LayerInputs) -> tuple[jax.Array, dict[str, jax.Array]]:
         with batch_rows(side.numbers):
-            return loss_fn.one(split.block(weights), x, side.given, side.keys)
+            return split.loss_fn.one(split.block(weights), x, side.given, side.keys)
 
     return layer
 
 
-def layer_inputs_of(
-    layout: Layout, loss_fn: PipelineLoss, split: ModelSplit
-) -> Callable[[Any, Sequence[jax.Array]], LayerInputs]:
+def layer_inputs_of(transfer: StageTransfer) -> Callable[[Any, Sequence[jax.Array]], LayerInputs]:
     """Returns a function of a microbatch and :func:`layer_input_weights` that computes the layer inputs."""
+    split = transfer.split
 
     def side(piece: Given, weights: Sequence[jax.Array]) -> LayerInputs:
         batch, keys, numbers = piece
-        read, values = read_by_layer_inputs(loss_fn, split, batch), iter(weights)
+        read, values = read_by_layer_inputs(split, batch), iter(weights)
         # Parameters that it does not read stay shapes, so that no tick receives them.
         value = lambda keys, shape: next(values) if to_path(keys) in read else shape
         others = jax.tree_util.tree_map_with_path(value, split.others(split.shapes))
         with batch_rows(numbers):
-            given = _call_part(split, "layer_inputs", lambda model: loss_fn.layer_inputs(model, batch), others)
+            given = _call_part(split, "layer_inputs", lambda model: split.loss_fn.layer_inputs(model, batch), others)
         if keys is not None:
-            for axis in seq_axes(layout):
+            for axis in seq_axes(transfer.layout):
                 keys = jax.vmap(jax.random.fold_in, (0, None))(keys, jax.lax.axis_index(axis))
         return LayerInputs(given, keys, jnp.zeros((), jnp.float32), numbers)
 
     return side
 
 
-def read_by_layer_inputs(loss_fn: PipelineLoss, split: ModelSplit, batch: Any) -> frozenset[Path]:
+def read_by_layer_inputs(split: ModelSplit, batch: Any) -> frozenset[Path]:
     """Returns the paths of the parameters that ``PipelineLoss.layer_inputs`` reads; none are of the layers."""
-    return read_by(split, "layer_inputs", lambda model: loss_fn.layer_inputs(model, batch), split.others(split.shapes))
+    call = lambda model: split.loss_fn.layer_inputs(model, batch)
+    return read_by(split, "layer_inputs", call, split.others(split.shapes))
 
 
-def layer_input_weights(
-    loss_fn: PipelineLoss, split: ModelSplit, transfer: StageTransfer, weights: Any, pieces: Any
-) -> list[jax.Array]:
+def layer_input_weights(transfer: StageTransfer, weights: Any, pieces: Any) -> list[jax.Array]:
     """Returns the parameters that ``PipelineLoss.layer_inputs`` reads, replicated over the stages.
 
     They are replicated because each stage computes the layer inputs of its own microbatch.
 
     Args:
-      loss_fn, split, transfer: the loss, its parameters and their transfer.
+      transfer: the loss, its parameters and their transfer.
       weights: the parameters outside the layers, as the ticks use them; or several versions of them,
         ``[versions, ...]``.
       pieces: the batch alone, ``[devices, microbatches, rows, ...]``.
     """
-    transfer.trace_piece(lambda piece: read_by_layer_inputs(loss_fn, split, piece), pieces)
-    read = split.read["layer_inputs"]
+    transfer.trace_piece(lambda piece: read_by_layer_inputs(transfer.split, piece), pieces)
+    read = transfer.split.read["layer_inputs"]
     leaves = [w for keys, w in jax.tree_util.tree_leaves_with_path(weights) if to_path(keys) in read]
     return transfer.on_all_stages(leaves) if leaves else []
 
 
-def run_head(
-    loss_fn: PipelineLoss, split: ModelSplit, weights: Any, y: jax.Array, piece: Given
-) -> tuple[jax.Array, Metrics, jax.Array]:
+def run_head(split: ModelSplit, weights: Any, y: jax.Array, piece: Given) -> tuple[jax.Array, Metrics, jax.Array]:
     """Returns loss, metrics and weight of a microbatch that has passed all layers.
 
     Raises:
       ModelError: ``head`` returned updates, or a metric that is not a scalar.
     """
     with batch_rows(piece.numbers):
-        found = _call_part(split, "head", lambda model: loss_fn.head(model, y, piece.batch), weights)
+        found = _call_part(split, "head", lambda model: split.loss_fn.head(model, y, piece.batch), weights)
     loss, metrics, updates = unpack(found)
     if updates is not None:
         raise ModelError(
@@ -253,12 +255,12 @@ def check_rows(layout: Layout, batch: Any, microbatches: int) -> None:
             )
 
 
-def columns(layout: Layout, x: jax.Array, dims: tuple[str | None, ...] | None) -> jax.Array:
-    """Shards the first layer's input: the last dim over the stages, the other dims by their names, as between layers.
+def embed_batch(layout: Layout, split: ModelSplit, others: Any, batch: Any) -> jax.Array:
+    """Returns the first layer's input: its last dim sharded over the stages, the others by their names as in layers.
 
     Only the first stage needs the input in full, one microbatch at a time, and a whole batch is large.
     """
-    stages = layout.sizes.get(AXIS, 1)
+    x, dims, stages = run_embed(split, others, batch), split.loss_fn.dims, layout.sizes.get(AXIS, 1)
     if x.shape[-1] % stages:
         return x
     first = row_axes(layout, x) if dims is None else layout.resolve(dims, x.shape, dtype=x.dtype).axes[:-1]

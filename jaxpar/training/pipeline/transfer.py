@@ -247,17 +247,21 @@ class StageTransfer:
 
 
 class ModelSplit:
-    """A state's parameters, as the stack of layers and all others."""
+    """A state's parameters, as the stack of layers and all others, and the loss that reads them."""
 
     def __init__(self, state: TrainState, loss_fn: PipelineLoss):
-        self.kind, self.path, self.variables = state.metadata.kind, loss_fn.path, state.variables
+        self.loss_fn, self.path = loss_fn, loss_fn.path
+        self.kind, self.variables = state.metadata.kind, state.variables
         self.shapes = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, w.dtype), state.params)
         self.model = lambda params: self.kind.merge(params, self.variables)
         _, self.block = stacked_part(self.model(self.shapes), self.path)
         self.names = dict(state.metadata.dims)
         self.read: dict[str, frozenset[Path]] = {}
-        """What each part of the loss reads; see :func:`jaxpar.training.pipeline.stage_functions.read_by`.
-        """
+        """What each part of the loss reads; see :func:`jaxpar.training.pipeline.stage_functions.read_by`."""
+
+    def prepare(self, params: Any, batch: Any, precision: Precision) -> Any:
+        """Returns the batch as ``PipelineLoss.prepare`` makes it."""
+        return self.loss_fn.prepare(self.model(jax.tree.map(precision.computing, params)), batch)
 
     def stack(self, params: Any) -> Any:
         for name in self.path:
