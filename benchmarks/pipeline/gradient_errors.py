@@ -134,7 +134,7 @@ def pipeline_of(
         schedule,
         activation_checkpointing=activation_checkpointing,
         executor=executor,
-        layers=tuple(each) if uneven else (),
+        layers_per_stage=tuple(each) if uneven else (),
         embedding=embedding,
     )
 

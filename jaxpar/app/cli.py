@@ -272,7 +272,7 @@ class ScheduleCommand:
     def run(self) -> int:
         from jaxpar.parallel.pipeline.schedules.describe import answer
 
-        print(answer(self))
+        print(answer(**vars(self)))
         return 0
 
 

@@ -32,7 +32,7 @@ from jaxpar.training.loss import Metrics
 from jaxpar.training.microbatches import GradReduction, WeightGather
 from jaxpar.training.offload.disk_state import LeafGroup, MomentLeaf, disk_of, groups_of, is_stored, offered, zeros
 from jaxpar.training.state import TrainState, place
-from jaxpar.training.step import check_same, measure, place_state, step_config
+from jaxpar.training.step import check_same, keep_unless_finite, measure, place_state, step_config
 from jaxpar.utils.arrays import placeholder
 from jaxpar.utils.checks import is_count
 
@@ -72,16 +72,11 @@ def gradient_step(
     def run(state: TrainState, batch: Any) -> tuple[dict[str, Any], Any, Metrics, jax.Array]:
         with tracing_under(layout):
             found, grads, norm, finite = measure(layout, loss_fn, state, batch, config, clip_norm)
-            new, kept = replace(state, step=state.step + 1, variables=found.variables), {}
+            new = replace(state, step=state.step + 1, variables=found.variables)
+            kept: Metrics = {}
             check_same(state, new)
             if skip_nonfinite:
-                new = replace(
-                    new, variables=jax.tree.map(lambda a, b: jnp.where(finite, a, b), found.variables, state.variables)
-                )
-                kept["skipped"] = ~finite
-                if config.precision.scale is not None:
-                    new = replace(new, loss_scale=config.precision.scale.next(state.loss_scale, finite))
-                    kept["loss_scale"] = state.loss_scale["scale"]
+                new, kept = keep_unless_finite(state, new, finite, config, ("variables",))
             new = place_state(layout, new)
             carried = {"step": new.step, "variables": new.variables, "loss_scale": new.loss_scale}
             metrics = {"loss": found.loss, "grad_norm": norm, **found.metrics, **kept}
@@ -305,9 +300,7 @@ class DiskOffloadedStep:
                 continue  # new files are zeros already
             begin = self._init_of(state, group)
             for row in range(group.rows):
-                made = begin(row, weights[group.parameter])
-                for n, (m, x) in enumerate(zip(group.stored, made, strict=True)):
-                    self._store.write(self._first[g] + n, row, self._bytes(m, x))
+                self._write(self._pieces.index((g, row)), begin(row, weights[group.parameter]))
         self._store.commit(self._step)
 
     def _read(self, piece: int) -> list[jax.Array]:
@@ -355,15 +348,13 @@ class DiskOffloadedStep:
             staging.put(piece, made)
             del moments, made
         # Last: it donates the counts that the other updates read.
-        new_w, new_s = self._tail(*([xs[i] for i in some] for xs, some in self._rest(weights, gradients, old)), loss)
+        rest = ((weights, self._ungrouped), (gradients, self._ungrouped), (old, self._staying))
+        new_w, new_s = self._tail(*([xs[i] for i in some] for xs, some in rest), loss)
         for i, x in zip(self._ungrouped, new_w, strict=True):
             weights[i] = x
         for i, x in zip(self._staying, new_s, strict=True):
             states[i] = x
         return jax.tree.unflatten(structure, weights), jax.tree.unflatten(state_structure, states)
-
-    def _rest(self, weights: list[Any], gradients: list[Any], states: list[Any]) -> list[tuple[list[Any], list[int]]]:
-        return [(weights, self._ungrouped), (gradients, self._ungrouped), (states, self._staying)]
 
     def _update_of(self, state: TrainState, group: LeafGroup) -> Any:
         """Returns the program that updates one row of a group; it donates weights and moments in memory."""
@@ -399,7 +390,10 @@ class DiskOffloadedStep:
         params = [i for i in self._staying if leaves[i].ndim]
         self._free = [i for i in self._staying if i not in params]
         update, ungrouped, staying = self._optimizer_update(state), self._ungrouped, self._staying
-        state_shardings = [NamedSharding(self._layout.mesh, to_spec(t.resolved)) for t in _opt(self._layout, state)]
+        # The group's own program places the moments that stay in memory.
+        own = {m.tensor.path for group in self._groups for m in group.kept}
+        others = [t for t in place(self._layout, state) if t.role == "opt_state" and t.path not in own]
+        state_shardings = [NamedSharding(self._layout.mesh, to_spec(t.resolved)) for t in others]
 
         def run(weights: list[Any], gradients: list[Any], states: list[Any], loss: jax.Array) -> Any:
             with tracing_under(self._layout):
@@ -437,12 +431,6 @@ class DiskOffloadedStep:
             return jax.tree.leaves(optax.apply_updates(p, updates)), jax.tree.leaves(s)
 
         return run
-
-
-def _opt(layout: Layout, state: TrainState) -> list[Any]:
-    # The group's own program places the moments that stay in memory.
-    own = {m.tensor.path for group in groups_of(layout, state) for m in group.kept}
-    return [t for t in place(layout, state) if t.role == "opt_state" and t.path not in own]
 
 
 type Shard = tuple[tuple[tuple[int, int], ...], list[Any], int, tuple[int, ...]]

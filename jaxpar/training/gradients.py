@@ -170,16 +170,13 @@ def _hosted(state: TrainState, config: StepConfig) -> bool:
     """Whether parameters are in host memory; raises if the step would gather all of them first."""
     if not any(map(on_host, jax.tree.leaves(state.params))):
         return False
-    asked = {
-        "grad_reduction='per_step'": config.grad_reduction == "per_step",
-        "weight_gather='per_step'": config.weight_gather == "per_step",
-    }
-    for name in (name for name, true in asked.items() if true):
-        raise ConfigError(
-            f"offload: parameters are in host memory and move to the device one layer at a time, but {name} (ZeRO "
-            "stages 1 and 2) gathers all of them before the step. Remedy: use ZeRO stage 3 or none, or keep "
-            "parameters on the device."
-        )
+    for name in ("grad_reduction", "weight_gather"):
+        if getattr(config, name) == "per_step":
+            raise ConfigError(
+                f"offload: parameters are in host memory and move to the device one layer at a time, but "
+                f"{name}='per_step' (ZeRO stages 1 and 2) gathers all of them before the step. Remedy: use ZeRO stage "
+                "3 or none, or keep parameters on the device."
+            )
     return True
 
 

@@ -76,24 +76,134 @@ class OneBit(NamedTuple):
     settings: Settings
 
     def check_options(self, options: Iterable[tuple[str, Any, Any]]) -> None:
-        """See :meth:`jaxpar.training.self_reducing.SelfReducing.check_options`."""
-        refuse(options)
+        """Raises if an argument of a step is incompatible with the optimizer.
+
+        Args:
+          options: for each argument its name, its value, and the only compatible value.
+
+        Raises:
+          ConfigError: the first incompatible argument.
+        """
+        why = {
+            "clip_norm": "each device keeps its own gradient, so the norm of the mean gradient is not known",
+            "weight_gather": "it requires replicated weights",
+            "grad_reduction": "it reduces gradients itself, once per step",
+            "precision: reduce": "it reduces in fp32 during its warm-up and sends signs afterwards",
+        }
+        for name, value, required in options:
+            if value != required:
+                reason = why.get(name, "it sends all signs together and reduces everything else itself")
+                raise ConfigError(
+                    f"{name} is {value!r}, which {NAME} does not support: {reason}. Remedy: leave "
+                    f"{name.replace(': ', '.')} out"
+                    + (" (clip_norm: null in a run), or clip in loss_fn." if name == "clip_norm" else ".")
+                )
 
     def place(
         self, layout: Layout, path: Path, shape: tuple[int, ...], params: Mapping[Path, tuple[int, ...]], dims: LeafDims
     ) -> tuple[Names, Resolved] | None:
-        """See :meth:`jaxpar.training.self_reducing.SelfReducing.place`."""
-        return place(layout, path, shape, params, dims)
+        """Returns the names and sharding of a compression error; ``None`` for arrays placed like any optimizer's.
+
+        Args:
+          layout: mesh and rules.
+          path: the array's path in the optimizer's state.
+          shape: the array's shape.
+          params: parameter path → shape.
+          dims: ("params", *path) → logical dims.
+        """
+        kind, owner = path[0], path[1:]
+        if kind not in ("worker", "server"):
+            return None
+        axes, batch = batch_axes(layout), layout.resolve(("batch",))
+        param = _split(layout, dims, owner, params[owner])
+        error_of = {"worker": "the error of its own signs", "server": "the error of the average's signs, for its part"}
+        first = ResolvedDim("batch", shape[0], axes, batch.dims[0].rule, f"each device keeps {error_of[kind]}")
+        if kind == "worker":
+            return ("batch", *(dim.name for dim in param.dims)), Resolved(
+                (first, *param.dims), (), param.used | batch.used
+            )
+        pieces = ResolvedDim(None, shape[1], _axes_of(param), "", "one per shard of the parameter")
+        part = ResolvedDim(
+            None, shape[2], (), "", "the elements that one device averages, rounded up to full bytes of signs"
+        )
+        return ("batch", None, None), Resolved((first, pieces, part), (), batch.used)
 
     def problems(self, layout: Layout, path: Path, shape: tuple[int, ...], dims: LeafDims) -> tuple[str, ...]:
-        """See :meth:`jaxpar.training.self_reducing.SelfReducing.problems`."""
-        return problem(layout, path, shape, dims)
+        """Returns the problem with a parameter's sharding, if the batch's axes shard it; each device needs all of it.
+
+        Args:
+          layout: mesh and rules.
+          path: the parameter's path.
+          shape: the parameter's shape.
+          dims: ("params", *path) → logical dims.
+        """
+        names = dims.get(("params", *path), (None,) * len(shape))
+        for role in _ROLES:
+            used = set(_axes_of(layout.resolve(names, shape, role=role))) & set(batch_axes(layout))
+            if used:
+                text = (
+                    f"{show(('params', *path))} {list(shape)} is sharded over {', '.join(sorted(used))} by the rules "
+                    f"for {role}, as the batch is, but {NAME} requires replicated weights and moments (stage 0). "
+                    "Remedy: use a layout such as configs/layouts/dp.yaml, without parallel.optimizer, or another "
+                    "optimizer."
+                )
+                return (text,)
+        return ()
 
     def update_sharded(
         self, layout: Layout, dims: LeafDims, grads: Any, state: State, params: Any
     ) -> tuple[Any, State]:
-        """See :meth:`jaxpar.training.self_reducing.SelfReducing.update_sharded`."""
-        return update(layout, self.settings, dims, grads, state, params)
+        """Returns the parameters' updates and the new state.
+
+        Args:
+          layout: mesh and rules.
+          dims: ("params", *path) → logical dims.
+          grads: for each parameter ``[devices, *shape]``, the per-device gradients; their mean is the gradient.
+          state: the optimizer's state.
+          params: the parameters.
+
+        Raises:
+          LayoutError: the state's compression errors are for another number of devices.
+        """
+        settings, axes, devices = self.settings, batch_axes(layout), _num_shards(layout, batch_axes(layout))
+        leaves, structure = jax.tree.flatten(params)
+        paths = [path for path, _ in leaves_with_paths(params)]
+        packed = [_packed(settings, x) for x in leaves]
+        _check_devices(
+            layout, dims, state, [(p, x.shape) for p, x, flag in zip(paths, leaves, packed, strict=True) if flag]
+        )
+        places = [_split(layout, dims, path, x.shape) for path, x in zip(paths, leaves, strict=True)]
+        param_specs = [PartitionSpec(*(dim or None for dim in r.axes)) for r in places]
+        device_specs = [PartitionSpec(axes or None, *spec) for spec in param_specs]
+        server_specs = [
+            PartitionSpec(axes or None, _axes_of(r) or None) for r, flag in zip(places, packed, strict=True) if flag
+        ]
+        worker_specs = [spec for spec, flag in zip(device_specs, packed, strict=True) if flag]
+        # Manual over every axis, so that each device forms blocks from its own shard and nothing is resharded for them.
+        run = jax.shard_map(
+            functools.partial(_moments, settings, packed, axes, devices),
+            in_specs=(PartitionSpec(), device_specs, param_specs, param_specs, worker_specs, server_specs),
+            out_specs=(param_specs, param_specs, worker_specs, server_specs),
+            check_vma=False,  # JAX would take the gathered values to vary between devices
+        )
+        given = (jax.tree.leaves(tree) for tree in (grads, state.mu, state.nu, state.worker, state.server))
+        mu, nu, errors, others = run(state.count, *given)
+        count = optax.safe_increment(state.count)
+        rate = settings.learning_rate
+        rate = rate(state.count) if callable(rate) else rate
+
+        def one(p: jax.Array, m: jax.Array, v: jax.Array, flag: bool) -> jax.Array:
+            # The variance's bias correction is frozen with the variance.
+            seen = jnp.minimum(count, settings.warmup) if flag else count
+            change = (m / _correction(settings.b1, count)) / (
+                jnp.sqrt(v / _correction(settings.b2, seen)) + settings.eps
+            )
+            return (-rate * (change + settings.weight_decay * p)).astype(p.dtype)
+
+        updates = [one(*xs) for xs in zip(leaves, mu, nu, packed, strict=True)]
+        like = lambda tree, found: jax.tree.unflatten(jax.tree.structure(tree), found)
+        new = State(count, like(params, mu), like(params, nu), like(state.worker, errors), like(state.server, others))
+        return jax.tree.unflatten(structure, updates), new
 
 
 def one_bit_adam(
@@ -164,31 +274,6 @@ def _not_composable(*_: Any, **__: Any) -> Any:
     )
 
 
-def refuse(options: Iterable[tuple[str, Any, Any]]) -> None:
-    """Raises if an argument of a step is incompatible with the optimizer.
-
-    Args:
-      options: for each argument its name, its value, and the only compatible value.
-
-    Raises:
-      ConfigError: the first incompatible argument.
-    """
-    why = {
-        "clip_norm": "each device keeps its own gradient, so the norm of the mean gradient is not known",
-        "weight_gather": "it requires replicated weights",
-        "grad_reduction": "it reduces gradients itself, once per step",
-        "precision: reduce": "it reduces in fp32 during its warm-up and sends signs afterwards",
-    }
-    for name, value, required in options:
-        if value != required:
-            reason = why.get(name, "it sends all signs together and reduces everything else itself")
-            raise ConfigError(
-                f"{name} is {value!r}, which {NAME} does not support: {reason}. Remedy: leave "
-                f"{name.replace(': ', '.')} out"
-                + (" (clip_norm: null in a run), or clip in loss_fn." if name == "clip_norm" else ".")
-            )
-
-
 def _packed(settings: Settings, x: Any) -> bool:
     """Whether an array is sent as signs."""
     return math.prod(x.shape) * accumulator(x).itemsize >= settings.min_bytes
@@ -217,7 +302,7 @@ def _num_shards(layout: Layout, axes: Sequence[str]) -> int:
 
 
 def _split(layout: Layout, dims: LeafDims, path: Path, shape: tuple[int, ...]) -> Resolved:
-    """Resolves a parameter's sharding without the batch's axes, which :func:`problem` reports."""
+    """Resolves a parameter's sharding without the batch's axes, which :meth:`OneBit.problems` reports."""
     names = dims.get(("params", *path), (None,) * len(shape))
     found, batch = layout.resolve(names, shape, role="params"), batch_axes(layout)
     kept = tuple(
@@ -237,111 +322,6 @@ def _shapes(layout: Layout, dims: LeafDims, path: Path, shape: tuple[int, ...]) 
 
 def _axes_of(resolved: Resolved) -> Axes:
     return tuple(axis for dim in resolved.axes for axis in dim)
-
-
-def place(
-    layout: Layout, path: Path, shape: tuple[int, ...], params: Mapping[Path, tuple[int, ...]], dims: LeafDims
-) -> tuple[Names, Resolved] | None:
-    """Returns the names and sharding of a compression error; ``None`` for arrays that are placed like any optimizer's.
-
-    Args:
-      layout: mesh and rules.
-      path: the array's path in the optimizer's state.
-      shape: the array's shape.
-      params: parameter path → shape.
-      dims: ("params", *path) → logical dims.
-    """
-    kind, owner = path[0], path[1:]
-    if kind not in ("worker", "server"):
-        return None
-    axes, batch = batch_axes(layout), layout.resolve(("batch",))
-    param = _split(layout, dims, owner, params[owner])
-    error_of = {"worker": "the error of its own signs", "server": "the error of the average's signs, for its part"}
-    first = ResolvedDim("batch", shape[0], axes, batch.dims[0].rule, f"each device keeps {error_of[kind]}")
-    if kind == "worker":
-        return ("batch", *(dim.name for dim in param.dims)), Resolved((first, *param.dims), (), param.used | batch.used)
-    pieces = ResolvedDim(None, shape[1], _axes_of(param), "", "one per shard of the parameter")
-    part = ResolvedDim(
-        None, shape[2], (), "", "the elements that one device averages, rounded up to full bytes of signs"
-    )
-    return ("batch", None, None), Resolved((first, pieces, part), (), batch.used)
-
-
-def problem(layout: Layout, path: Path, shape: tuple[int, ...], dims: LeafDims) -> tuple[str, ...]:
-    """Returns the problem with a parameter's sharding, if the batch's axes shard it; each device must hold all of it.
-
-    Args:
-      layout: mesh and rules.
-      path: the parameter's path.
-      shape: the parameter's shape.
-      dims: ("params", *path) → logical dims.
-    """
-    names = dims.get(("params", *path), (None,) * len(shape))
-    for role in _ROLES:
-        used = set(_axes_of(layout.resolve(names, shape, role=role))) & set(batch_axes(layout))
-        if used:
-            text = (
-                f"{show(('params', *path))} {list(shape)} is sharded over {', '.join(sorted(used))} by the rules for "
-                f"{role}, as the batch is, but {NAME} requires replicated weights and moments (stage 0). Remedy: use "
-                "a layout such as configs/layouts/dp.yaml, without parallel.optimizer, or another optimizer."
-            )
-            return (text,)
-    return ()
-
-
-def update(
-    layout: Layout, settings: Settings, dims: LeafDims, grads: Any, state: State, params: Any
-) -> tuple[Any, State]:
-    """Returns the parameters' updates and the new state.
-
-    Args:
-      layout: mesh and rules.
-      settings: the optimizer's arguments.
-      dims: ("params", *path) → logical dims.
-      grads: for each parameter ``[devices, *shape]``, the per-device gradients; their mean is the gradient.
-      state: the optimizer's state.
-      params: the parameters.
-
-    Raises:
-      LayoutError: the state's compression errors are for another number of devices.
-    """
-    axes, devices = batch_axes(layout), _num_shards(layout, batch_axes(layout))
-    leaves, structure = jax.tree.flatten(params)
-    paths = [path for path, _ in leaves_with_paths(params)]
-    packed = [_packed(settings, x) for x in leaves]
-    _check_devices(
-        layout, dims, state, [(p, x.shape) for p, x, flag in zip(paths, leaves, packed, strict=True) if flag]
-    )
-    places = [_split(layout, dims, path, x.shape) for path, x in zip(paths, leaves, strict=True)]
-    param_specs = [PartitionSpec(*(dim or None for dim in r.axes)) for r in places]
-    device_specs = [PartitionSpec(axes or None, *spec) for spec in param_specs]
-    server_specs = [
-        PartitionSpec(axes or None, _axes_of(r) or None) for r, flag in zip(places, packed, strict=True) if flag
-    ]
-    worker_specs = [spec for spec, flag in zip(device_specs, packed, strict=True) if flag]
-    # Manual over every axis, so that each device forms blocks from its own shard and nothing is resharded for them.
-    run = jax.shard_map(
-        functools.partial(_moments, settings, packed, axes, devices),
-        in_specs=(PartitionSpec(), device_specs, param_specs, param_specs, worker_specs, server_specs),
-        out_specs=(param_specs, param_specs, worker_specs, server_specs),
-        check_vma=False,  # JAX would take the gathered values to vary between devices
-    )
-    given = (jax.tree.leaves(tree) for tree in (grads, state.mu, state.nu, state.worker, state.server))
-    mu, nu, errors, others = run(state.count, *given)
-    count = optax.safe_increment(state.count)
-    rate = settings.learning_rate
-    rate = rate(state.count) if callable(rate) else rate
-
-    def one(p: jax.Array, m: jax.Array, v: jax.Array, flag: bool) -> jax.Array:
-        # The variance's bias correction is frozen with the variance.
-        seen = jnp.minimum(count, settings.warmup) if flag else count
-        change = (m / _correction(settings.b1, count)) / (jnp.sqrt(v / _correction(settings.b2, seen)) + settings.eps)
-        return (-rate * (change + settings.weight_decay * p)).astype(p.dtype)
-
-    updates = [one(*xs) for xs in zip(leaves, mu, nu, packed, strict=True)]
-    like = lambda tree, found: jax.tree.unflatten(jax.tree.structure(tree), found)
-    new = State(count, like(params, mu), like(params, nu), like(state.worker, errors), like(state.server, others))
-    return jax.tree.unflatten(structure, updates), new
 
 
 def _correction(decay: float, count: jax.Array) -> jax.Array:

@@ -5,7 +5,7 @@ A train step is an ordinary jitted function with donated, sharded state.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -142,11 +142,12 @@ def train_step(
             )
             check_same(state, new)
             if skip_nonfinite:
-                new = _keep(state, new, finite)
-                extra["skipped"] = ~finite
-                if config.precision.scale is not None:
-                    new = replace(new, loss_scale=config.precision.scale.next(state.loss_scale, finite))
-                    extra["loss_scale"] = state.loss_scale["scale"]
+                # With state in host memory, the streaming update has already selected; selecting here would copy the
+                # old state.
+                selected = any(map(on_host, jax.tree.leaves((new.params, new.opt_state))))
+                parts = ("variables",) if selected else ("params", "opt_state", "variables")
+                new, skip_metrics = keep_unless_finite(state, new, finite, config, parts)
+                extra |= skip_metrics
             return place_state(layout, new), {"loss": loss, "grad_norm": norm, **found.metrics, **extra}
 
     # An abstract mesh has no compiler options; code that compiles for a topology passes its own.
@@ -362,15 +363,17 @@ def _update(
     return optax.apply_updates(state.params, updates), opt_state
 
 
-def _keep(old: TrainState, new: TrainState, update: jax.Array) -> TrainState:
-    """Returns ``new``, with the parameters, optimizer state and variables of ``old`` where ``update`` is false."""
-    # With state in host memory, the streaming update has already selected; selecting here would copy the old state.
-    already_selected = any(map(on_host, jax.tree.leaves((new.params, new.opt_state))))
-    parts = {
-        name: jax.tree.map(lambda a, b: jnp.where(update, a, b), getattr(new, name), getattr(old, name))
-        for name in (("variables",) if already_selected else ("params", "opt_state", "variables"))
-    }
-    return replace(new, **parts)
+def keep_unless_finite(
+    old: TrainState, new: TrainState, finite: jax.Array, config: StepConfig, parts: Sequence[str]
+) -> tuple[TrainState, Metrics]:
+    """Returns ``new``, with these parts of ``old`` where ``finite`` is false and the next loss scale; and metrics."""
+    select = lambda a, b: jnp.where(finite, a, b)
+    kept = {name: jax.tree.map(select, getattr(new, name), getattr(old, name)) for name in parts}
+    new, metrics = replace(new, **kept), {"skipped": ~finite}
+    if config.precision.scale is not None:
+        new = replace(new, loss_scale=config.precision.scale.next(old.loss_scale, finite))
+        metrics["loss_scale"] = old.loss_scale["scale"]
+    return new, metrics
 
 
 def check_same(old: TrainState, new: TrainState) -> None:

@@ -196,7 +196,7 @@ def _pipeline(case: Any) -> jp.Pipeline | None:
     return jp.Pipeline(
         schedule,
         activation_checkpointing=case.activation_checkpointing,
-        layers=uneven,
+        layers_per_stage=uneven,
         grad_reduction=case.grad_reduction,
         executor=case.executor,
         recompute=case.recompute,

@@ -179,7 +179,7 @@ def _compared(case: Case, want: Any) -> Differences:
         metrics, gradients = found(case)
     except LayoutError as error:
         if case.depth % case.stages and not case.told:  # one cause is one problem, and its remedy names uneven stages
-            right = len(error.problems) == 1 and "layers=" in str(error)
+            right = len(error.problems) == 1 and "layers_per_stage=" in str(error)
             differences.claim(
                 right, f"{len(error.problems)} problems for layers that do not divide: {error.problems[0]}"
             )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -12,7 +11,6 @@ from jaxpar.parallel.batch_rows import numbering
 from jaxpar.parallel.pipeline.executor.program import Head
 from jaxpar.parallel.pipeline.executor.run import run_forward
 from jaxpar.parallel.pipeline.options import Pipeline
-from jaxpar.parallel.pipeline.schedules.forward_only import forwards
 from jaxpar.parallel.precision.policy import Precision
 from jaxpar.sharding.layout import Layout
 from jaxpar.training.loss import Metrics, key_of
@@ -47,15 +45,8 @@ def evaluate_pipeline(
     Raises:
       ConfigError, LayoutError, ModelError: as in training.
     """
-    schedule = forwards(options.schedule)
-    options = replace(
-        options,
-        schedule=schedule,
-        activation_checkpointing="full",
-        grad_reduction="per_step",
-        executor="lockstep",
-        recompute=(),
-    )
+    schedule = options.schedule.forwards()
+    options = Pipeline(schedule, layers_per_stage=options.layers_per_stage, embedding=options.embedding)
     check_pipeline(layout, loss_fn, state, options)
     split = ModelSplit(state, loss_fn)
     batch = split.prepare(state.params, batch, precision)

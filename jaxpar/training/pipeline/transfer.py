@@ -358,9 +358,9 @@ def _check_layers(total: int, pieces: int, layers: tuple[int, ...], where: str) 
         )
     if layers and (len(layers) != pieces or sum(layers) != total or min(layers) < 1):
         raise ConfigError(
-            f"pipeline: layers_per_stage is {list(layers)}, {sum(layers)} layers in {len(layers)} pieces, but {where} has "
-            f"{total} layers and the schedule has {pieces} pieces of at least one layer each. Remedy: give {pieces} "
-            f"numbers that sum to {total}."
+            f"pipeline: layers_per_stage is {list(layers)}, {sum(layers)} layers in {len(layers)} pieces, but {where} "
+            f"has {total} layers and the schedule has {pieces} pieces of at least one layer each. Remedy: give "
+            f"{pieces} numbers that sum to {total}."
         )
 
 

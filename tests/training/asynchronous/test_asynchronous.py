@@ -374,8 +374,8 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         {"pipeline": jp.pipeline.Asynchronous("pipedream", stages=2, microbatches=2, layers_per_stage=(4, 1))},
         ConfigError,
         (
-            "pipeline: layers_per_stage is [4, 1], 5 layers in 2 pieces, but blocks has 6 layers and the schedule has 2 "
-            "pieces of at least one layer each. Remedy: give 2 numbers that sum to 6."
+            "pipeline: layers_per_stage is [4, 1], 5 layers in 2 pieces, but blocks has 6 layers and the schedule has "
+            "2 pieces of at least one layer each. Remedy: give 2 numbers that sum to 6."
         ),
     ),
     "reduce": (

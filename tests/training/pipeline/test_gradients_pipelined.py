@@ -393,16 +393,16 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ConfigError,
         (
             "pipeline: the 8 layers of blocks cannot be split into 6 equal pieces. Remedy: set layers_per_stage=(2, 2, "
-            "1, 1, 1, 1), one number per piece (YAML: layers_per_stage: [2, 2, 1, 1, 1, 1]), or use a schedule with a number of "
-            "stages and chunks that divides 8."
+            "1, 1, 1, 1), one number per piece (YAML: layers_per_stage: [2, 2, 1, 1, 1, 1]), or use a schedule with a "
+            "number of stages and chunks that divides 8."
         ),
     ),
     "numbers of layers": (
         {"pipeline": jp.Pipeline(ONE_F_ONE_B, layers_per_stage=(5, 4))},
         ConfigError,
         (
-            "pipeline: layers_per_stage is [5, 4], 9 layers in 2 pieces, but blocks has 8 layers and the schedule has 2 "
-            "pieces of at least one layer each. Remedy: give 2 numbers that sum to 8."
+            "pipeline: layers_per_stage is [5, 4], 9 layers in 2 pieces, but blocks has 8 layers and the schedule has "
+            "2 pieces of at least one layer each. Remedy: give 2 numbers that sum to 8."
         ),
     ),
     "path": (
@@ -492,7 +492,8 @@ def test_layers_that_stages_do_not_divide_are_one_problem() -> None:
         "(rule layers = pipeline). Remedy: use a number of stages that divides 8 (1, 2, 4, 8); or use stages of "
         "different sizes, where every stage stores all layers of every stack: Rules(indivisible={'layers': "
         "'replicate'}) and jp.Pipeline(schedule, layers_per_stage=(3, 3, 2)), one number for each piece of the "
-        "model; in YAML rules: {indivisible: {layers: replicate}} and parallel: {pipeline: {layers_per_stage: [3, 3, 2]}}."
+        "model; in YAML rules: {indivisible: {layers: replicate}} and parallel: {pipeline: {layers_per_stage: "
+        "[3, 3, 2]}}."
     )
     rules = RULES.replace(vocab=None)
     layout = layout_of(rules, {"pipeline": 3})

@@ -17,7 +17,6 @@ import jaxpar as jp
 from jaxpar.errors import LayoutError, ModelError
 from jaxpar.parallel.pipeline.executor.layer_inputs import LayerInputs
 from jaxpar.parallel.pipeline.executor.stage import Chunk
-from jaxpar.parallel.pipeline.schedules.forward_only import forwards
 from jaxpar.parallel.pipeline.schedules.registry import NAMES
 
 QUICK = {"xla_backend_optimization_level": 0}
@@ -151,7 +150,7 @@ def test_an_evaluation_goes_through_the_stages(embedding: Any, one_device: Any) 
         name: pytest.approx(one_device[0][name], rel=1e-6) for name in ("loss", "weight", "entropy", "aux_loss")
     }
     report = jp.audit(compiled, mesh=jp.MeshSpec(**sizes).abstract())
-    ticks = len(forwards(schedule).ticks.rows)
+    ticks = len(schedule.forwards().ticks.rows)
     assert {c.count for c in report.select("collective-permute") if "from_neighbour" in c.source} == {ticks}
     # Only the input of the first stage is gathered over stages, one microbatch at a time; layers never are.
     gathered = report.select("all-gather", axis="pipeline")
@@ -183,10 +182,10 @@ def test_the_forwards_of_a_schedule_are_one(name: str) -> None:
     chunks, parts = (1 if NAMES[name].chunks == "one" else 2), 2 if NAMES[name].sequences else 1
     trains = jp.pipeline.schedule(name, stages=4, microbatches=8, chunks=chunks, sequence_chunks=parts)
     found, circular = (
-        forwards(trains).validate(),
+        trains.forwards().validate(),
         jp.pipeline.schedule("circular", stages=4, microbatches=8, chunks=chunks),
     )
-    assert forwards(found) is found and found.pieces == trains.pieces and found.microbatches == 8
+    assert found.forwards() is found and found.pieces == trains.pieces and found.microbatches == 8
     more = len(found.ticks.rows) - len(circular.ticks.rows)
     # With a V placement, chunk 1 begins when its first microbatch has come back.
     assert more == (3 if trains.pieces.placement == "v" else 0)

@@ -1,6 +1,6 @@
 """Runs the ticks of one call of an asynchronous pipeline, from the microbatches in flight before it to those after it.
 
-To :mod:`jaxpar.parallel.pipeline.executor.tick` the previous batch and the call's own batch are two chunks of each
+To :mod:`jaxpar.parallel.pipeline.executor.run` the previous batch and the call's own batch are two chunks of each
 stage. Weights and sums of gradients therefore exist twice, [2, layers, ...], and each position of the window has the
 number of its batch.
 """
@@ -21,7 +21,7 @@ from jaxpar.parallel.pipeline.executor.layer_placement import AXIS
 from jaxpar.parallel.pipeline.executor.per_device import Split
 from jaxpar.parallel.pipeline.executor.primitives import pick, put
 from jaxpar.parallel.pipeline.executor.program import GLOBAL_FIELDS, PipelineProgram
-from jaxpar.parallel.pipeline.executor.tick import TickRunner
+from jaxpar.parallel.pipeline.executor.run import TickRunner
 from jaxpar.parallel.pipeline.executor.tick_context import TickContext
 from jaxpar.parallel.pipeline.schedules.async_window import TURNING
 from jaxpar.parallel.pipeline.schedules.table import FIELDS

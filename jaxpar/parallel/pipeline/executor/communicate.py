@@ -8,12 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxpar.parallel.pipeline.executor.carry import TickInputs
 from jaxpar.parallel.pipeline.executor.layer_placement import AXIS
 from jaxpar.parallel.pipeline.executor.primitives import from_neighbour, over_stages, pick, put
 from jaxpar.parallel.pipeline.executor.program import PipelineProgram, global_field
 from jaxpar.parallel.pipeline.executor.stage import held
 from jaxpar.parallel.pipeline.executor.tick_context import TickContext
-from jaxpar.parallel.pipeline.executor.tick_inputs import TickInputs
 
 _DIRECTIONS = ("down", "up")
 

@@ -34,11 +34,6 @@ def of_number(side: Any, number: Any) -> Any:
     return side._replace(keys=of_layer(side.keys, number)) if isinstance(side, LayerInputs) else side
 
 
-def weighed(side: Any, loss: jax.Array | None) -> jax.Array | None:
-    """Returns the cotangent of a layer's own loss, or ``None`` if it has none."""
-    return None if loss is None else jnp.asarray(side.weight, loss.dtype)
-
-
 def bits(x: jax.Array) -> jax.Array:
     """Returns ``x``, or the data of PRNG keys, which a buffer can store."""
     return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpar.parallel.pipeline.executor.layer_inputs import LayerScalars, bits, keys_again, of_number, weighed
+from jaxpar.parallel.pipeline.executor.layer_inputs import LayerScalars, bits, keys_again, of_number
 from jaxpar.parallel.pipeline.executor.split_backward import Halves, halves
 from jaxpar.parallel.pipeline.staged_loss import ADDED
 
@@ -208,7 +208,7 @@ class Chunk:
             return lambda cotangent: pull((cotangent, None))
 
         def both(cotangent: jax.Array) -> tuple[Any, jax.Array]:
-            found = pull((cotangent, weighed(side, extras[ADDED])))
+            found = pull((cotangent, jnp.asarray(side.weight, extras[ADDED].dtype)))
             # The layer's loss may be NaN for a microbatch of weight 0, and so is 0 times its gradient.
             return jax.tree.map(lambda g: jnp.where(side.weight == 0, 0, g), found)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 from jaxpar.errors import ScheduleError
 from jaxpar.parallel.pipeline.schedules.registry import NAMES, schedule
@@ -13,60 +14,50 @@ from jaxpar.parallel.pipeline.schedules.simulate import Timing
 from jaxpar.parallel.pipeline.schedules.text import chart, comparison, summary
 
 
-class Question(Protocol):
-    """The arguments of the command."""
-
-    @property
-    def names(self) -> tuple[str, ...]: ...
-    @property
-    def stages(self) -> int: ...
-    @property
-    def microbatches(self) -> int: ...
-    @property
-    def virtual_stages(self) -> int | None: ...
-    @property
-    def sequence_chunks(self) -> int: ...
-    @property
-    def costs(self) -> str: ...
-    @property
-    def draw(self) -> Path | None: ...
-    @property
-    def timing(self) -> Timing: ...
-    @property
-    def width(self) -> int: ...
-
-
-def answer(args: Question) -> str:
+def answer(
+    names: Sequence[str],
+    *,
+    draw: Path | None = None,
+    costs: str = "",
+    timing: Timing = "ticks",
+    width: int = 120,
+    **sizes: Any,
+) -> str:
     """Returns a schedule's summary and ticks, or a comparison of several schedules; draws a single one if requested.
 
     Args:
-      args: the arguments of the command.
+      names: of the schedules.
+      draw: the file of the picture.
+      costs: as text; see :func:`costs_in`.
+      timing, width: of the picture and of the text.
+      sizes: ``stages``, ``microbatches``, ``virtual_stages`` and ``sequence_chunks``.
 
     Raises:
       ScheduleError: no name is given, a picture of several schedules is requested, the costs cannot be parsed, or
         :func:`jaxpar.pipeline.schedule` raises it.
     """
-    if not args.names:
+    if not names:
         raise ScheduleError(f"no schedule is given. Schedules: {', '.join(NAMES)}.")
-    costs = costs_in(args.costs) if args.costs else None
-    if len(args.names) > 1:
-        if args.draw is not None:
-            raise ScheduleError(f"a picture shows one schedule, got {', '.join(args.names)}. Remedy: give one name.")
-        return comparison([_build(name, args, single=False) for name in args.names], costs)
-    one = _build(args.names[0], args, single=True)
-    if args.draw is not None:
-        one.draw(args.draw, costs=costs, timing=args.timing)
-    return f"{summary(one, costs)}\n\n{chart(one, args.width)}"
+    found = costs_in(costs) if costs else None
+    if len(names) > 1:
+        if draw is not None:
+            raise ScheduleError(f"a picture shows one schedule, got {', '.join(names)}. Remedy: give one name.")
+        return comparison([_build(name, **sizes, single=False) for name in names], found)
+    one = _build(names[0], **sizes, single=True)
+    if draw is not None:
+        one.draw(draw, costs=found, timing=timing)
+    return f"{summary(one, found)}\n\n{chart(one, width)}"
 
 
-def _build(name: str, args: Question, single: bool) -> Schedule:
+def _build(
+    name: str, stages: int, microbatches: int, virtual_stages: int | None, sequence_chunks: int, single: bool
+) -> Schedule:
     """Builds a schedule; in a comparison, a name that takes no chunks is built without them."""
     named = NAMES.get(name)
-    chunks, parts = args.virtual_stages, args.sequence_chunks
     if named is not None and not single:
-        chunks = chunks if named.chunks == "any" else None
-        parts = parts if named.sequences else 1
-    return schedule(name, args.stages, args.microbatches, chunks=chunks, sequence_chunks=parts)
+        virtual_stages = virtual_stages if named.chunks == "any" else None
+        sequence_chunks = sequence_chunks if named.sequences else 1
+    return schedule(name, stages, microbatches, chunks=virtual_stages, sequence_chunks=sequence_chunks)
 
 
 def costs_in(text: str) -> dict[str, float]:

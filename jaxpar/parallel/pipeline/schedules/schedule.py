@@ -66,6 +66,22 @@ class Schedule(ScheduleSpec):
         """
         return table_of(self, activation_checkpointing)
 
+    def forwards(self) -> Schedule:
+        """Returns the forwards of this schedule in its order, on full sequences, with the same placement of pieces.
+
+        >>> import jaxpar as jp
+        >>> one = jp.pipeline.schedule("zb_h1", stages=4, microbatches=8).forwards()
+        >>> len(one.ticks.rows), one.forward_only
+        (11, True)
+        """
+        if self.forward_only:
+            return self
+        parts = self.sequence_chunks
+        first = lambda op: op.kind == "F" and not op.microbatch % parts
+        of_sequence = lambda op: op._replace(microbatch=op.microbatch // parts)
+        orders = tuple(tuple(map(of_sequence, filter(first, order))) for order in self.orders)
+        return Schedule(self.name, self.pieces, self.microbatches // parts, orders, forward_only=True)
+
     def validate(self) -> Schedule:
         """Returns this schedule after checking it.
 

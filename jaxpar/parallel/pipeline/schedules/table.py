@@ -151,12 +151,11 @@ class _Writer:
                 begin, key = time(self._tick("F", first, piece), FORWARD), (first // parts, chunk)
                 if self.schedule.forward_only:
                     end = time(self._tick("F", first + parts - 1, piece), FORWARD)
-                    lives["carry"][stage].append(Live(begin, end, key))
-                    continue
-                end = time(self._tick("B", first, piece), BACKWARD)
+                else:
+                    end = time(self._tick("B", first, piece), BACKWARD)
+                    last = time(self._tick("B", first + parts - 1, piece), BACKWARD)
+                    lives["back"][stage].append(Live(last, end, key))
                 lives["carry"][stage].append(Live(begin, end, key))
-                last = time(self._tick("B", first + parts - 1, piece), BACKWARD)
-                lives["back"][stage].append(Live(last, end, key))
 
     def table(self) -> Table:
         stages = np.zeros((self.length, self.pieces.stages, len(FIELDS)), np.int32)
@@ -186,15 +185,17 @@ class _Writer:
 
     def _of_sequence(self, stage: int, m: int, chunk: int, *names: str) -> dict[str, int]:
         """Returns the slots of the microbatch to which a sequence chunk belongs."""
-        whole = m // self.schedule.sequence_chunks
-        return {name: self._slot(name[2:], stage, whole, chunk) for name in names}
+        return self._slots(stage, m // self.schedule.sequence_chunks, chunk, *names)
+
+    def _slots(self, stage: int, m: int, chunk: int, *names: str) -> dict[str, int]:
+        return {name: self._slot(_BUFFERS[name[2:]], stage, m, chunk) for name in names}
 
     def _f(self, tick: int, stage: int, m: int, chunk: int) -> None:
         piece = self.pieces.piece(stage, chunk)
-        slot, last = self._slot("act", stage, m, chunk), piece + 1 == self.pieces.count
-        residuals = self._slot("res", stage, m, chunk)
-        self._set(tick, stage, f_on=1, f_microbatch=m, f_chunk=chunk, f_input=slot, f_residuals=residuals, f_last=last)
-        self._set(tick, stage, **self._of_sequence(stage, m, chunk, "f_carry"))
+        last, slots = piece + 1 == self.pieces.count, self._slots(stage, m, chunk, "f_input", "f_residuals")
+        slot = slots["f_input"]
+        slots |= self._of_sequence(stage, m, chunk, "f_carry")
+        self._set(tick, stage, f_on=1, f_microbatch=m, f_chunk=chunk, f_last=last, **slots)
         if piece == 0 and tick == 0:
             self.first[0][stage] = slot
             self.first = self.first[0], m
@@ -210,20 +211,9 @@ class _Writer:
 
     def _b(self, tick: int, stage: int, m: int, chunk: int) -> None:
         piece = self.pieces.piece(stage, chunk)
-        own, residuals = self._slot("own", stage, m, chunk), self._slot("res", stage, m, chunk)
-        kept, cotangent = self._slot("act", stage, m, chunk), self._slot("cot", stage, m, chunk)
-        self._set(
-            tick,
-            stage,
-            b_on=1,
-            b_microbatch=m,
-            b_chunk=chunk,
-            b_input=kept,
-            b_cotangent=cotangent,
-            b_residuals=residuals,
-            b_own=own,
-            **self._of_sequence(stage, m, chunk, "b_carry", "b_back"),
-        )
+        slots = self._slots(stage, m, chunk, "b_input", "b_cotangent", "b_residuals", "b_own")
+        slots |= self._of_sequence(stage, m, chunk, "b_carry", "b_back")
+        self._set(tick, stage, b_on=1, b_microbatch=m, b_chunk=chunk, **slots)
         if piece == 0:
             self._set(tick, stage, b_first=1)
             if tick + 1 < self.length:

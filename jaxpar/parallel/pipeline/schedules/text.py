@@ -21,21 +21,10 @@ def summary(schedule: ScheduleSpec, costs: Mapping[str, float] | None = None) ->
     if not schedule.forward_only:
         lines += [("stash", _stash(schedule))]
     # Without backwards nothing is stored for them, so the modes do not differ.
-    modes: tuple[ActivationCheckpointing, ...] = (
-        ("full",) if schedule.forward_only else get_args(ActivationCheckpointing)
-    )
-    for activation_checkpointing in modes:
-        found = ", ".join(
-            f"{name} {size}" for name, size in table_of(schedule, activation_checkpointing).sizes.items() if size
-        )
-        lines += [
-            (
-                "buffers",
-                found
-                if schedule.forward_only
-                else f"{found} with activation checkpointing {activation_checkpointing!r}",
-            )
-        ]
+    for mode in get_args(ActivationCheckpointing)[: 1 if schedule.forward_only else None]:
+        found = ", ".join(f"{name} {size}" for name, size in table_of(schedule, mode).sizes.items() if size)
+        mode_text = "" if schedule.forward_only else f" with activation checkpointing {mode!r}"
+        lines += [("buffers", found + mode_text)]
     return "\n".join([_title(schedule), *(f"{label:<8}{text}" for label, text in lines)])
 
 

@@ -49,6 +49,7 @@ class _Replay:
     def __init__(self, schedule: ScheduleSpec, table: Table, activation_checkpointing: ActivationCheckpointing):
         self.schedule, self.table, self.activation_checkpointing = schedule, table, activation_checkpointing
         self.pieces, self.stages = schedule.pieces, schedule.pieces.stages
+        self.recomputes = activation_checkpointing == "full" and not schedule.forward_only
         # One slot past the end of a buffer stands for tensors that nothing reads.
         self.buffers: dict[str, list[list[Label | None]]] = {
             name: [[None] * size for _ in range(self.stages)] for name, size in table.sizes.items()
@@ -105,7 +106,7 @@ class _Replay:
         residuals = result = None
         if fields["f_on"]:
             m, piece = self.started("F", stage, fields)
-            self.read("act", stage, fields["f_input"], Label("input", m, piece), self.consumed_by == "F")
+            self.read("act", stage, fields["f_input"], Label("input", m, piece), not self.recomputes)
             if fields["f_last"] != (piece + 1 == self.pieces.count):
                 self.fail(f"stage {stage}: f_last is {fields['f_last']} at piece {piece} of {self.pieces.count}")
             if self.activation_checkpointing == "none" and not self.schedule.forward_only:
@@ -114,11 +115,6 @@ class _Replay:
             self.carried("carry", stage, fields["f_carry"], m, piece, forward=True)
         self.write("res", stage, fields["f_residuals"], residuals)
         return result
-
-    @property
-    def consumed_by(self) -> str:
-        """The operation after which a forward's input is no longer needed."""
-        return "B" if self.activation_checkpointing == "full" and not self.schedule.forward_only else "F"
 
     def backward(self, stage: int, fields: dict[str, int]) -> Label | None:
         own = result = None
@@ -133,7 +129,10 @@ class _Replay:
                 self.fail(f"stage {stage}: b_first is {fields['b_first']} at piece {piece}")
             own = Label("own", m, piece) if self.schedule.split else None
             result = Label("cotangent", m, piece - 1)
-            self.full_carry(stage, fields["b_carry"], m, piece)
+            chunks = self.schedule.sequence_chunks
+            if chunks > 1:  # it reads the carry of all chunks of its sequence
+                all_chunks = Label("carry", m - m % chunks + chunks - 1, piece)
+                self.read("carry", stage, fields["b_carry"], all_chunks, m % chunks == 0)
             self.carried("back", stage, fields["b_back"], m, piece, forward=False)
         self.write("own", stage, fields["b_own"], own)
         return result
@@ -146,15 +145,8 @@ class _Replay:
             return
         if at:
             self.read(buffer, stage, slot, Label(buffer, m - 1 if forward else m + 1, piece), True)
-        kept = not self.schedule.forward_only if forward else False
-        if at + 1 < parts or kept:
+        if at + 1 < parts or (forward and not self.schedule.forward_only):
             self.write(buffer, stage, slot, Label(buffer, m, piece))
-
-    def full_carry(self, stage: int, slot: int, m: int, piece: int) -> None:
-        """Checks that a backward reads the carry of all chunks of its sequence."""
-        parts = self.schedule.sequence_chunks
-        if parts > 1:
-            self.read("carry", stage, slot, Label("carry", m - m % parts + parts - 1, piece), m % parts == 0)
 
     def weights(self, stage: int, fields: dict[str, int]) -> None:
         if fields["w_on"]:

@@ -72,11 +72,11 @@ CASES: dict[str, tuple[dict[str, int], jp.Pipeline]] = {
     "beside data": ({"pipeline": 4, "data": 2}, pipeline_of("1f1b", 4, recompute=(2, 2, 1, 0))),
     "not fused, uneven": (
         {"pipeline": 2, "model": 2},
-        pipeline_of("1f1b", 2, schedule={"fused": False}, recompute=(3, 1), layers=(5, 3)),
+        pipeline_of("1f1b", 2, schedule={"fused": False}, recompute=(3, 1), layers_per_stage=(5, 3)),
     ),
     "two chunks, uneven": (
         {"pipeline": 2, "data": 2, "model": 2},
-        pipeline_of("interleaved", 2, schedule={"chunks": 2}, recompute=(2, 1), layers=(3, 2, 1, 2)),
+        pipeline_of("interleaved", 2, schedule={"chunks": 2}, recompute=(2, 1), layers_per_stage=(3, 2, 1, 2)),
     ),
     "each its own": (
         {"pipeline": 2, "data": 2},
