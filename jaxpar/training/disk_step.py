@@ -22,14 +22,11 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from jaxpar.errors import ConfigError, DiskError
-from jaxpar.parallel.collectives.bucketing import CollectiveFusion
 from jaxpar.parallel.offload.disk_io import Staging
 from jaxpar.parallel.offload.disk_store import Entry, Store
-from jaxpar.parallel.precision.policy import PrecisionLike
 from jaxpar.sharding.layout import Layout, to_spec, tracing_under, with_sharding
 from jaxpar.training.gradients import place_gradients
 from jaxpar.training.loss import Metrics
-from jaxpar.training.microbatches import GradReduction, WeightGather
 from jaxpar.training.offload.disk_state import LeafGroup, MomentLeaf, disk_of, groups_of, is_stored, offered, zeros
 from jaxpar.training.state import TrainState, place
 from jaxpar.training.step import check_same, keep_unless_finite, measure, place_state, step_config
@@ -45,19 +42,15 @@ def gradient_step(
     layout: Layout,
     loss_fn: Callable[..., Any],
     *,
-    grad_accum_steps: int = 1,
-    weight_gather: WeightGather = "per_use",
-    grad_reduction: GradReduction | None = None,
-    precision: PrecisionLike = None,
-    fusion: CollectiveFusion | None = None,
     clip_norm: float | None = None,
     skip_nonfinite: bool = True,
+    **options: Any,
 ) -> jax.stages.Wrapped:
     """Returns the first program of :func:`disk_offloaded_train_step`.
 
     Args:
-      layout, loss_fn, grad_accum_steps, weight_gather, grad_reduction, precision, fusion, clip_norm, skip_nonfinite: as
-        for :func:`jaxpar.train_step`.
+      layout, loss_fn, clip_norm, skip_nonfinite: as for :func:`jaxpar.train_step`.
+      options: its ``grad_accum_steps``, ``weight_gather``, ``grad_reduction``, ``precision`` and ``fusion``.
 
     Returns:
       A jitted ``(state, batch) -> (carried, grads, metrics, finite)``. ``carried`` is a dict of the next state's
@@ -66,8 +59,8 @@ def gradient_step(
     Raises:
       ConfigError, LayoutError, ModelError: as for :func:`jaxpar.train_step`.
     """
-    config = step_config(grad_accum_steps, weight_gather, grad_reduction, precision, skip_nonfinite, fusion)
-    options = config.fusion.compiler_options(layout) if isinstance(layout.mesh, Mesh) else {}
+    config = step_config(skip_nonfinite=skip_nonfinite, **options)
+    compiler_options = config.fusion.compiler_options(layout) if isinstance(layout.mesh, Mesh) else {}
 
     def run(state: TrainState, batch: Any) -> tuple[dict[str, Any], Any, Metrics, jax.Array]:
         with tracing_under(layout):
@@ -82,7 +75,7 @@ def gradient_step(
             metrics = {"loss": found.loss, "grad_norm": norm, **found.metrics, **kept}
             return carried, place_gradients(layout, state, grads), metrics, finite | (not skip_nonfinite)
 
-    return jax.jit(run, compiler_options=options or None)
+    return jax.jit(run, compiler_options=compiler_options or None)
 
 
 def disk_offloaded_train_step(

@@ -261,10 +261,8 @@ def place_gradients(layout: Layout, state: TrainState, grads: Any) -> Any:
 def _sharded(layout: Layout, state: TrainState) -> bool:
     """Whether an axis of the batch also shards parameters, so that a device holds only parts of them."""
     axes = set(batch_axes(layout))
-    found = each_parameter(
-        state, lambda path, w: axes & {a for d in resolved_of(layout, state, path, w, "params").axes for a in d}
-    )
-    return any(jax.tree.leaves(jax.tree.map(bool, found, is_leaf=lambda x: isinstance(x, set))))
+    used = lambda path, w: {axis for dim in resolved_of(layout, state, path, w, "params").axes for axis in dim}
+    return any(jax.tree.leaves(each_parameter(state, lambda path, w: bool(axes & used(path, w)))))
 
 
 def _whole(layout: Layout, state: TrainState, path: Sequence[Any], w: jax.Array, precision: Precision) -> jax.Array:

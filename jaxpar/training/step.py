@@ -31,7 +31,7 @@ from jaxpar.training.optimizers import accepted, check_steps, check_update
 from jaxpar.training.pipeline.evaluate import evaluate_pipeline
 from jaxpar.training.self_reducing import SelfReducing
 from jaxpar.training.state import TrainState, place, problems_of
-from jaxpar.utils.arrays import at_least_fp32
+from jaxpar.utils.arrays import at_least_fp32, describe
 from jaxpar.utils.checks import is_count
 
 
@@ -122,20 +122,19 @@ def train_step(
     options = config.fusion.compiler_options(layout)
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        tx = state.metadata.tx
-        per_device = isinstance(tx, SelfReducing)
+        tx, step_options = state.metadata.tx, config
         if isinstance(tx, SelfReducing):
             _check_supported(tx, config, clip_norm)
+            step_options = replace(config, per_device_grads=True)
         with tracing_under(layout):
-            found, grads, norm, finite = measure(
-                layout, loss_fn, state, batch, replace(config, per_device_grads=per_device), clip_norm
-            )
+            found, grads, norm, finite = measure(layout, loss_fn, state, batch, step_options, clip_norm)
             loss = found.loss
             extra = {}
             if return_grads:
-                extra["grads"] = jax.tree.map(lambda g: g.mean(0), grads) if per_device else found.grads
+                own = step_options.per_device_grads
+                extra["grads"] = jax.tree.map(lambda g: g.mean(0), grads) if own else found.grads
             keep = finite if skip_nonfinite else jnp.asarray(True)
-            value = value_of(layout, loss_fn, state, batch, replace(config, per_device_grads=per_device))
+            value = value_of(layout, loss_fn, state, batch, step_options)
             params, opt_state = _update(layout, state, grads, loss, value, keep)
             new = TrainState(
                 state.step + 1, params, opt_state, found.variables, state.key, state.metadata, state.loss_scale
@@ -207,7 +206,7 @@ def updated(
     For verification: :func:`train_step` computes the gradients itself.
     """
     own = isinstance(state.metadata.tx, SelfReducing)
-    config = replace(step_config(1, "per_use", None, None, True, None), per_device_grads=own)
+    config = StepConfig(per_device_grads=own)
     with tracing_under(layout):
         grads = jax.tree.map(lambda g: g[None], grads) if own else clipped(grads, clip_norm)[0]
         return _update(layout, state, grads, loss, value_of(layout, loss_fn, state, batch, config), jnp.asarray(True))
@@ -228,12 +227,12 @@ def clipped(grads: Any, clip_norm: float | None, *, own: bool = False) -> tuple[
 
 
 def step_config(
-    grad_accum_steps: int,
-    weight_gather: WeightGather,
-    grad_reduction: GradReduction | None,
-    precision: PrecisionLike,
-    skip_nonfinite: bool,
-    fusion: CollectiveFusion | None,
+    grad_accum_steps: int = 1,
+    weight_gather: WeightGather = "per_use",
+    grad_reduction: GradReduction | None = None,
+    precision: PrecisionLike = None,
+    skip_nonfinite: bool = True,
+    fusion: CollectiveFusion | None = None,
 ) -> StepConfig:
     """Checks these arguments of :func:`train_step` and returns them as a ``StepConfig``.
 
@@ -385,16 +384,12 @@ def check_same(old: TrainState, new: TrainState) -> None:
     for part, cause in (("params", "the optimizer"), ("variables", "loss_fn")):
         before, after = (dict(leaves_with_paths(getattr(state, part))) for state in (old, new))
         for path in [*before, *(after.keys() - before.keys())]:
-            was, now = (_describe(leaves.get(path)) for leaves in (before, after))
+            was, now = ("nothing" if path not in leaves else describe(leaves[path]) for leaves in (before, after))
             if was != now:
                 raise ModelError(
                     f"{cause} changed {show((part, *path))} from {was} to {now}, but a step must keep the shape and "
                     "dtype of everything that it trains and carries."
                 )
-
-
-def _describe(leaf: Any) -> str:
-    return "nothing" if leaf is None else f"{leaf.dtype}{list(jnp.shape(leaf))}"
 
 
 def place_state(layout: Layout, state: TrainState) -> TrainState:

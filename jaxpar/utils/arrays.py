@@ -1,4 +1,4 @@
-"""Accumulation dtypes, and placeholders of arrays."""
+"""Accumulation dtypes, descriptions and placeholders of arrays."""
 
 from __future__ import annotations
 
@@ -17,6 +17,11 @@ def at_least_fp32(x: jax.typing.ArrayLike) -> jax.Array:
     """Returns ``x`` in fp32 or wider."""
     x = jnp.asarray(x)
     return x.astype(accumulator(x))
+
+
+def describe(x: Any) -> str:
+    """Returns the dtype and the shape of an array as text: ``float32[8, 16]``."""
+    return f"{x.dtype}{list(x.shape)}"
 
 
 def placeholder(x: Any) -> jax.Array:

@@ -30,13 +30,7 @@ from jaxpar.sharding.rules import Axes
 from jaxpar.training.microbatches import GradientResult, StepConfig, means_of, unscaled
 from jaxpar.training.model import to_path
 from jaxpar.training.pipeline.gradients import check_trained, head_of
-from jaxpar.training.pipeline.stage_functions import (
-    check_rows,
-    embed_batch,
-    given_of,
-    layer_input_weights,
-    program_of,
-)
+from jaxpar.training.pipeline.stage_functions import check_rows, embed_batch, given_of, layer_input_weights, program_of
 from jaxpar.training.pipeline.transfer import ModelSplit, StageTransfer, row_axes
 from jaxpar.training.state import TrainState
 
@@ -184,8 +178,13 @@ class InFlightCall:
         kept = {name: [self.put(x, AXIS, axes) for x in in_flight[name]] for name in in_flight if name == "residuals"}
         return {"activations": one(in_flight["activations"]), "sent": one(in_flight["sent"]), **kept}
 
-    def put_batch(self, batch: Any) -> Any:
-        return jax.tree.map(lambda x: self.put(x, *row_axes(self.layout, x)), batch)
+    def put_batch(self, flight: dict[str, Any]) -> dict[str, Any]:
+        """Constrains the batch in flight, and what is known about it, to the sharding that the next call takes."""
+        return {
+            "pending": self.put(flight["pending"]),
+            "layers": jax.tree.map(self.put, flight["layers"]),
+            "batch": jax.tree.map(lambda x: self.put(x, *row_axes(self.layout, x)), flight["batch"]),
+        }
 
     def put_params(self, params: Any, *lead: Any, role: str = "params") -> Any:
         """Constrains parameters, or several versions of them, or gradients, to the sharding of this role."""
@@ -221,13 +220,7 @@ class InFlightCall:
             "non_layer_grads": jax.tree_util.tree_map_with_path(of_other, in_flight["non_layer_grads"]),
             "x": self.put(x, axes, *(None,) * (x.ndim - 2), last),
         }
-        return {
-            "pending": self.put(flight["pending"]),
-            "layers": jax.tree.map(self.put, flight["layers"]),
-            "batch": self.put_batch(flight["batch"]),
-            "previous": self.put_params(flight["previous"]),
-            "in_flight": found,
-        }
+        return {**self.put_batch(flight), "previous": self.put_params(flight["previous"]), "in_flight": found}
 
 
 def split_over(layout: Layout, dims: Any, role: str, shape: tuple[int, ...], manual: Axes) -> list[Axes | None]:

@@ -27,12 +27,13 @@ from jaxpar.training.asynchronous import in_flight, weight_stashing
 from jaxpar.training.asynchronous.in_flight import InFlight, two_versions
 from jaxpar.training.loss import Metrics
 from jaxpar.training.microbatches import GradReduction, StepConfig, WeightGather
-from jaxpar.training.model import show, to_path
+from jaxpar.training.model import leaves_with_paths, show
 from jaxpar.training.offload.disk_state import disk_of
 from jaxpar.training.pipeline.transfer import ModelSplit, row_axes
 from jaxpar.training.self_reducing import SelfReducing
 from jaxpar.training.state import TrainState
 from jaxpar.training.step import check_same, clipped, place_state, step_config
+from jaxpar.utils.arrays import describe
 
 
 def pipedream_train_step(
@@ -281,8 +282,7 @@ class PipedreamStep:
         with tracing_under(self.layout):
             prepared = jax.eval_shape(lambda batch: loss_fn.prepare(split.model(split.shapes), batch), batch)
         want, got = (
-            {to_path(keys): f"{x.dtype}{list(x.shape)}" for keys, x in jax.tree_util.tree_leaves_with_path(tree)}
-            for tree in (state.flight["batch"], prepared)
+            {path: describe(x) for path, x in leaves_with_paths(tree)} for tree in (state.flight["batch"], prepared)
         )
         for path in want | got:
             if want.get(path) != got.get(path):

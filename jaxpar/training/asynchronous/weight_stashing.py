@@ -120,16 +120,11 @@ class _Run:
         """Constrains everything in flight to the sharding that the next call takes."""
         call = self.call
         return {
-            "pending": call.put(flight["pending"]),
-            "layers": jax.tree.map(call.put, flight["layers"]),
-            "batch": call.put_batch(flight["batch"]),
+            **call.put_batch(flight),
             "versions": self.put_versions(flight["versions"]),
             "late": self.put_late(flight["late"]),
             "in_flight": call.put_stashes(flight["in_flight"]),
         }
-
-    def joined(self, versions: dict[str, Any]) -> Any:
-        return self.call.split.join(versions["layers"], versions["before"])
 
     def stashed(self, ring: Any, slots: jax.Array) -> Any:
         """Returns, for every stage's layers, the version in the given slot."""
@@ -235,7 +230,7 @@ class _Run:
 
     def put_versions(self, versions: dict[str, Any]) -> dict[str, Any]:
         split = self.call.split
-        found = self.call.put_params(self.joined(versions), None)
+        found = self.call.put_params(split.join(versions["layers"], versions["before"]), None)
         return {"layers": split.stack(found), "before": split.others(found)}
 
     def put_late(self, late: Any) -> Any:

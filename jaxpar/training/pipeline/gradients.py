@@ -129,8 +129,9 @@ def check_trained(
     if config.grad_accum_steps != 1:
         raise ConfigError(
             f"pipeline: grad_accum_steps is {config.grad_accum_steps}, but the schedule's "
-            f"{options.schedule.microbatches} microbatches already accumulate gradients. Remedy: leave grad_accum_steps "
-            f"out, or use a schedule of {config.grad_accum_steps * options.schedule.microbatches} microbatches."
+            f"{options.schedule.microbatches} microbatches already accumulate gradients. Remedy: leave "
+            f"grad_accum_steps out, or use a schedule of "
+            f"{config.grad_accum_steps * options.schedule.microbatches} microbatches."
         )
     groups = [name for name, value in vars(config.fusion).items() if isinstance(value, tuple)]
     each = isinstance(options, Asynchronous) and config.grad_reduction == "per_microbatch"

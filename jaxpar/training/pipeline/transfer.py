@@ -132,9 +132,7 @@ class StageTransfer:
 
         device_axes, per_device = self.axes or None, PartitionSpec(self.axes or None)
         of_layers = PartitionSpec(AXIS)
-        weights = self.split.map_parts(
-            self.param_shardings, self.param_shardings, lambda _, sharding: sharding.spec((AXIS,)), lambda *_: of_layers
-        )
+        weights = self._specs(self.param_shardings, of_layers)
         rows = lambda x: PartitionSpec(*row_axes(self.layout, x))
         param_specs = jax.tree.map(lambda sharding: sharding.spec(), self.param_shardings)
         x_in = jax.tree.map(lambda x: self._columns(x, x.ndim, *row_axes(self.layout, x)), x)
@@ -170,12 +168,7 @@ class StageTransfer:
 
         device_axes, per_device = self.axes or None, PartitionSpec(self.axes or None)
         of_layers = PartitionSpec(AXIS, device_axes)
-        grads_in = self.split.map_parts(
-            self.grad_shardings,
-            self.grad_shardings,
-            lambda _, sharding: sharding.spec((AXIS,), device_axes),
-            lambda *_: of_layers,
-        )
+        grads_in = self._specs(self.grad_shardings, of_layers, device_axes)
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape[3:]), x.dtype), x)
         in_specs = grads_in, per_device, per_device, jax.tree.map(lambda x: self._columns(x, x.ndim, device_axes), x)
         grads_out = jax.tree.map(lambda sharding: sharding.spec(), self.grad_shardings)
@@ -235,6 +228,11 @@ class StageTransfer:
         if first:
             g = reduce(g, sharding.parts(self.axes), self.axes, self.precision)
         return g if over_stages or self.layers.pieces.stages == 1 else jax.lax.psum(g, AXIS)
+
+    def _specs(self, shardings: Any, of_layers: PartitionSpec, *lead: Any) -> Any:
+        """Returns the specs in the ticks: ``of_layers`` for the layers, those over the stages for other parameters."""
+        of_other = lambda _, sharding: sharding.spec((AXIS,), *lead)
+        return self.split.map_parts(shardings, shardings, of_other, lambda *_: of_layers)
 
     def _columns(self, x: Any, ndim: int, *lead: Any) -> PartitionSpec:
         """Returns the spec of an array that ends in the last dim of ``x``, sharded over the stages if possible."""

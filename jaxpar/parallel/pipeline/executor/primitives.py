@@ -13,6 +13,7 @@ from jaxpar.parallel.pipeline.executor.layer_placement import AXIS
 from jaxpar.parallel.pipeline.schedules.table import FIELDS
 from jaxpar.sharding.hardware.topology import platform_of
 from jaxpar.sharding.layout import current_layout
+from jaxpar.utils.arrays import describe
 
 
 def check_alike(x: Any, y: Any) -> None:
@@ -21,7 +22,7 @@ def check_alike(x: Any, y: Any) -> None:
     Raises:
       ModelError: they differ.
     """
-    was, now = (f"{a.dtype}{list(a.shape)}" for a in (x, y))
+    was, now = describe(x), describe(y)
     if was != now:
         raise ModelError(
             f"pipeline: a layer changed x from {was} to {now} (one device's microbatch), but layers must keep its "

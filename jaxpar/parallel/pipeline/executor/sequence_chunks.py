@@ -19,7 +19,7 @@ from jaxpar.errors import ModelError
 from jaxpar.parallel.pipeline.executor.layer_inputs import LayerScalars
 from jaxpar.parallel.pipeline.executor.stage import Add, Buffers, Chunk, indices, read, write
 from jaxpar.parallel.pipeline.schedules.schedule import Schedule
-from jaxpar.utils.arrays import accumulator
+from jaxpar.utils.arrays import accumulator, describe
 
 type CarriedLayer = Callable[[Any, jax.Array, Any, Any, jax.Array], tuple[jax.Array, Any]]
 
@@ -59,7 +59,7 @@ class SequenceCarry:
         for x in jax.tree.leaves(found):
             if x.shape[:2] != (rows, seq):
                 raise ModelError(
-                    f"PipelineLoss(chunk_carry=...) returned {_describe(x)}, but each chunk of a microbatch of {rows} "
+                    f"PipelineLoss(chunk_carry=...) returned {describe(x)}, but each chunk of a microbatch of {rows} "
                     f"rows and {seq} tokens writes its own part. Remedy: return arrays [rows, seq, ...], here "
                     f"[{rows}, {seq}, ...]."
                 )
@@ -194,7 +194,7 @@ class Carried(Chunk):
         structure: Any = jax.tree.structure(self.like)
         y, carry = self.carry.layer(weights, x, side, jax.tree.unflatten(structure, past), chunk)
         now, found = jax.tree.flatten(carry)
-        was, got = (", ".join(map(_describe, leaves)) for leaves in (jax.tree.leaves(self.like), now))
+        was, got = (", ".join(map(describe, leaves)) for leaves in (jax.tree.leaves(self.like), now))
         if structure != found or was != got:
             raise ModelError(
                 f"PipelineLoss(chunked_layer=...) received a carry of {was} and returned {got}, but the carry must "
@@ -286,7 +286,7 @@ def check_chunks(x: jax.Array, schedule: Schedule) -> None:
     chunks = schedule.sequence_chunks
     if chunks > 1 and (x.ndim < 3 or x.shape[1] % chunks):
         raise ModelError(
-            f"PipelineLoss(embed=...) returned {_describe(x)}, but the schedule {schedule.name!r} splits the second "
+            f"PipelineLoss(embed=...) returned {describe(x)}, but the schedule {schedule.name!r} splits the second "
             f"dim into {chunks} chunks, which must divide it. Remedy: return [rows, seq, ...], with the length of the "
             "batch's sequences."
         )
@@ -317,7 +317,3 @@ def slots_of(at: Callable[[str], jax.Array], kind: str, kept: Any, chunks: int) 
 
 def _floats(x: Any) -> bool:
     return bool(jnp.issubdtype(x.dtype, jnp.inexact))
-
-
-def _describe(x: Any) -> str:
-    return f"{x.dtype}{list(x.shape)}"

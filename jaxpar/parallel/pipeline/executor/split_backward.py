@@ -52,27 +52,24 @@ class Halves:
     ) -> tuple[jax.Array, list[jax.Array]]:
         """Runs the first half; returns the cotangent of the input and the values to store."""
         jaxpr = self.closed.jaxpr
-        env = self._constants()
-        env.update(
-            zip(jaxpr.invars, [*jax.tree.leaves(weights), *kept, *jax.tree.leaves(side), cotangent], strict=True)
-        )
+        env = self._env(jaxpr.invars, [*jax.tree.leaves(weights), *kept, *jax.tree.leaves(side), cotangent])
         _run(self.first, env)
         return _value(jaxpr.outvars[-1], env), [bits(env[v]) for v in self.between]
 
     def weights(self, weights: Any, side: Any, found: Sequence[jax.Array]) -> Any:
         """Runs the second half on the stored values ``found``; returns the gradients."""
         jaxpr, (n_weights, n_kept, n_side) = self.closed.jaxpr, self.sizes
-        env = self._constants()
-        env.update(zip(jaxpr.invars[:n_weights], jax.tree.leaves(weights), strict=True))
-        env.update(
-            zip(jaxpr.invars[n_weights + n_kept : n_weights + n_kept + n_side], jax.tree.leaves(side), strict=True)
-        )
-        env.update({v: keys_again(x, v.aval) for v, x in zip(self.between, found, strict=True)})
+        stored = [keys_again(x, v.aval) for v, x in zip(self.between, found, strict=True)]
+        sides = jaxpr.invars[n_weights + n_kept : n_weights + n_kept + n_side]
+        known = [*jaxpr.invars[:n_weights], *sides, *self.between]
+        env = self._env(known, [*jax.tree.leaves(weights), *jax.tree.leaves(side), *stored])
         _run(self.second, env)
         return jax.tree.unflatten(self.structure, [_value(v, env) for v in jaxpr.outvars[:-1]])
 
-    def _constants(self) -> dict[Var, Any]:
-        return dict(zip(self.closed.jaxpr.constvars, self.closed.consts, strict=True))
+    def _env(self, variables: Sequence[Var], values: Sequence[Any]) -> dict[Var, Any]:
+        """Returns the values of variables, with those of the constants."""
+        closed = self.closed
+        return dict(zip([*closed.jaxpr.constvars, *variables], [*closed.consts, *values], strict=True))
 
 
 def halves(

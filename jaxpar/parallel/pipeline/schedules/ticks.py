@@ -63,10 +63,12 @@ def pack(name: str, pieces: Pieces, orders: Orders, fused: bool, sequence_chunks
     left = sum(map(len, orders))
     rows: list[Tick] = []
 
+    def needed(op: Op, stage: int) -> list[tuple[str, int, int]]:
+        return needs(op, pieces.piece(stage, op.chunk), pieces.count, sequence_chunks)
+
     def ready(op: Op, stage: int, tick: int) -> bool:
-        found = needs(op, pieces.piece(stage, op.chunk), pieces.count, sequence_chunks)
         # The same stage can use a result in the same tick, another stage in the next one.
-        return all(key in when and (when[key] < tick or stage_of[key] == stage) for key in found)
+        return all(key in when and (when[key] < tick or stage_of[key] == stage) for key in needed(op, stage))
 
     while left:
         row: list[tuple[Op, ...]] = []
@@ -83,45 +85,30 @@ def pack(name: str, pieces: Pieces, orders: Orders, fused: bool, sequence_chunks
                 at[stage] += 1
             row.append(tuple(done))
         if not any(row):
-            raise ScheduleError(_cycle(name, pieces, orders, at, len(rows), when, sequence_chunks))
+            waiting = {stage: order[at[stage]] for stage, order in enumerate(orders) if at[stage] < len(order)}
+            missing = {stage: next(k for k in needed(op, stage) if k not in when) for stage, op in waiting.items()}
+            raise ScheduleError(
+                f"schedule {name!r}: in tick {len(rows)} no stage can proceed: {_cycle(pieces, waiting, missing)}. "
+                "Remedy: use an order in which one of these operations comes earlier."
+            )
         left -= sum(map(len, row))
         rows.append(tuple(row))
     return Ticks(tuple(rows), when)
 
 
-def _cycle(
-    name: str,
-    pieces: Pieces,
-    orders: Orders,
-    at: list[int],
-    tick: int,
-    when: dict[tuple[str, int, int], int],
-    sequence_chunks: int,
-) -> str:
-    """Describes a deadlock: the stages and operations of one cycle."""
-    waiting = {stage: order[at[stage]] for stage, order in enumerate(orders) if at[stage] < len(order)}
-    blocked_on: dict[int, tuple[tuple[str, int, int], int]] = {}
-    for stage, op in waiting.items():
-        missing = next(
-            k for k in needs(op, pieces.piece(stage, op.chunk), pieces.count, sequence_chunks) if k not in when
-        )
-        blocked_on[stage] = missing, pieces.place(missing[2])[0]
+def _cycle(pieces: Pieces, waiting: dict[int, Op], missing: dict[int, tuple[str, int, int]]) -> str:
+    """Describes a deadlock: the stages of one cycle, the operations at which they wait, and those for which."""
+    blocked_on = {stage: pieces.place(key[2])[0] for stage, key in missing.items()}
     stage = next(iter(waiting))
     seen: list[int] = []
     while stage in blocked_on and stage not in seen:
         seen.append(stage)
-        stage = blocked_on[stage][1]
+        stage = blocked_on[stage]
     cycle = seen[seen.index(stage) :] if stage in seen else seen
 
     def describe(stage: int) -> str:
-        (kind, m, piece), other = blocked_on[stage]
-        return (
-            f"stage {stage} waits at {waiting[stage]} for "
-            f"{Op(kind, m, pieces.place(piece)[1])} of stage {other}"  # type: ignore[arg-type]
-        )
+        kind, m, piece = missing[stage]
+        op = Op(kind, m, pieces.place(piece)[1])  # type: ignore[arg-type]
+        return f"stage {stage} waits at {waiting[stage]} for {op} of stage {blocked_on[stage]}"
 
-    text = ", ".join(map(describe, cycle))
-    return (
-        f"schedule {name!r}: in tick {tick} no stage can proceed: {text}. Remedy: use an order in which one of "
-        "these operations comes earlier."
-    )
+    return ", ".join(map(describe, cycle))

@@ -178,7 +178,7 @@ ERRORS = {
     (
         "pipeline: recompute is [3, 4], but stage 1 has 3 of the 8 layers of blocks in its largest piece. Remedy: set "
         "a number up to 3 for stage 1."
-    ): {"recompute": (3, 4), "layers": (5, 3)},
+    ): {"recompute": (3, 4), "layers_per_stage": (5, 3)},
 }
 
 
