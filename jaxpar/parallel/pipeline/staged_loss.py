@@ -19,16 +19,6 @@ REPORTED = "aux_loss"
 """The name of the metric that reports this scalar."""
 
 
-def _as_it_is(model: Any, batch: Any) -> Any:
-    """Returns ``batch`` unchanged."""
-    return batch
-
-
-def _nothing(model: Any, batch: Any) -> Any:
-    """Returns ``None``."""
-    return None
-
-
 @dataclass(frozen=True)
 class PipelineLoss:
     """A ``loss_fn`` in parts, so that a pipeline can distribute the layers over its stages.
@@ -89,12 +79,12 @@ class PipelineLoss:
     embed: Callable[[Any, Any], jax.Array]
     layer: Callable[..., Any]
     head: Callable[[Any, jax.Array, Any], Any]
-    prepare: Callable[[Any, Any], Any] = _as_it_is
-    layer_inputs: Callable[[Any, Any], Any] = _nothing
+    prepare: Callable[[Any, Any], Any] = lambda model, batch: batch
+    layer_inputs: Callable[[Any, Any], Any] = lambda model, batch: None
     dims: tuple[str | None, ...] | None = None
     keys: bool = False
     chunked_layer: Callable[[Any, jax.Array, Any, Any, jax.Array], tuple[jax.Array, Any]] | None = None
-    chunk_carry: Callable[[Any, Any], Any] = _nothing
+    chunk_carry: Callable[[Any, Any], Any] = lambda model, batch: None
 
     @property
     def path(self) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from jaxpar.errors import ConfigError, listing
 from jaxpar.parallel.pipeline.executor.layer_placement import AXIS
 from jaxpar.training.asynchronous.in_flight import InFlightCall, split_over
-from jaxpar.training.model import to_path
+from jaxpar.training.model import leaves_with_paths, to_path
 from jaxpar.training.pipeline.stage_functions import Given, run_embed, run_head
 from jaxpar.training.state import moment_names
 from jaxpar.utils.arrays import at_least_fp32
@@ -111,9 +111,8 @@ class Groups:
         call, dims = self.call, dict(self.call.state.metadata.dims)
         shapes, names = {}, {}
         for group, tree in jax.eval_shape(self.cut, call.state.params).items():
-            for keys, w in jax.tree_util.tree_leaves_with_path(tree):
-                path = to_path(keys)
-                of_layers = group == "layers"
+            of_layers = group == "layers"
+            for path, w in leaves_with_paths(tree):
                 own = dims.get(("params", *(call.split.path if of_layers else ()), *path))
                 shapes[group, *path] = w.shape
                 if own is not None:

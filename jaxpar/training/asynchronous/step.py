@@ -214,9 +214,11 @@ class PipedreamStep:
                 "asynchronous pipeline: the state has no buffers for microbatches in flight. Remedy: state = "
                 "step.start(state, batch)."
             )
-        self._check_flight(state)
-        if batch is not None:
-            self._check_batch(state, batch)
+        if isinstance(self.loss_fn, PipelineLoss):  # the pipeline itself reports any other loss
+            split = ModelSplit(state, self.loss_fn)
+            self._check_flight(state, split)
+            if batch is not None:
+                self._check_batch(state, batch, split)
         with tracing_under(self.layout):
             if self.pipeline.name == "pipedream":
                 return self._every_microbatch(state, batch)
@@ -248,15 +250,13 @@ class PipedreamStep:
         placed = place_state(self.layout, replace(new.landed, opt_state=()))
         return replace(new, **{**vars(placed), "opt_state": new.opt_state}), metrics
 
-    def _check_flight(self, state: InFlight) -> None:
+    def _check_flight(self, state: InFlight, split: ModelSplit) -> None:
         """Raises if another kind of step made the microbatches in flight."""
         act, options = state.flight["in_flight"]["activations"], self.pipeline
-        if not isinstance(self.loss_fn, PipelineLoss):
-            return  # the pipeline itself reports this
         num_shards = math.prod(self.layout.sizes[axis] for axes in row_axes(self.layout, act) for axis in axes)
         kind = "pipedream_2bw" if "previous" in state.flight else "pipedream"
         kept = "none" if "residuals" in state.flight["in_flight"] else "full"
-        layers = jax.tree.leaves(ModelSplit(state, self.loss_fn).stack(state.params))[0].shape[0]
+        layers = jax.tree.leaves(split.stack(state.params))[0].shape[0]
         (found_layers,) = state.flight["layers"]
         own_layers = "-".join(map(str, options.layers_per_stage or (layers // options.stages,) * options.stages))
         was = (kind, act.shape[0], found_layers, act.shape[1], kept)
@@ -273,14 +273,10 @@ class PipedreamStep:
                 "batch)."
             )
 
-    def _check_batch(self, state: InFlight, batch: Any) -> None:
+    def _check_batch(self, state: InFlight, batch: Any, split: ModelSplit) -> None:
         """Raises if the batch differs in shapes or dtypes from the one in flight; the call computes both."""
-        loss_fn = self.loss_fn
-        if not isinstance(loss_fn, PipelineLoss):
-            return  # the pipeline itself reports this
-        split = ModelSplit(state, loss_fn)
         with tracing_under(self.layout):
-            prepared = jax.eval_shape(lambda batch: loss_fn.prepare(split.model(split.shapes), batch), batch)
+            prepared = jax.eval_shape(lambda batch: split.loss_fn.prepare(split.model(split.shapes), batch), batch)
         want, got = (
             {path: describe(x) for path, x in leaves_with_paths(tree)} for tree in (state.flight["batch"], prepared)
         )

@@ -85,13 +85,11 @@ class _Run:
 
     def pieces(self) -> Any:
         """Returns both batches as ``[devices, 2 * microbatches, rows, ...]``."""
-        call = self.call
+        call, rows = self.call, jax.tree.leaves(self.own)[0].shape[0]
         num_shards = math.prod(call.layout.sizes[axis] for axis in call.transfer.axes)
-        rows = jax.tree.leaves(self.own)[0].shape[0]
-        placeholder = jnp.zeros((rows, num_shards, call.window.stages))
-        split_rows = lambda batch: call.transfer.scatter_to_stages(
-            call.state.params, given_of(batch), placeholder, call.window.batch
-        )[1][0]
+        placeholder, params = jnp.zeros((rows, num_shards, call.window.stages)), call.state.params
+        scatter = lambda batch: call.transfer.scatter_to_stages(params, batch, placeholder, call.window.batch)
+        split_rows = lambda batch: scatter(given_of(batch))[1][0]
         return concat_batches(split_rows(self.before), split_rows(self.own), 1)
 
     def piece(self, pieces: Given, at: jax.Array) -> Given:
@@ -128,15 +126,9 @@ class _Run:
 
     def stashed(self, ring: Any, slots: jax.Array) -> Any:
         """Returns, for every stage's layers, the version in the given slot."""
-        local = lambda ring, slot: pick(ring, slot[0])
-        versions = jax.shard_map(
-            local,
-            in_specs=(PartitionSpec(None, AXIS), PartitionSpec(AXIS)),
-            out_specs=PartitionSpec(AXIS),
-            axis_names={AXIS},
-            check_vma=False,
-        )
-        return versions(ring, slots)
+        local, own = lambda ring, slot: pick(ring, slot[0]), PartitionSpec(AXIS)
+        ins = (PartitionSpec(None, AXIS), own)
+        return jax.shard_map(local, in_specs=ins, out_specs=own, axis_names={AXIS}, check_vma=False)(ring, slots)
 
     def check_side(self, pieces: Any) -> None:
         """Raises if ``PipelineLoss.layer_inputs`` reads parameters; each stage would need another version of them.

@@ -67,25 +67,22 @@ def update(layout: Layout, state: TrainState, grads: Any, finite: jax.Array, ext
     param_specs = jax.tree.unflatten(structure, [to_spec(t.resolved) for t in tensors if t.role == "params"])
     w_layered, s_layered, loop_specs = _by_layers(state, extra, param_specs, state_specs)
     # First the arrays that move in full. Nothing reads the placeholders of the stacks.
+    # Those of the host are pinned to their own sharding: otherwise the compiler would reshard them on the host.
+    to_device = lambda x, spec: with_sharding(layout.mesh, jax.device_put(x, DEVICE), spec)
     full_states = [
-        placeholder(x) if skip else _to_device(layout, x, spec) if on_host(x) else x
+        placeholder(x) if skip else to_device(x, spec) if on_host(x) else x
         for x, spec, skip in zip(states, state_specs, s_layered, strict=True)
     ]
     loss = extra.get("value", jnp.zeros(()))
     new_w, new_s = apply(_without(weights, w_layered), _without(gradients, w_layered), full_states, finite, loss)
     new_s = [
-        _to_host(layout, new, spec) if on_host(old) and not skip else new
+        jax.device_put(with_sharding(layout.mesh, new, spec), HOST) if on_host(old) and not skip else new
         for old, new, spec, skip in zip(states, new_s, state_specs, s_layered, strict=True)
     ]
     if any(w_layered):
-        layered = _layers(
-            layout,
-            apply,
-            (weights, gradients, states),
-            (w_layered, s_layered),
-            (loop_specs, _only(state_specs, s_layered)),
-            (finite, loss),
-        )
+        specs = loop_specs, _only(state_specs, s_layered)
+        arrays, chosen = (weights, gradients, states), (w_layered, s_layered)
+        layered = _layers(layout, apply, arrays, chosen, specs, (finite, loss))
         new_w, new_s = _filled(layered[0], w_layered, new_w), _filled(layered[1], s_layered, new_s)
     return jax.tree.unflatten(structure, new_w), jax.tree.unflatten(state_structure, new_s)
 
@@ -112,7 +109,12 @@ def _by_layers(
     stacks = {path for path in stacks if params[path].shape[0] == lengths[0]}
     mixing = entangled(state, extra) if stacks else None
     if not stacks or mixing:
-        _check_elementwise(hosted_params, mixing)
+        if hosted_params:  # they would have to move in full
+            raise ConfigError(
+                "offload: parameters in host memory are updated layer by layer, but the optimizer mixes elements of an "
+                f"array ({mixing}). Remedy: use an elementwise optimizer (such as adamw, lion or sgd; to clip, use "
+                "clip_norm of the step), or keep parameters on the device."
+            )
         return [False] * len(params), [False] * len(states), []
     loop_specs = {owner: spec for owner, spec in zip(owners, state_specs, strict=True) if owner in stacks}
     param_specs = dict(leaves_with_paths(placed))
@@ -123,16 +125,6 @@ def _by_layers(
         [owner in stacks for owner in owners],
         [loop_specs[path] for path in params if path in stacks],
     )
-
-
-def _check_elementwise(hosted_params: set[Path], mixing: str | None) -> None:
-    """Raises if parameters in host memory would have to move in full."""
-    if hosted_params:
-        raise ConfigError(
-            "offload: parameters in host memory are updated layer by layer, but the optimizer mixes elements of an "
-            f"array ({mixing}). Remedy: use an elementwise optimizer (such as adamw, lion or sgd; to clip, use "
-            "clip_norm of the step), or keep parameters on the device."
-        )
 
 
 def _check_same_specs(
@@ -248,12 +240,3 @@ def _filled(some: Sequence[Any], chosen: Sequence[bool], others: Sequence[Any]) 
 
 def _without(values: Sequence[Any], chosen: Sequence[bool]) -> list[Any]:
     return [placeholder(x) if flag else x for x, flag in zip(values, chosen, strict=True)]
-
-
-def _to_device(layout: Layout, x: jax.Array, spec: PartitionSpec) -> jax.Array:
-    # Pinned to its own sharding: otherwise the compiler would reshard it on the host.
-    return with_sharding(layout.mesh, jax.device_put(x, DEVICE), spec)
-
-
-def _to_host(layout: Layout, x: jax.Array, spec: PartitionSpec) -> jax.Array:
-    return jax.device_put(with_sharding(layout.mesh, x, spec), HOST)

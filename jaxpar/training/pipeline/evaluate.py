@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxpar.parallel.batch_rows import numbering
 from jaxpar.parallel.pipeline.executor.program import Head
-from jaxpar.parallel.pipeline.executor.run import run_forward
+from jaxpar.parallel.pipeline.executor.run import run_ticks
 from jaxpar.parallel.pipeline.options import Pipeline
 from jaxpar.parallel.precision.policy import Precision
 from jaxpar.sharding.layout import Layout
@@ -61,7 +61,7 @@ def evaluate_pipeline(
     fields = {"schedule": schedule, "head": _head(split), "join": join}
     fields |= {"embedding": embedding_of(split)} if in_ticks else {}
     context = context_of(transfer, weights, pieces, fed, **fields)
-    (loss, metrics), weight = transfer.summed(run_forward(context, fed))
+    (loss, metrics), weight = transfer.summed(run_ticks(context, fed).sums)
     loss, metrics, _ = means_of((loss, metrics, ()), weight)
     return {"loss": loss, **metrics}
 

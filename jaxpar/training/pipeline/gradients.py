@@ -29,7 +29,7 @@ from jaxpar.parallel.pipeline.staged_loss import PipelineLoss, with_extras
 from jaxpar.sharding.layout import Layout
 from jaxpar.training.loss import check_names, key_of
 from jaxpar.training.microbatches import GradientResult, StepConfig, counted, means_of, scale_of, unscaled, weighted_sum
-from jaxpar.training.model import show, to_path
+from jaxpar.training.model import leaves_with_paths, show
 from jaxpar.training.pipeline.stage_functions import (
     check_rows,
     context_of,
@@ -173,8 +173,8 @@ def check_pipeline(layout: Layout, loss_fn: Any, state: TrainState, options: Pip
             "the pipeline out."
         )
     carried = [
-        show(("variables", *to_path(keys)))
-        for keys, x in jax.tree_util.tree_leaves_with_path(state.variables)
+        show(("variables", *path))
+        for path, x in leaves_with_paths(state.variables)
         if jnp.issubdtype(x.dtype, jnp.inexact)
     ]
     if carried:
@@ -227,10 +227,10 @@ def _check_chunks(layout: Layout, loss_fn: PipelineLoss, batch: Any, options: Pi
             f"{', '.join(f'{axis} {layout.sizes[axis]}' for axis in axes)}, so only some devices would have a chunk. "
             "Remedy: set sequence_chunks=1, or remove these axes from the rule for 'seq'."
         )
-    for keys, x in jax.tree_util.tree_leaves_with_path(batch):
+    for path, x in leaves_with_paths(batch):
         if x.ndim > 1 and x.shape[1] % schedule.sequence_chunks:
             raise LayoutError(
-                f"{show(('batch', *to_path(keys)))} {list(x.shape)}: the schedule {schedule.name!r} splits the second "
+                f"{show(('batch', *path))} {list(x.shape)}: the schedule {schedule.name!r} splits the second "
                 f"dim of the batch's arrays into {schedule.sequence_chunks} chunks, but {schedule.sequence_chunks} "
                 f"does not divide {x.shape[1]}. Remedy: use sequences whose length is a multiple of "
                 f"{schedule.sequence_chunks}, or another sequence_chunks."

@@ -25,7 +25,7 @@ from jaxpar.parallel.pipeline.executor.tick_context import TickContext
 from jaxpar.sharding.layout import Layout
 from jaxpar.training.loss import Metrics, unpack
 from jaxpar.training.microbatches import uncut_rows, undivided_by
-from jaxpar.training.model import show, to_path
+from jaxpar.training.model import leaves_with_paths, show, to_path
 from jaxpar.training.model.parts import Path
 from jaxpar.training.pipeline.transfer import ModelSplit, StageTransfer, row_axes, seq_axes
 
@@ -146,7 +146,7 @@ def layer_input_weights(transfer: StageTransfer, weights: Any, pieces: Any) -> l
     """
     transfer.trace_piece(lambda piece: read_by_layer_inputs(transfer.split, piece), pieces)
     read = transfer.split.read["layer_inputs"]
-    leaves = [w for keys, w in jax.tree_util.tree_leaves_with_path(weights) if to_path(keys) in read]
+    leaves = [w for path, w in leaves_with_paths(weights) if path in read]
     return transfer.on_all_stages(leaves) if leaves else []
 
 
@@ -195,7 +195,7 @@ def read_by(split: ModelSplit, what: str, call: Callable[[Any], Any], others: An
         given = split.stack(split.shapes), jax.tree.map(shape, others)
         jaxpr = jax.make_jaxpr(run)(*given).jaxpr
         _, used = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
-        stack, rest = ([to_path(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(part)] for part in given)
+        stack, rest = ([path for path, _ in leaves_with_paths(part)] for part in given)
         paths = [*((*split.path, *path) for path in stack), *rest]
         read = [path for path, is_used in zip(paths, used, strict=True) if is_used]
         if of_layers := read[: sum(used[: len(stack)])]:
@@ -225,8 +225,8 @@ def _call_part(split: ModelSplit, what: str, call: Callable[[Any], Any], others:
 def _check_carried(what: str, split: ModelSplit, model: Any) -> None:
     """Raises if a part of the loss assigns to the model's variables; a pipeline carries none between microbatches."""
     now = split.kind.carried(model, split.variables, None)
-    pairs = zip(jax.tree_util.tree_leaves_with_path(now), jax.tree.leaves(split.variables), strict=True)
-    changed = [show(("variables", *to_path(keys))) for (keys, new), old in pairs if new is not old]
+    pairs = zip(leaves_with_paths(now), jax.tree.leaves(split.variables), strict=True)
+    changed = [show(("variables", *path)) for (path, new), old in pairs if new is not old]
     if changed:
         raise ModelError(
             f"PipelineLoss({what}=...) changed {', '.join(changed)}, but a pipeline carries no variables. Remedy: use "
@@ -243,13 +243,12 @@ def check_rows(layout: Layout, batch: Any, microbatches: int) -> None:
     num_shards = math.prod(layout.sizes[axis] for axis in batch_axes(layout))
     if undivided := undivided_by(batch, num_shards * microbatches):
         raise LayoutError(uncut_rows(undivided, microbatches, num_shards, "pipeline"))
-    for keys, x in jax.tree_util.tree_leaves_with_path(batch):
-        name = f"{show(('batch', *to_path(keys)))} {list(x.shape)}"
+    for path, x in leaves_with_paths(batch):
         _, *seq = row_axes(layout, x)
         parts = math.prod(layout.sizes[axis] for axes in seq for axis in axes)
         if x.ndim > 1 and x.shape[1] % parts:
             raise LayoutError(
-                f"{name}: in a pipeline the rule for 'seq' shards the second dim of the batch's arrays over {parts} "
+                f"{show(('batch', *path))} {list(x.shape)}: in a pipeline the rule for 'seq' shards the second dim of the batch's arrays over {parts} "
                 f"devices, but {parts} does not divide {x.shape[1]}. Remedy: use sequences whose length is a multiple "
                 f"of {parts}, or remove those axes from the rule for 'seq'."
             )

@@ -61,13 +61,10 @@ def buckets_of(schedule: Schedule | AsyncSchedule, table: Table) -> GradientBuck
     rows = np.zeros((*on.shape, len(BUCKET_FIELDS)), np.int32)
     slots = 0
     for stage, buckets in enumerate(each):
-        lives = [
-            Live(time(ticks[0], FORWARD), time(end, END), (number, 0))
-            for number, (ticks, end) in enumerate(zip(buckets, ends, strict=True))
-        ]
-        count, places = allocate(lives)
+        timed = list(enumerate(zip(buckets, ends, strict=True)))
+        count, places = allocate(Live(time(t[0], FORWARD), time(end, END), (number, 0)) for number, (t, end) in timed)
         slots = max(slots, count)
-        for number, (ticks, end) in enumerate(zip(buckets, ends, strict=True)):
+        for number, (ticks, end) in timed:
             slot = places[number, 0]
             rows[ticks, stage, 0] = slot
             rows[ticks[0], stage, 1] = 1

@@ -209,23 +209,16 @@ def run(context: TickContext, x: jax.Array | None) -> tuple[Any, Any, jax.Array 
       Gradients [stages, devices, chunks, layers, ...], sums over microbatches [devices, ...], and the cotangents of
       ``x`` in its shape, or ``None``.
     """
-    carry = _all_ticks(context, x)
+    carry = run_ticks(context, x)
     return carry.stage.grads, carry.sums, None if x is None else carry.x[:, :-1]
 
 
-def run_forward(context: TickContext, x: jax.Array | None) -> Any:
-    """Runs all ticks of a forward-only schedule, as in an evaluation, which stores nothing for backwards.
+def run_ticks(context: TickContext, x: jax.Array | None) -> TickCarry:
+    """Runs all ticks and returns the carry after the last one. A forward-only schedule stores nothing for backwards.
 
     Args:
-      context, x: as for :func:`run`. The program's ``head`` returns no cotangent.
-
-    Returns:
-      Sums over microbatches, each device's own [devices, ...].
+      context, x: as for :func:`run`. With a forward-only schedule, the program's ``head`` returns no cotangent.
     """
-    return _all_ticks(context, x).sums
-
-
-def _all_ticks(context: TickContext, x: jax.Array | None) -> TickCarry:
     tick, program = TickRunner(context), context.program
     one = lambda carry, rows: (tick(carry, *rows), None)
     carry, _ = jax.lax.scan(one, tick.start(x), tuple(map(jnp.asarray, program.rows())))

@@ -74,11 +74,10 @@ def schedule(
         raise ScheduleError(f"unknown schedule {name!r}.{did_you_mean(name, NAMES)} Schedules: {', '.join(NAMES)}.")
     label = name if isinstance(name, str) else "own"
     chunks = (2 if named is not None and named.chunks == "two" else 1) if chunks is None else chunks
-    given = {"stages": stages, "microbatches": microbatches, "chunks": chunks, "sequence_chunks": sequence_chunks}
-    for what, value in given.items():
+    sizes = Sizes(label, stages, microbatches, chunks, sequence_chunks, fused)
+    for what, value in zip(Sizes._fields[1:5], sizes[1:5], strict=True):
         if not is_count(value):
             raise ScheduleError(f"schedule {label!r}: {what} must be a positive integer, got {value!r}.")
-    sizes = Sizes(label, stages, microbatches, chunks, sequence_chunks, fused)
     if named is None:
         return _custom(name, sizes, placement or "interleaved").validate()
     _check_sizes(named, sizes, placement)

@@ -60,29 +60,28 @@ def kept_of(schedule: Schedule, recompute: tuple[int, ...], counts: np.ndarray) 
     """
     most, pieces, when = int(counts.max()), schedule.pieces, schedule.ticks.when
     lives: dict[str, list[list[Live]]] = {name: [[] for _ in range(pieces.stages)] for name in ("inputs", "residuals")}
-    works = [(m, piece, *pieces.place(piece)) for m in range(schedule.microbatches) for piece in range(pieces.count)]
-    for m, piece, stage, chunk in works:
-        forward, backward = time(when["F", m, piece], FORWARD), time(when["B", m, piece], BACKWARD)
+    uses: list[tuple[str, int, int, tuple[int, int, int]]] = []  # name, tick, stage and tensor
+    for m, piece in np.ndindex(schedule.microbatches, pieces.count):
+        stage, chunk = pieces.place(piece)
+        f_tick, b_tick = when["F", m, piece], when["B", m, piece]
+        forward, backward = time(f_tick, FORWARD), time(b_tick, BACKWARD)
         for layer in range(counts[stage, chunk]):
             again, key = layer < recompute[stage], (m, chunk, layer)
+            # A layer that recomputes has no residuals before its backward. The other layers store no input.
             if again:
                 lives["inputs"][stage].append(Live(forward, backward, key))
+                uses += [("f_inputs", f_tick, stage, key), ("b_inputs", b_tick, stage, key)]
             lives["residuals"][stage].append(Live(backward if again else forward, backward, key))
+            uses.append(("a_residuals", b_tick, stage, key) if again else ("f_residuals", f_tick, stage, key))
+            uses.append(("b_residuals", b_tick, stage, key))
     sizes, slots = {}, {}
     for name, stages in lives.items():
         found = [allocate(stage) for stage in stages]
         sizes[name], slots[name] = max(count for count, _ in found), [slot_of for _, slot_of in found]
     shape = len(schedule.ticks.rows), pieces.stages, most
     table = {name: np.full(shape, sizes[name[2:]], np.int32) for name in LAYERED}
-    for m, piece, stage, chunk in works:
-        at = {"f": when["F", m, piece], "b": when["B", m, piece]}
-        for layer in range(counts[stage, chunk]):
-            again, key = layer < recompute[stage], (m, chunk, layer)
-            # A layer that recomputes has no residuals before its backward. The other layers store no input.
-            for name in (
-                ("f_inputs", "b_inputs", "a_residuals", "b_residuals") if again else ("f_residuals", "b_residuals")
-            ):
-                table[name][at["f" if name[0] == "f" else "b"], stage, layer] = slots[name[2:]][stage][key]
+    for name, tick, stage, key in uses:
+        table[name][tick, stage, key[2]] = slots[name[2:]][stage][key]
     backwards = [[op.kind == "B" for op in row].count(True) for tick in schedule.ticks.rows for row in tick]
     each = np.minimum(np.asarray(recompute), counts.max(axis=1))
     rounds = int((np.reshape(backwards, shape[:2]).sum(axis=0) * each).sum())

@@ -117,11 +117,8 @@ class _Writer:
                 key = microbatch, chunk
                 forward = self._tick("F", microbatch, piece)
                 backward = forward if forward_only else self._tick("B", microbatch, piece)
-                last = (
-                    time(backward, BACKWARD)
-                    if self.activation_checkpointing == "full" and not forward_only
-                    else time(forward, FORWARD)
-                )
+                recomputes = self.activation_checkpointing == "full" and not forward_only
+                last = time(backward, BACKWARD) if recomputes else time(forward, FORWARD)
                 lives["act"][stage].append(Live(self._arrives("F", microbatch, piece), last, key))
                 if forward_only:
                     continue
