@@ -152,8 +152,8 @@ class DiskOffloadedStep:
         assert tx is not None
         self._layout, self._tx, self._slots, self._donate, self._note = layout, tx.inner, ahead + 1, donate, note
         self._gradients: Any = gradients
-        self._weights = [to_spec(t.resolved) for t in place(layout, state) if t.role == "params"]
-        self._param_shardings = [NamedSharding(layout.mesh, spec) for spec in self._weights]
+        params = [t for t in place(layout, state) if t.role == "params"]
+        self._param_shardings = [NamedSharding(layout.mesh, to_spec(t.resolved)) for t in params]
         # A row holds each distinct shard of this process once, one after the other.
         self._parts = {m.number: _parts(m) for group in self._groups for m in group.stored}
         self._first = np.cumsum([0, *(len(group.stored) for group in self._groups)]).tolist()

@@ -148,7 +148,7 @@ def test_layers_go_over_stages(job_of: Any) -> None:
     job = job_of(**keys, parallel={"pipeline": asked})
     options = job.step_options()
     pipeline = options["pipeline"]
-    assert (pipeline.schedule.name, pipeline.activation_checkpointing, pipeline.layers) == (
+    assert (pipeline.schedule.name, pipeline.activation_checkpointing, pipeline.layers_per_stage) == (
         "interleaved",
         "none",
         (5, 4, 4, 3),

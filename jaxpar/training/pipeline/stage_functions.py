@@ -248,9 +248,9 @@ def check_rows(layout: Layout, batch: Any, microbatches: int) -> None:
         parts = math.prod(layout.sizes[axis] for axes in seq for axis in axes)
         if x.ndim > 1 and x.shape[1] % parts:
             raise LayoutError(
-                f"{show(('batch', *path))} {list(x.shape)}: in a pipeline the rule for 'seq' shards the second dim of the batch's arrays over {parts} "
-                f"devices, but {parts} does not divide {x.shape[1]}. Remedy: use sequences whose length is a multiple "
-                f"of {parts}, or remove those axes from the rule for 'seq'."
+                f"{show(('batch', *path))} {list(x.shape)}: in a pipeline the rule for 'seq' shards the second "
+                f"dim of the batch's arrays over {parts} devices, but {parts} does not divide {x.shape[1]}. Remedy: "
+                f"use sequences whose length is a multiple of {parts}, or remove those axes from the rule for 'seq'."
             )
 
 

@@ -148,7 +148,10 @@ def test_chunks_give_the_gradients_of_one_device(case: Any, one_device: Any) -> 
         run(
             sizes,
             jp.Pipeline(
-                schedule, activation_checkpointing=activation_checkpointing, layers=layers, embedding=embedding
+                schedule,
+                activation_checkpointing=activation_checkpointing,
+                layers_per_stage=layers,
+                embedding=embedding,
             ),
         ),
         one_device,

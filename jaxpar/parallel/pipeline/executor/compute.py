@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.parallel.pipeline.executor import recompute
-from jaxpar.parallel.pipeline.executor.aux_losses import add_scalars, zeros_of
-from jaxpar.parallel.pipeline.executor.carry import StageCarry, TickCarry, TickInputs
+from jaxpar.parallel.pipeline.executor.carry import StageCarry, TickCarry, TickInputs, add_scalars, zeros_of
 from jaxpar.parallel.pipeline.executor.layer_placement import AXIS
 from jaxpar.parallel.pipeline.executor.per_device import Split
 from jaxpar.parallel.pipeline.executor.primitives import pick, reader

@@ -8,8 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpar.parallel.pipeline.executor.aux_losses import store_weights
-from jaxpar.parallel.pipeline.executor.carry import HeadGrad, TickCarry, TickInputs
+from jaxpar.parallel.pipeline.executor.carry import HeadGrad, TickCarry, TickInputs, store_weights
 from jaxpar.parallel.pipeline.executor.per_device import Split
 from jaxpar.parallel.pipeline.executor.primitives import over_stages, pick, put, reader
 from jaxpar.parallel.pipeline.executor.program import Embedding, global_field

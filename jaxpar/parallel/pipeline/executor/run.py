@@ -20,8 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.parallel.pipeline.executor import communicate, compute, embed_head
-from jaxpar.parallel.pipeline.executor.aux_losses import empty_sums, totals
-from jaxpar.parallel.pipeline.executor.carry import StageCarry, TickCarry, TickInputs
+from jaxpar.parallel.pipeline.executor.carry import StageCarry, TickCarry, TickInputs, empty_sums, totals
 from jaxpar.parallel.pipeline.executor.per_device import Split
 from jaxpar.parallel.pipeline.executor.primitives import check_alike, over_stages, pick, put
 from jaxpar.parallel.pipeline.executor.sequence_chunks import Carried

@@ -9,7 +9,6 @@ loss yet, and the backwards of 2 (S - 1) microbatches are incomplete.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import numpy as np
 
@@ -17,8 +16,7 @@ from jaxpar.errors import ScheduleError
 from jaxpar.parallel.pipeline.schedules.orders import Pieces
 from jaxpar.parallel.pipeline.schedules.table import ALL, FIELDS, ActivationCheckpointing, Table
 
-Asynchronous = Literal["pipedream", "pipedream_2bw"]
-ASYNCHRONOUS: tuple[str, ...] = get_args(Asynchronous)
+ASYNCHRONOUS = ("pipedream", "pipedream_2bw")
 TURNING = {
     "f_input": "act", "b_input": "act", "act_down": "act", "act_feed": "act", "f_residuals": "res",
     "b_residuals": "res",
