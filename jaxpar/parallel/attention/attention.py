@@ -15,25 +15,25 @@ from jax.sharding import PartitionSpec
 
 from jaxpar.parallel.attention.attention_local import KEYS, check_heads, compute, ordered, roles, with_sinks
 from jaxpar.parallel.attention.cost_model import AttentionRequest, QKVSharding
-from jaxpar.parallel.attention.dropout import global_indices, manual_axes_of
+from jaxpar.parallel.attention.dropout import add_global_indices, manual_axes_of
 from jaxpar.parallel.attention.kernels.dense import dense
 from jaxpar.parallel.attention.kernels.gpu_flash import mha
-from jaxpar.parallel.attention.kernels.select import Kernel, KernelChoice, find
+from jaxpar.parallel.attention.kernels.select import Kernel, KernelChoice, alike, find
 from jaxpar.parallel.attention.mask import Mask
 from jaxpar.parallel.attention.options import Impl, Options, check_impl, check_order, read, read_keep
 from jaxpar.parallel.attention.padded_tokens import Arrays, result_without_padding, without_padding
-from jaxpar.parallel.attention.select import Choice, observed, select_impl
+from jaxpar.parallel.attention.select import Choice, select_here
 from jaxpar.parallel.attention.split import ulysses as exchange
 from jaxpar.parallel.attention.split.partition import AttentionPlan, Backend
 from jaxpar.parallel.attention.split.token_order import check_given, permutation
 from jaxpar.parallel.attention.tiled.padding import SAVED
-from jaxpar.parallel.attention.tiled.tile import AttentionArrays, Segments, TileArrays, TileSpec
-from jaxpar.sharding.hardware.links import links_of
+from jaxpar.parallel.attention.tiled.tile import AttentionArrays, Segments, TileSpec
 from jaxpar.sharding.hardware.topology import platform_of
 from jaxpar.sharding.layout import current_layout, hint, with_sharding
 from jaxpar.sharding.resolve import resolve
 from jaxpar.sharding.rules import Axes
 from jaxpar.utils.call_site import call_site
+from jaxpar.utils.contexts import attention_observer
 
 Q_DIMS = ("batch", "seq", "heads", "head_dim")
 KV_DIMS = ("batch", "seq", "kv_heads", "head_dim")
@@ -116,79 +116,46 @@ def attention(
         if array_options.order is not None:
             options["order"] = array_options.order
     q, k, v = (hint(x, *dims) for x, dims in zip(arrays, (q_dims, kv_dims, kv_dims), strict=True))
-    spread = QKVSharding(_axes(q, q_dims), _axes(k, kv_dims))
+    sharding = qkv_sharding(q, k, q_dims, kv_dims)
     array_options, first_head = _add_sequence_indices(q, array_options, q_dims)
     # Tokens added by ``pad`` are 0 already, so only the caller's own segments need zeroing.
-    segments = _shard_segments(array_options.segments, spread) if given else None
+    segments = _shard_segments(array_options.segments, sharding) if given else None
     q, k, v = without_padding((q, k, v), segments)
-    kernel = functools.partial(_kernel, (q, k, v), (rules, array_options, offset), spread.q[1], swapped)
-    request = AttentionRequest(rules.mask, "given" if array_options.order is not None else options.get("order"))
-    request = replace(
-        request,
+    kernel = functools.partial(_kernel, (q, k, v), (rules, array_options, offset), sharding.q[1], swapped)
+    request = AttentionRequest(
+        rules.mask,
+        order="given" if array_options.order is not None else options.get("order"),
         kv_grad_dtype=options.get("kv_grad_dtype"),
         offset=offset if array_options.offset is None else k.shape[1] - q.shape[1],
+        hops=array_options.prefix is None and array_options.offset is None and array_options.order is None,
     )
-    request = replace(
-        request, hops=array_options.prefix is None and array_options.offset is None and array_options.order is None
-    )
-    layout = current_layout()
-    links = links_of(layout.mesh) if impl == "auto" else None
-    picked = select_impl(
-        impl, q, k, spread, layout.sizes, heads_axis=swapped, kernel=kernel, request=request, links=links
-    )
-    if impl == "auto":
-        observed(call_site, q, k, picked)
+    picked = select_here(impl, q, k, sharding, heads_axis=swapped, kernel=kernel, request=request)
+    if impl == "auto" and attention_observer.value is not None:
+        attention_observer.value(call_site(), q, k, picked)
     if picked.impl == "dense":
-        plain = functools.partial(
-            _dense,
-            rules=rules,
-            offset=offset,
-            options=options,
-            spread=spread,
-            heads_axis=swapped,
-            first_head=first_head,
-        )
-        o = checkpoint_name(hint(_auto_sharded(plain, spread)(q, k, v, array_options), *q_dims), SAVED)
-        return result_without_padding(o, segments)[:, :rows]
-    if spread.q[2] != spread.kv[2]:
+        ring_size = _num_shards(tuple(axis for axis in sharding.q[1] if axis not in swapped))
+        plain = functools.partial(_dense, rules, offset, options, ring_size, first_head)
+        o = _auto_sharded(plain, sharding)((q, k, v), array_options)
+        return result_without_padding(checkpoint_name(hint(o, *q_dims), SAVED), segments)[:, :rows]
+    if sharding.q[2] != sharding.kv[2]:
         # A shard of the query heads would meet the wrong key heads, so every query head gets its own key head.
         dims = (*kv_dims[:2], q_dims[2], kv_dims[3])
         k, v = (hint(jnp.repeat(x, q.shape[2] // x.shape[2], axis=2), *dims) for x in (k, v))
-        spread = QKVSharding(spread.q, (*spread.kv[:2], spread.q[2], spread.kv[3]))
-    ring, heads = roles(picked.impl, spread.kv[1], swapped) if spread.kv[1] else ((), ())
+        sharding = QKVSharding(sharding.q, (*sharding.kv[:2], sharding.q[2], sharding.kv[3]))
+    ring, heads = roles(picked.impl, sharding.kv[1], swapped) if sharding.kv[1] else ((), ())
     check_order(picked.impl, options, ring, heads)
     key_source = KEYS[picked.impl] if ring else "here"
     plan = AttentionPlan(
         rules, key_source, ring, heads, offset=offset, keep=keep and bool(ring), full_queries=picked.impl == "split_kv"
     )
-    check_heads(q.shape[2] // _num_shards(spread.q[2]), _num_shards(heads), heads)
-    o = hint(_sharded(picked, plan, options, spread, (q, k, v), array_options, first_head), *q_dims)
+    check_heads(q.shape[2] // _num_shards(sharding.q[2]), _num_shards(heads), heads)
+    o = hint(_sharded(picked, plan, options, sharding, (q, k, v), array_options, first_head), *q_dims)
     return result_without_padding(o, segments)[:, :rows]
 
 
-def shares(
-    impl: Impl,
-    q: Any,
-    k: Any,
-    *,
-    dims: tuple[Dims, Dims] = (Q_DIMS, KV_DIMS),
-    heads_axis: tuple[str, ...] = ("ulysses",),
-    request: AttentionRequest | None = None,
-) -> tuple[int, int]:
-    """Returns the ring size and the number of devices that exchange heads under the ambient layout.
-
-    Args:
-      impl: the implementation, as for :func:`attention`.
-      q, k: queries and keys ``[batch, seq, heads, head_dim]``, as arrays or shapes.
-      dims: logical dims of the queries, and of the keys and values.
-      heads_axis: the mesh axes that exchange sequence for heads.
-      request: the options on which the choice of ``auto`` depends.
-    """
-    spread, layout = QKVSharding(_axes(q, dims[0]), _axes(k, dims[1])), current_layout()
-    links = links_of(layout.mesh) if impl == "auto" else None
-    picked = select_impl(impl, q, k, spread, layout.sizes, heads_axis=heads_axis, request=request, links=links)
-    ring, heads = roles(picked.impl, spread.kv[1], heads_axis)
-    return _num_shards(ring), _num_shards(heads)
+def qkv_sharding(q: Any, k: Any, q_dims: Dims = Q_DIMS, kv_dims: Dims = KV_DIMS) -> QKVSharding:
+    """Returns the mesh axes that shard queries and keys, arrays or shapes, under the ambient layout."""
+    return QKVSharding(_axes(q, q_dims), _axes(k, kv_dims))
 
 
 def _add_sequence_indices(q: jax.Array, array_options: AttentionArrays, dims: Dims) -> tuple[AttentionArrays, Any]:
@@ -200,50 +167,40 @@ def _add_sequence_indices(q: jax.Array, array_options: AttentionArrays, dims: Di
         "jp.context.attention_local(batch_axis=..., q_heads_axis=...)."
     )
     rows, heads = manual_axes_of(dims[0]), manual_axes_of(dims[2])
-    sequences, head = global_indices(q, rows, heads, (), per_sequence=array_options.key.ndim == 2, remedy=remedy)
-    return array_options._replace(sequences=sequences), head
+    return add_global_indices(q, array_options, rows, heads, (), remedy=remedy)
 
 
 def _sharded(
     picked: Choice,
     plan: AttentionPlan,
     options: Options,
-    spread: QKVSharding,
+    sharding: QKVSharding,
     arrays: Arrays,
     array_options: AttentionArrays,
     first_head: Any,
 ) -> jax.Array:
     """Runs attention on each device's shards: the partitioner cannot look into kernels and rings."""
     layout, (q, k, v), batch = current_layout(), arrays, arrays[0].shape[0]
-    q_spec, kv_spec = (PartitionSpec(*(axes or None for axes in split)) for split in (spread.q, spread.kv))
-    rows, head_axes = spread.q[0], (*spread.q[2], *plan.heads)
-    axes_if_sharded = lambda x, size, axes: axes or None if x is not None and size > 1 else None
-    optional_spec = lambda x, *spec: None if x is None else PartitionSpec(*spec)
-    token_spec = lambda axes: PartitionSpec(rows or None, axes or None)
-    bias = array_options.bias
+    q_spec, kv_spec = PartitionSpec(*sharding.q), PartitionSpec(*sharding.kv)
+    rows, head_axes = sharding.q[0], (*sharding.q[2], *plan.heads)
+    segments, prefix, bias, key = array_options.segments, array_options.prefix, array_options.bias, array_options.key
     specs = AttentionArrays(
-        segments=None if array_options.segments is None else (token_spec(spread.q[1]), token_spec(spread.kv[1])),
-        prefix=optional_spec(
-            array_options.prefix,
-            rows or None if array_options.prefix is not None and len(array_options.prefix) == batch else None,
-        ),
-        slopes=optional_spec(array_options.slopes, head_axes or None),
-        bias=bias
+        segments=segments and (PartitionSpec(*sharding.q[:2]), PartitionSpec(*sharding.kv[:2])),
+        prefix=PartitionSpec(rows if prefix is not None and len(prefix) == batch else None),
+        slopes=PartitionSpec(head_axes),
+        bias=None
         if bias is None
         else PartitionSpec(
-            axes_if_sharded(bias, bias.shape[0], rows),
-            axes_if_sharded(bias, bias.shape[1], head_axes),
-            None if plan.full_queries else plan.ring or None,
+            rows if bias.shape[0] > 1 else None,
+            head_axes if bias.shape[1] > 1 else None,
+            None if plan.full_queries else plan.ring,
             None,
         ),
-        sinks=optional_spec(array_options.sinks, spread.q[2] or None),
-        key=optional_spec(
-            array_options.key,
-            *([rows or None] if array_options.key is not None and array_options.key.ndim == 2 else []),
-        ),
-        sequences=optional_spec(array_options.sequences, rows or None),
-        offset=optional_spec(array_options.offset),
-        order=optional_spec(array_options.order),
+        sinks=PartitionSpec(sharding.q[2]),
+        key=PartitionSpec(rows) if key is not None and key.ndim == 2 else PartitionSpec(),
+        sequences=PartitionSpec(rows),
+        offset=PartitionSpec(),
+        order=PartitionSpec(),
     )
 
     def local(q: jax.Array, k: jax.Array, v: jax.Array, array_options: AttentionArrays) -> jax.Array:
@@ -251,7 +208,8 @@ def _sharded(
             return _by_kernel(plan, (q, k, v), array_options.segments, picked.kernel)
         engine: Backend = "tpu" if picked.kernel == "tiles" else "jax"
         here = ordered(replace(plan, engine=engine), options, (q.shape[1], k.shape[1]))
-        return compute(here, q, k, v, array_options, first_head + _index(spread.q[2]) * q.shape[2])[0]
+        index = jax.lax.axis_index(sharding.q[2]) if sharding.q[2] else 0
+        return compute(here, q, k, v, array_options, first_head + index * q.shape[2])[0]
 
     free = set(layout.mesh.axis_names) - set(jax.sharding.get_abstract_mesh().manual_axes)
     if not free:  # an enclosing shard_map has made every axis manual: the arrays are shards already
@@ -259,7 +217,8 @@ def _sharded(
     # Kernels do not declare over which axes their results vary, hence check_vma=False.
     in_specs = (q_spec, kv_spec, kv_spec, specs)
     if jax.sharding.AxisType.Explicit in layout.mesh.axis_types:  # shard_map does not reshard under Explicit axes
-        array_options = jax.tree.map(lambda x, spec: with_sharding(layout.mesh, x, spec), array_options, specs)
+        place = lambda spec, x: None if x is None else with_sharding(layout.mesh, x, spec)
+        array_options = jax.tree.map(place, specs, array_options)
     return jax.shard_map(local, in_specs=in_specs, out_specs=q_spec, axis_names=free, check_vma=False)(
         q, k, v, array_options
     )
@@ -267,8 +226,7 @@ def _sharded(
 
 def _by_kernel(plan: AttentionPlan, arrays: Arrays, segments: Segments, kernel: Kernel) -> jax.Array:
     """Runs a kernel that requires the full sequence, between the two head exchanges if heads are exchanged."""
-    plain = plan.rules == TileSpec(Mask(causal=True), 1 / math.sqrt(arrays[0].shape[3])) and segments is None
-    if kernel == "splash" and plan.heads and plain:
+    if kernel == "splash" and plan.heads and segments is None and _is_plain(plan.rules, arrays[0]):
         from jaxpar.parallel.attention.split.ulysses_splash import splash_exchanged
 
         return splash_exchanged(*arrays, plan.heads)
@@ -284,66 +242,58 @@ def _by_kernel(plan: AttentionPlan, arrays: Arrays, segments: Segments, kernel: 
     return exchange.heads_to_seq(o, plan.heads)
 
 
-def _shard_segments(segments: Segments, spread: QKVSharding) -> Segments:
+def _shard_segments(segments: Segments, sharding: QKVSharding) -> Segments:
     """Shards segments like queries and keys: under Explicit axes ``jnp.where`` requires equal shardings."""
     mesh, context = current_layout().mesh, jax.sharding.get_abstract_mesh()
     if segments is None or jax.sharding.AxisType.Explicit not in mesh.axis_types:
         return segments
-    specs = (PartitionSpec(*(axes or None for axes in split[:2])) for split in (spread.q, spread.kv))
+    specs = (PartitionSpec(*axes[:2]) for axes in (sharding.q, sharding.kv))
     where: Any = context if context.manual_axes else mesh
     a, b = (with_sharding(where, x, spec) for x, spec in zip(segments, specs, strict=True))
     return a, b
 
 
-def _auto_sharded(plain: Callable[..., jax.Array], spread: QKVSharding) -> Callable[..., jax.Array]:
+def _auto_sharded(plain: Callable[..., jax.Array], sharding: QKVSharding) -> Callable[..., jax.Array]:
     """Lets the compiler shard ``plain``, because under Explicit axes JAX cannot derive a sharding for the scores."""
     mesh = current_layout().mesh
     free = set(mesh.axis_names) - set(jax.sharding.get_abstract_mesh().manual_axes)
     if jax.sharding.AxisType.Explicit not in mesh.axis_types or not free:
         return plain
-    out = PartitionSpec(*(axes or None for axes in spread.q))
-    auto_sharded: Callable[..., jax.Array] = jax.sharding.auto_axes(plain, out_sharding=out)
+    auto_sharded: Callable[..., jax.Array] = jax.sharding.auto_axes(plain, out_sharding=PartitionSpec(*sharding.q))
     return auto_sharded
 
 
 def _dense(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    array_options: AttentionArrays,
-    *,
     rules: TileSpec,
     offset: int,
     options: Options,
-    spread: QKVSharding,
-    heads_axis: tuple[str, ...],
+    ring_size: int,
     first_head: Any,
+    arrays: Arrays,
+    array_options: AttentionArrays,
 ) -> jax.Array:
-    plain = rules == TileSpec(Mask(causal=True), 1 / math.sqrt(q.shape[3])) and not _has_options(
-        array_options, offset, options
+    q, k, v = arrays
+    has_options = (
+        any(x is not None for x in array_options) or offset or options.get("order") not in (None, "contiguous")
     )
-    alike = q.shape[1:4:2] == k.shape[1:4:2] == v.shape[1:4:2]
     # JAX's own attention accumulates fp64 in fp32, and for fp16 it requests a dot that CPUs and TPUs lack.
-    if plain and alike and q.dtype.itemsize <= 4 and q.dtype != jnp.float16:
+    supported = alike(q, k, v) and q.dtype.itemsize <= 4 and q.dtype != jnp.float16
+    if supported and not has_options and _is_plain(rules, q):
         return jax.nn.dot_product_attention(q, k, v, is_causal=True)
-    num_shards = _num_shards(tuple(axis for axis in spread.q[1] if axis not in heads_axis))
     order: Any = "contiguous" if options.get("order") is None else options["order"]
     at = [
-        _positions(order, x.shape[1], num_shards, what)
+        _positions(order, x.shape[1], ring_size, what)
         for x, what in ((q, "the queries' sequence"), (k, "the keys' sequence"))
     ]
-    numbers = (array_options.sequences, first_head) if rules.dropout else None
-    group = (k.shape[2], q.shape[2] // k.shape[2])
-    bias, slopes = array_options.bias, array_options.slopes
-    if bias is not None:
-        bias = bias.reshape(bias.shape[0], *((1, 1) if bias.shape[1] == 1 else group), *bias.shape[2:])
-    slopes = None if slopes is None else slopes.reshape(group)
-    extras = TileArrays(bias, slopes, array_options.prefix, array_options.key, numbers)
+    extras = array_options.of_tiles(q.shape[2], k.shape[2], first_head)
     start = offset if array_options.offset is None else array_options.offset
     o, lse = dense(rules, q, k, v, (at[0] + start, at[1]), array_options.segments, extras)
-    if array_options.sinks is not None:
-        o = with_sinks(o, lse, array_options.sinks)
-    return o
+    return o if array_options.sinks is None else with_sinks(o, lse, array_options.sinks)
+
+
+def _is_plain(rules: TileSpec, q: jax.Array) -> bool:
+    """Whether attention is causal, with the default scale and no other static option."""
+    return rules == TileSpec(Mask(causal=True), 1 / math.sqrt(q.shape[3]))
 
 
 def _positions(order: Any, length: int, num_shards: int, what: str) -> jax.Array:
@@ -352,11 +302,6 @@ def _positions(order: Any, length: int, num_shards: int, what: str) -> jax.Array
         return jnp.asarray(permutation(order, length, num_shards))  # type: ignore[arg-type]
     check_given(order, length, what)
     return jnp.asarray(order, jnp.int32)
-
-
-def _has_options(array_options: AttentionArrays, offset: int, options: Options) -> bool:
-    """Whether any array option, query offset or token order is given."""
-    return any(x is not None for x in array_options) or bool(offset) or options.get("order") not in (None, "contiguous")
 
 
 def _kernel(
@@ -413,7 +358,3 @@ def _axes(x: Any, dims: Dims) -> tuple[Axes, ...]:
 
 def _num_shards(axes: Sequence[str]) -> int:
     return math.prod(current_layout().sizes[axis] for axis in axes)
-
-
-def _index(axes: Sequence[str]) -> Any:
-    return jax.lax.axis_index(tuple(axes)) if axes else 0

@@ -11,7 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.errors import ConfigError, LayoutError, listing
-from jaxpar.parallel.attention.dropout import HEADS, ROWS, axes_sharding, global_indices, manual_axes, manual_axes_of
+from jaxpar.parallel.attention.dropout import (
+    HEADS,
+    ROWS,
+    add_global_indices,
+    axes_sharding,
+    manual_axes,
+    manual_axes_of,
+)
 from jaxpar.parallel.attention.kernels.select import find
 from jaxpar.parallel.attention.options import Options, check_impl, check_order, read, read_keep, read_kv_grad_dtype
 from jaxpar.parallel.attention.padded_tokens import result_without_padding, without_padding
@@ -19,7 +26,7 @@ from jaxpar.parallel.attention.split import ulysses as exchange
 from jaxpar.parallel.attention.split.partition import AttentionPlan, Backend, KeySource, side, turns_of
 from jaxpar.parallel.attention.split.token_order import check, check_given
 from jaxpar.parallel.attention.split.vjp import attend
-from jaxpar.parallel.attention.tiled.tile import AttentionArrays, TileArrays, varies_over
+from jaxpar.parallel.attention.tiled.tile import AttentionArrays, varies_over
 from jaxpar.sharding.hardware.topology import platform_of
 
 KEYS: dict[str, KeySource] = {
@@ -143,15 +150,7 @@ def _add_sequence_indices(
     )
     # Devices along an axis over which the queries are replicated must drop the same weights.
     same = [axis for axis in manual_axes() if not axes_sharding((axis,), q)]
-    sequences, head = global_indices(
-        q,
-        rows,
-        heads,
-        (*seq, *same),
-        per_sequence=array_options.key.ndim == 2,
-        remedy=None if None not in given else remedy,
-    )
-    return array_options._replace(sequences=sequences), head
+    return add_global_indices(q, array_options, rows, heads, (*seq, *same), remedy=remedy if None in given else None)
 
 
 def _engine(
@@ -271,15 +270,7 @@ def compute(
     """
     num_shards = exchange.num_devices(plan.heads)
     kv_heads = k.shape[2] * exchange.repeats(k.shape[2], num_shards) // num_shards
-    shape = (kv_heads, q.shape[2] // num_shards // kv_heads)
-    bias, slopes = array_options.bias, array_options.slopes
-    if bias is not None:
-        bias = bias.reshape(bias.shape[0], *((1, 1) if bias.shape[1] == 1 else shape), *bias.shape[2:])
-    slopes = None if slopes is None else slopes.reshape(shape)
-    numbers = (array_options.sequences, first_head) if plan.rules.dropout else None
-    extras = TileArrays(
-        bias, slopes, array_options.prefix, array_options.key, numbers, array_options.offset, array_options.order
-    )
+    extras = array_options.of_tiles(q.shape[2] // num_shards, kv_heads, first_head)
     q, k, v, segments, extras = _vary_alike(plan, (q, k, v, array_options.segments, extras))
     dtype = q.dtype
     o, lse = attend(plan, q, k, v, segments, extras)

@@ -9,13 +9,12 @@ from typing import Any
 import jax
 
 from jaxpar.errors import ConfigError, LayoutError, did_you_mean
-from jaxpar.parallel.attention.attention import attention, shares
+from jaxpar.parallel.attention.attention import attention, qkv_sharding
 from jaxpar.parallel.attention.attention_local import attention_local, roles
 from jaxpar.parallel.attention.cost_model import AttentionRequest, QKVSharding
 from jaxpar.parallel.attention.options import IMPLS, KV_GRAD_DTYPES, Impl
-from jaxpar.parallel.attention.select import select_impl
+from jaxpar.parallel.attention.select import select_here
 from jaxpar.parallel.attention.split.token_order import ORDERS, permutation
-from jaxpar.sharding.hardware.links import links_of
 from jaxpar.sharding.layout import current_layout
 from jaxpar.sharding.rules import Axes
 from jaxpar.utils.checks import is_count
@@ -126,9 +125,7 @@ class Context:
           LayoutError: the implementation does not support queries and keys sharded in this way.
         """
         order = "given" if given or self.load_balance == BALANCED else self.load_balance
-        return shares(self.impl, q, k, request=AttentionRequest(order=order, free=True, kv_grad_dtype=self.grad_dtype))[
-            0
-        ]
+        return self._select(q, k, qkv_sharding(q, k), order)[1]
 
     def __call__(
         self, q: jax.Array, k: jax.Array, v: jax.Array, order: TokenOrder, segment_ids: jax.Array | None = None
@@ -197,17 +194,16 @@ class Context:
 
     def _settled(self, q: Any, k: Any, num_shards: int) -> tuple[Any, int]:
         """Returns the implementation inside a ``shard_map`` that shards the sequence, and the size of its ring."""
-        layout = current_layout()
         q, k = (jax.ShapeDtypeStruct((1, x.shape[1] * num_shards, *x.shape[2:]), x.dtype) for x in (q, k))
-        split: tuple[Axes, ...] = ((), _rule_axes(), (), ())
-        how: dict[str, Any] = {"heads_axis": HEADS_AXIS}
-        how["request"] = AttentionRequest(order=self.load_balance, free=True, kv_grad_dtype=self.grad_dtype)
-        how["links"] = links_of(layout.mesh) if self.impl == "auto" else None
-        impl = (
-            select_impl(self.impl, q, k, QKVSharding(split, split), layout.sizes, **how).impl if split[1] else "flash"
-        )
-        ring, _ = roles(impl, split[1], HEADS_AXIS)
-        return impl, math.prod(layout.sizes[axis] for axis in ring)
+        axes: tuple[Axes, ...] = ((), _rule_axes(), (), ())
+        return self._select(q, k, QKVSharding(axes, axes), self.load_balance)
+
+    def _select(self, q: Any, k: Any, sharding: QKVSharding, order: str | None) -> tuple[Any, int]:
+        """Returns the implementation for queries and keys that are sharded in this way, and the size of its ring."""
+        request = AttentionRequest(order=order, free=True, kv_grad_dtype=self.grad_dtype)
+        impl = select_here(self.impl, q, k, sharding, heads_axis=HEADS_AXIS, request=request).impl
+        ring, _ = roles(impl, sharding.kv[1], HEADS_AXIS)
+        return impl, math.prod(current_layout().sizes[axis] for axis in ring)
 
 
 def _rule_axes() -> Axes:

@@ -123,7 +123,7 @@ def cost(
     impl: str,
     q: Any,
     k: Any,
-    spread: QKVSharding,
+    sharding: QKVSharding,
     sizes: Mapping[str, int],
     heads_axis: tuple[str, ...] = ("ulysses",),
     request: AttentionRequest | None = None,
@@ -134,7 +134,7 @@ def cost(
     Args:
       impl: ``ring``, ``gather``, ``ulysses`` or ``hybrid``.
       q, k: queries and keys ``[batch, seq, heads, head_dim]``, as arrays or shapes.
-      spread: the mesh axes that shard each dim of queries and keys.
+      sharding: the mesh axes that shard each dim of queries and keys.
       sizes: the sizes of the mesh axes.
       heads_axis: the mesh axes that may exchange heads.
       request: the options that determine the cost. ``None`` for a causal mask, with tokens reordered once for all
@@ -142,7 +142,7 @@ def cost(
       links: the links of the devices. Without them only bytes are counted, and the seconds are 0.
     """
     request = request or AttentionRequest(free=True)
-    parts = _parts(impl, q, k, spread, sizes, heads_axis, request)
+    parts = _parts(impl, q, k, sharding, sizes, heads_axis, request)
     if parts is None:
         return None
     order, relay = _order(request, parts)
@@ -216,22 +216,22 @@ def _parts(
     impl: str,
     q: Any,
     k: Any,
-    spread: QKVSharding,
+    sharding: QKVSharding,
     sizes: Mapping[str, int],
     heads_axis: tuple[str, ...],
     request: AttentionRequest,
 ) -> CostParts | None:
     num_shards = lambda axes: math.prod(sizes[axis] for axis in axes)
     try:
-        ring, heads = roles(impl, spread.q[1], heads_axis)
+        ring, heads = roles(impl, sharding.q[1], heads_axis)
     except LayoutError:
         return None
     ring_size, exchange_size = num_shards(ring), num_shards(heads)
-    local_heads, kv_heads = q.shape[2] // num_shards(spread.q[2]), k.shape[2] // num_shards(spread.kv[2])
+    local_heads, kv_heads = q.shape[2] // num_shards(sharding.q[2]), k.shape[2] // num_shards(sharding.kv[2])
     if local_heads % exchange_size:
         return None
-    batch, repeat = q.shape[0] / num_shards(spread.q[0]), repeats(kv_heads, exchange_size)
-    each = q.dtype.itemsize * batch * q.shape[3] / num_shards(spread.q[1])
+    batch, repeat = q.shape[0] / num_shards(sharding.q[0]), repeats(kv_heads, exchange_size)
+    each = q.dtype.itemsize * batch * q.shape[3] / num_shards(sharding.q[1])
     queries, keys = each * q.shape[1] * local_heads, 2 * each * k.shape[1] * kv_heads
     wide = 2 if request.kv_grad_dtype == "bfloat16" else 4
     exchanged = (4 * queries + 2 * keys * repeat) if exchange_size > 1 else 0.0

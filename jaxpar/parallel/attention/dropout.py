@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.errors import ConfigError, NoLayoutError, listing
-from jaxpar.parallel.attention.tiled.tile import varies_over
+from jaxpar.parallel.attention.tiled.tile import AttentionArrays, varies_over
 from jaxpar.parallel.batch_rows import current_batch_rows, here, row_numbers
 from jaxpar.sharding.layout import current_layout
 from jaxpar.sharding.rules import Axes
@@ -20,17 +20,17 @@ LAYERS = "pipeline"
 """The mesh axis of pipeline stages; it shards layers."""
 
 
-def global_indices(
-    q: Any, rows: Axes, heads: Axes, others: Iterable[str], *, per_sequence: bool, remedy: str | None
-) -> tuple[jax.Array, Any]:
-    """Returns the global index of each local sequence, int32 ``[batch]``, and the index of the first local head.
+def add_global_indices(
+    q: Any, array_options: AttentionArrays, rows: Axes, heads: Axes, others: Iterable[str], *, remedy: str | None
+) -> tuple[AttentionArrays, Any]:
+    """Returns the array options with the global index of each local sequence, and the index of the first local head.
 
     Args:
       q: local queries ``[batch, seq, heads, head_dim]``.
+      array_options: array options with the key of the dropout. If each sequence has its own key, its index is 0.
       rows: manual axes that shard the batch, major to minor.
       heads: manual axes that shard the heads, major to minor.
       others: manual axes that shard the sequence, or over which the queries are replicated.
-      per_sequence: whether each sequence has its own key; its index is then 0.
       remedy: the remedy in the error about an unknown axis; ``None`` if the caller has named all relevant axes.
 
     Raises:
@@ -46,8 +46,8 @@ def global_indices(
             f"manual axes {listing(unknown)} shard, so devices along them would drop the same weights. Remedy: {remedy}"
         )
     first_head = jax.lax.axis_index(heads) * q.shape[2] if heads else 0
-    if per_sequence:
-        return jnp.zeros(q.shape[0], jnp.int32), first_head
+    if array_options.key.ndim == 2:
+        return array_options._replace(sequences=jnp.zeros(q.shape[0], jnp.int32)), first_head
     numbers = row_numbers(q.shape[0], rows)
     if numbers is None:
         local_rows = here()
@@ -58,7 +58,7 @@ def global_indices(
             f"multiple with the sequences of a row next to each other; or pass one key per sequence: "
             f"key=jax.random.split(key, {q.shape[0]})."
         )
-    return numbers, first_head
+    return array_options._replace(sequences=numbers), first_head
 
 
 def manual_axes() -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,8 +10,8 @@ from typing import Any
 from jaxpar.errors import LayoutError, listing
 from jaxpar.parallel.attention.cost_model import AttentionRequest, Cost, QKVSharding, cost
 from jaxpar.parallel.attention.kernels.select import Kernel, KernelChoice
-from jaxpar.sharding.hardware.links import Links
-from jaxpar.utils.contexts import attention_observer
+from jaxpar.sharding.hardware.links import Links, links_of
+from jaxpar.sharding.layout import current_layout
 
 DENSE = 512 * 512
 """The maximum number of scores per head for which ``auto`` picks ``dense``: one tile."""
@@ -31,7 +32,7 @@ def select_impl(
     requested: str,
     q: Any,
     k: Any,
-    spread: QKVSharding,
+    sharding: QKVSharding,
     sizes: Mapping[str, int],
     *,
     heads_axis: tuple[str, ...] = ("ulysses",),
@@ -42,9 +43,10 @@ def select_impl(
     """Returns the implementation and the kernel that a request resolves to.
 
     Args:
-      requested: the requested implementation, or ``auto``.
+      requested: the requested implementation, or ``auto``. A sequence that no axis shards is on the device already,
+        so every implementation but ``dense`` and ``split_kv`` then runs as ``flash``.
       q, k: queries and keys ``[batch, seq, heads, head_dim]``, as arrays or shapes.
-      spread: the mesh axes that shard each dim of queries and keys.
+      sharding: the mesh axes that shard each dim of queries and keys.
       sizes: the sizes of the mesh axes.
       heads_axis: the mesh axes that may exchange heads.
       kernel: returns the kernel for an implementation.
@@ -63,33 +65,32 @@ def select_impl(
     >>> select_impl("auto", q, q, QKVSharding(axes, axes), {"context": 8}).impl
     'ulysses'
     """
-    seq, why = spread.q[1], f"impl {requested!r} was requested"
+    seq, why = sharding.q[1], f"impl {requested!r} was requested"
     if requested == "dense":
         return Choice("dense", "", why)
-    if spread.q[3] or spread.kv[3]:
+    if sharding.q[3] or sharding.kv[3]:
         if requested == "auto":
             return Choice("dense", "", "the head dim is sharded")
-        split = listing(spread.q[3] or spread.kv[3])
+        split = listing(sharding.q[3] or sharding.kv[3])
         raise LayoutError(
             f"attention(impl={requested!r}): the head dim must not be sharded, but the layout shards it over {split}. "
             f"Remedy: use impl='auto' or 'dense'."
         )
     describe = lambda axes: f"sharded over {listing(axes)}" if axes else "not sharded"
-    sharding = f"the queries' sequence is {describe(seq)}, the keys' sequence is {describe(spread.kv[1])}"
-    if requested in ("auto", "split_kv") and _supports_split_kv(spread):
-        return Choice(
-            "split_kv", "", f"{sharding}: the devices merge their partial results" if requested == "auto" else why
-        )
+    where = f"the queries' sequence is {describe(seq)}, the keys' sequence is {describe(sharding.kv[1])}"
+    if requested in ("auto", "split_kv") and _supports_split_kv(sharding):
+        merged = f"{where}: the devices merge their partial results"
+        return Choice("split_kv", "", merged if requested == "auto" else why)
     if requested == "split_kv":
         raise LayoutError(
             f"attention(impl='split_kv'): the queries' sequence must not be sharded, and the keys' sequence must be "
-            f"sharded over axes that shard no dim of the queries, but {sharding}. Remedy: use impl='auto'."
+            f"sharded over axes that shard no dim of the queries, but {where}. Remedy: use impl='auto'."
         )
-    if seq != spread.kv[1]:
+    if seq != sharding.kv[1]:
         if requested == "auto":
             return Choice("dense", "", "queries and keys are sharded over different axes")
         raise LayoutError(
-            f"attention(impl={requested!r}): both sequences must be sharded over the same axes, but {sharding}. "
+            f"attention(impl={requested!r}): both sequences must be sharded over the same axes, but {where}. "
             f"Remedy: use the same rule for both, or impl='auto' or 'dense'."
         )
     if not seq:
@@ -111,28 +112,38 @@ def select_impl(
         names.remove("ulysses")  # it has no ring, so a ring order cannot apply
     links = links if q.dtype.itemsize <= 4 else None  # vendors publish no fp64 peak
     # Bytes alone cannot rank ``gather``: it sends as much as a ring, but none of it overlaps with compute.
-    names += (
-        ["gather"] if links is not None and _gathered(q, k, spread, sizes) <= links.accelerator.hbm_bytes / ROOM else []
-    )
-    counted = {impl: cost(impl, q, k, spread, sizes, heads_axis, request, links) for impl in names}
+    if links is not None and _gathered(q, k, sharding, sizes) <= links.accelerator.hbm_bytes / ROOM:
+        names.append("gather")
+    counted = {impl: cost(impl, q, k, sharding, sizes, heads_axis, request, links) for impl in names}
     costs = {impl: c for impl, c in counted.items() if c is not None}
-    by = (lambda c: c.sent) if links is None else (lambda c: c.seconds)
-    best = min(costs, key=lambda impl: by(costs[impl]))
-    ranked = sorted(costs.items(), key=lambda item: by(item[1]))
+    ranked = sorted(costs.items(), key=lambda item: item[1].sent if links is None else item[1].seconds)
+    best = ranked[0][0]
     return _with_kernel(best, _describe_costs(ranked, links), kernel(best))
 
 
-def _supports_split_kv(spread: QKVSharding) -> bool:
+def select_here(requested: str, q: Any, k: Any, sharding: QKVSharding, **options: Any) -> Choice:
+    """Returns :func:`select_impl` for the devices of the ambient layout."""
+    layout = current_layout()
+    links = links_of(layout.mesh) if requested == "auto" else None
+    return select_impl(requested, q, k, sharding, layout.sizes, links=links, **options)
+
+
+def _supports_split_kv(sharding: QKVSharding) -> bool:
     """Whether ``split_kv`` applies: the keys' sequence is sharded over axes over which the queries are replicated."""
-    q_axes = {axis for axes in spread.q for axis in axes}
-    return bool(spread.kv[1]) and not spread.q[1] and not q_axes & set(spread.kv[1]) and spread.q[0] == spread.kv[0]
+    q_axes = {axis for axes in sharding.q for axis in axes}
+    return (
+        bool(sharding.kv[1])
+        and not sharding.q[1]
+        and not q_axes & set(sharding.kv[1])
+        and sharding.q[0] == sharding.kv[0]
+    )
 
 
 def _describe_costs(ranked: list[tuple[str, Cost]], links: Links | None) -> str:
     """Describes the cost of each implementation, cheapest first."""
     mib = lambda cost: f"{cost.sent / 2**20:.4g}"
     if links is None:
-        return f"MiB sent per device, forward and backward: {', '.join((f'{impl} {mib(c)}' for impl, c in ranked))}"
+        return f"MiB sent per device, forward and backward: {', '.join(f'{impl} {mib(c)}' for impl, c in ranked)}"
     ms = lambda seconds: f"{1e3 * seconds:.3g}"
     parts = (
         f"{impl} {ms(c.seconds)} ({ms(c.compute)} compute, {ms(c.exposed)} exposed while sending {mib(c)} MiB)"
@@ -141,19 +152,10 @@ def _describe_costs(ranked: list[tuple[str, Cost]], links: Links | None) -> str:
     return f"estimated ms, forward and backward, by the roofline of {links.name}: {', '.join(parts)}"
 
 
-def _gathered(q: Any, k: Any, spread: QKVSharding, sizes: Mapping[str, int]) -> float:
+def _gathered(q: Any, k: Any, sharding: QKVSharding, sizes: Mapping[str, int]) -> float:
     """Returns the bytes of gathered keys and values and of their gradients, at four bytes per gradient."""
-    shares = [axis for axes in (spread.kv[0], spread.kv[2]) for axis in axes]
-    numbers = 2.0 * k.shape[0] * k.shape[1] * k.shape[2] * k.shape[3]
-    for axis in shares:
-        numbers /= sizes[axis]
-    return numbers * (q.dtype.itemsize + 4)
-
-
-def observed(site: Callable[[], str], q: Any, k: Any, picked: Choice) -> None:
-    """Reports a choice of ``auto`` to ``attention_observer``, if it is set."""
-    if attention_observer.value is not None:
-        attention_observer.value(site(), q, k, picked)
+    num_shards = math.prod(sizes[axis] for axes in (sharding.kv[0], sharding.kv[2]) for axis in axes)
+    return 2.0 * math.prod(k.shape) / num_shards * (q.dtype.itemsize + 4)
 
 
 def _with_kernel(impl: str, why: str, found: KernelChoice) -> Choice:
@@ -162,7 +164,12 @@ def _with_kernel(impl: str, why: str, found: KernelChoice) -> Choice:
 
 
 def bytes_sent(
-    impl: str, q: Any, k: Any, spread: QKVSharding, sizes: Mapping[str, int], heads_axis: tuple[str, ...] = ("ulysses",)
+    impl: str,
+    q: Any,
+    k: Any,
+    sharding: QKVSharding,
+    sizes: Mapping[str, int],
+    heads_axis: tuple[str, ...] = ("ulysses",),
 ) -> float:
     """Returns the bytes that a device sends in one forward and one backward pass of causal attention.
 
@@ -173,7 +180,7 @@ def bytes_sent(
     Args:
       impl: ``ring``, ``gather``, ``ulysses`` or ``hybrid``.
       q, k: queries and keys ``[batch, seq, heads, head_dim]``, as arrays or shapes.
-      spread: the mesh axes that shard each dim of queries and keys.
+      sharding: the mesh axes that shard each dim of queries and keys.
       sizes: the sizes of the mesh axes.
       heads_axis: the mesh axes that may exchange heads.
 
@@ -187,5 +194,5 @@ def bytes_sent(
     >>> {impl: bytes_sent(impl, q, q, QKVSharding(axes, axes), {"context": 8}) / 2**20 for impl in ("ring", "ulysses")}
     {'ring': 28.0, 'ulysses': 3.5}
     """
-    found = cost(impl, q, k, spread, sizes, heads_axis)
+    found = cost(impl, q, k, sharding, sizes, heads_axis)
     return 0 if found is None else found.sent

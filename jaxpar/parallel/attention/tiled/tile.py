@@ -57,6 +57,16 @@ class AttentionArrays(NamedTuple):
     order: Any = None
     sequences: Any = None
 
+    def of_tiles(self, heads: int, kv_heads: int, first_head: Any) -> TileArrays:
+        """Returns the options of one device's tiles, with the query heads grouped by key head."""
+        group = (kv_heads, heads // kv_heads)
+        bias = self.bias
+        if bias is not None:
+            bias = bias.reshape(bias.shape[0], *((1, 1) if bias.shape[1] == 1 else group), *bias.shape[2:])
+        slopes = None if self.slopes is None else self.slopes.reshape(group)
+        numbers = None if self.sequences is None else (self.sequences, first_head)
+        return TileArrays(bias, slopes, self.prefix, self.key, numbers, self.offset, self.order)
+
 
 class TileArrays(NamedTuple):
     """The array options of one device's tiles, ``None`` if not given.
