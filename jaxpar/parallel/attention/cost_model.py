@@ -19,8 +19,8 @@ import numpy as np
 from jaxpar.errors import LayoutError
 from jaxpar.parallel.attention.attention_local import roles
 from jaxpar.parallel.attention.mask import Mask
-from jaxpar.parallel.attention.split.partition import side
-from jaxpar.parallel.attention.split.token_order import ORDERS, by_hop, positions, zigzag_pairs
+from jaxpar.parallel.attention.split.partition import side, visible_blocks
+from jaxpar.parallel.attention.split.token_order import ORDERS, by_hop, positions_of_all, zigzag_pairs
 from jaxpar.parallel.attention.split.ulysses import repeats
 from jaxpar.sharding.hardware.links import Links
 from jaxpar.sharding.rules import Axes
@@ -255,18 +255,7 @@ def work(mask: Mask, lengths: tuple[int, int], offset: int, ways: int, order: st
     parts = 2 if order == "zigzag" and ways > 1 else 1
     if min(lengths) < ways * parts:
         return np.zeros((ways, ways), int)
-    ends, sides = [], []
-    for length, first in zip(lengths, (offset, 0), strict=True):
-        each = side(length // ways // parts, max(BLOCK, length // 512))
-        at = np.stack([np.asarray(positions(order, length, ways, i)) for i in range(ways)])  # type: ignore[arg-type]
-        # reduceat, because the last block of a device may be shorter than the others.
-        starts = np.arange(0, at.shape[1], each)
-        low, high = np.minimum.reduceat(at, starts, 1), np.maximum.reduceat(at, starts, 1)
-        ends.append((low + first, high + first))
-        sides.append(each)
-    (q_low, q_high), (k_low, k_high) = ends
-    flat = lambda x: x.reshape(-1)
-    some, _ = mask.bounds((flat(q_low)[:, None], flat(q_high)[:, None]), (flat(k_low)[None], flat(k_high)[None]))
-    tiles = np.broadcast_to(some, (q_low.size, k_low.size)).reshape(ways, q_low.shape[1], ways, k_low.shape[1])
-    pairs = tiles.sum((1, 3)) * sides[0] * sides[1]
-    return by_hop(pairs)
+    blocks = [side(length // ways // parts, max(BLOCK, length // 512)) for length in lengths]
+    q, k = (positions_of_all(order, length, ways) for length in lengths)  # type: ignore[arg-type]
+    tiles = visible_blocks(mask, (q + offset, k), (blocks[0], blocks[1]))
+    return by_hop(tiles.sum((1, 3)) * blocks[0] * blocks[1])

@@ -45,25 +45,9 @@ def splash(
     batch, seq, heads, head_dim = q_BSHD.shape
     padded = up(seq, min(BLOCK, up(seq, LANES)))
     block, wide = min(BLOCK, padded), up(head_dim, LANES)
-    sizes = library.BlockSizes(
-        block_q=block,
-        block_kv=block,
-        block_kv_compute=block,
-        block_q_dkv=block,
-        block_kv_dkv=block,
-        block_kv_dkv_compute=block,
-        block_q_dq=block,
-        block_kv_dq=block,
-    )
     mask = Lazy(rules.mask, seq, padded)
-    kernel = library.make_splash_mha(
-        library.MultiHeadMask([mask] * heads),
-        block_sizes=sizes,
-        head_shards=1,
-        q_seq_shards=1,
-        residual_checkpoint_name=SAVED,
-        attn_logits_soft_cap=rules.softcap,
-        interpret=interpret,
+    kernel = make_kernel(
+        mask, heads, block, residual_checkpoint_name=SAVED, attn_logits_soft_cap=rules.softcap, interpret=interpret
     )
     ids = None
     if segments is not None:
@@ -76,6 +60,14 @@ def splash(
         o_BHSD = jax.vmap(kernel)(q, k, v, ids)
     o = jnp.swapaxes(o_BHSD[:, :, :seq, :head_dim], 1, 2)
     return o if segments is None else jnp.where(segments[0][:, :, None, None] < 0, 0, o)
+
+
+def make_kernel(mask: library.Mask, heads: int, block: int, **options: Any) -> Any:
+    """Returns the library's kernel for the same mask in all heads, in blocks of ``block`` queries and keys."""
+    names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
+    sizes: dict[str, Any] = {f"block_{name}": block for name in names}
+    masks, blocks = library.MultiHeadMask([mask] * heads), library.BlockSizes(**sizes)
+    return library.make_splash_mha(masks, block_sizes=blocks, head_shards=1, q_seq_shards=1, **options)
 
 
 class Lazy(library.Mask):
@@ -107,10 +99,8 @@ class Lazy(library.Mask):
 
     def bounds(self, q: tuple[Any, Any], k: tuple[Any, Any]) -> tuple[Any, Any]:
         """Whether some or every query of a block sees a key, as :meth:`jaxpar.parallel.attention.mask.Mask.bounds`."""
-        some, every = self.mask.bounds(q, k)
-        return (some & (k[0] < self.length)) | (q[1] >= self.length), (every & (k[1] < self.length)) | (
-            q[0] >= self.length
-        )
+        (some, every), length = self.mask.bounds(q, k), self.length
+        return (some & (k[0] < length)) | (q[1] >= length), (every & (k[1] < length)) | (q[0] >= length)
 
     def visited(self, block: int) -> int:
         """Returns the number of scores that the kernel computes: those of all blocks with a visible score."""

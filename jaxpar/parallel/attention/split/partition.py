@@ -11,8 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.parallel.attention.mask import Mask
-from jaxpar.parallel.attention.split.token_order import Order, by_hop, into_zigzag, permutation, positions
-from jaxpar.parallel.attention.tiled.blockwise import Expected, chosen, in_blocks, tokens_in_blocks
+from jaxpar.parallel.attention.split.token_order import (
+    Order,
+    by_hop,
+    into_zigzag,
+    permutation,
+    positions,
+    positions_of_all,
+)
+from jaxpar.parallel.attention.tiled.blockwise import Expected, chosen, tokens_in_blocks
 from jaxpar.parallel.attention.tiled.padding import LANES, up
 from jaxpar.parallel.attention.tiled.tile import PAD, PAD_SEGMENT, Segments, TileArrays, TileSpec, Tokens
 
@@ -146,7 +153,7 @@ class SequenceSplit:
         bias = self.extras.bias
         if bias is None:
             return self.extras
-        bias = self._bias_in_order(bias)
+        bias = self.bias_in_order(bias)
         if distance is not None:
             bias = jax.lax.dynamic_slice_in_dim(bias, self._column(distance), self.k_length, 4)
         bias = self._pad_to_blocks(bias, 4, 0)
@@ -168,17 +175,14 @@ class SequenceSplit:
         cut = xp.pad(cut, [(0, missing * (i == axis + 1)) for i in range(cut.ndim)], constant_values=fill)
         return cut.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
 
-    def _bias_in_order(self, bias: jax.Array, *, back: bool = False) -> jax.Array:
+    def bias_in_order(self, bias: jax.Array, *, back: bool = False) -> jax.Array:
+        """Returns a bias, or with ``back`` its gradient, with rows and columns in the order of the ring's tokens."""
         plan = self.plan
         if not plan.relay:
             return bias
         columns = permutation(plan.order, self.k_length * plan.ring_size, plan.ring_size)
         bias = bias[..., np.argsort(columns) if back else columns]
         return into_zigzag(bias, plan.ring, 3, back=back)
-
-    def bias_gradient(self, sums: jax.Array) -> jax.Array:
-        """Returns ``sums`` with rows and columns in the order of the caller's bias."""
-        return self._bias_in_order(sums, back=True)
 
     def _column(self, distance: int | None) -> Any:
         return 0 if distance is None else (self.index - distance) % self.plan.ring_size * self.k_length
@@ -203,26 +207,20 @@ class SequenceSplit:
             if plan.engine == "jax":
                 return None
             if not self._by_formula:
-                n, m = (
-                    up(n, size) // size for n, size in zip((self.q_length, self.k_length), self.blocks, strict=True)
-                )
-                return 0, n * m * (ring_size if distance is None else 1)
+                lengths = zip((self.q_length, self.k_length), self.blocks, strict=True)
+                tiles = math.prod(-(-length // block) for length, block in lengths)
+                return 0, tiles * (ring_size if distance is None else 1)
         hops = [distance] if distance is None or isinstance(distance, int) else range(1, ring_size)
         counts = np.zeros(2)
         for index in range(ring_size):
-            of_queries = (
-                ("contiguous", self.q_length, 1, 0)
-                if plan.full_queries
-                else (plan.order, self.q_length * ring_size, ring_size, index)
-            )
-            q = positions(*of_queries) + plan.offset  # type: ignore[arg-type]
+            q = np.arange(self.q_length) if plan.full_queries else self._positions(self.q_length, index)
             for hop in hops:
                 if hop is None:
                     k = self._pad_to_blocks(permutation(plan.order, self.k_length * ring_size, ring_size), 0, PAD)
                 else:
-                    k = positions(plan.order, self.k_length * ring_size, ring_size, (index - hop) % ring_size)
-                blocks = (tokens_in_blocks(Tokens(x), n) for x, n in zip((q, k), self.blocks, strict=True))
-                rows, columns = blocks
+                    k = self._positions(self.k_length, (index - hop) % ring_size)
+                at = zip((q + plan.offset, k), self.blocks, strict=True)
+                rows, columns = (tokens_in_blocks(Tokens(x), block) for x, block in at)
                 counts += [some.count for some in chosen(plan.rules, rows, columns, self.extras)]
         unmasked, masked = np.ceil(counts / ring_size / len(hops))
         return int(unmasked), int(masked)
@@ -235,27 +233,33 @@ class SequenceSplit:
         if not self._by_formula:
             return tuple(range(ring_size))
         parts = 2 if plan.order == "zigzag" and ring_size > 1 else 1
+        lengths = self.q_length, self.k_length
+        q, k = (positions_of_all(plan.order, length * ring_size, ring_size) for length in lengths)
+        chunks = self.q_length // parts, self.k_length // parts
+        return needed_hops(visible_blocks(plan.rules.mask, (q + plan.offset, k), chunks))
 
-        def chunks(index: int, length: int, offset: int) -> tuple[Any, Any]:
-            at = in_blocks(
-                np.asarray(positions(plan.order, length * ring_size, ring_size, index)) + offset, length // parts, 0
-            )
-            return at.min(1), at.max(1)
 
-        def needed(distance: int) -> bool:
-            for index in range(ring_size):
-                rows, columns = (
-                    chunks(index, self.q_length, plan.offset),
-                    chunks((index - distance) % ring_size, self.k_length, 0),
-                )
-                some, _ = plan.rules.mask.bounds(
-                    (rows[0][:, None], rows[1][:, None]), (columns[0][None], columns[1][None])
-                )
-                if np.any(some):
-                    return True
-            return False
+def visible_blocks(mask: Mask, at: tuple[Any, Any], blocks: tuple[int, int]) -> Any:
+    """Returns which blocks of queries may see which blocks of keys, ``[ring, blocks, ring, blocks]``.
 
-        return tuple(distance for distance in range(ring_size) if distance == 0 or needed(distance))
+    Args:
+      mask: which keys a query sees.
+      at: the known positions of each device's queries and keys ``[ring, tokens]``.
+      blocks: tokens in a block of queries and in one of keys; only the minimum and maximum positions of a block count.
+    """
+    ends = []
+    for x, block in zip(at, blocks, strict=True):
+        starts = np.arange(0, x.shape[1], block)  # the last block of a device may be shorter
+        ends.append((np.minimum.reduceat(x, starts, 1), np.maximum.reduceat(x, starts, 1)))
+    (q_low, q_high), (k_low, k_high) = ends
+    some, _ = mask.bounds((q_low[:, :, None, None], q_high[:, :, None, None]), (k_low, k_high))
+    return np.broadcast_to(some, (*q_low.shape, *k_low.shape))
+
+
+def needed_hops(visible: Any) -> tuple[int, ...]:
+    """Returns the distances in the ring at which some device's queries see keys, from :func:`visible_blocks`."""
+    needed = by_hop(visible.any((1, 3))).any(0)
+    return tuple(hop for hop in range(len(needed)) if hop == 0 or needed[hop])
 
 
 def turns_of(mask: Mask, order: Any, ring_size: int, block: int, offset: int) -> tuple[int, ...]:
@@ -271,14 +275,8 @@ def turns_of(mask: Mask, order: Any, ring_size: int, block: int, offset: int) ->
     >>> turns_of(Mask(causal=True, window=2), np.arange(8), 4, 2, 0)
     (0, 1)
     """
-    at = in_blocks(np.asarray(order, np.int64).reshape(ring_size, -1), block, 1, PAD)
-    low, high = np.where(at == PAD, at.max(), at).min(2).T, at.max(2).T
-    each = lambda x: (x[:, None, :, None] + offset, x[None, :, None, :])
-    (q_low, k_low), (q_high, k_high) = each(low), each(high)
-    some, _ = mask.bounds((q_low, q_high), (k_low, k_high))
-    seen = np.broadcast_to(some, (ring_size, ring_size, *low.shape[1:] * 2)).any((2, 3))
-    needed = by_hop(seen).any(0)
-    return tuple(hop for hop in range(ring_size) if hop == 0 or needed[hop])
+    at = np.asarray(order, np.int64).reshape(ring_size, -1)
+    return needed_hops(visible_blocks(mask, (at + offset, at), (block, block)))
 
 
 def in_pieces(x: Any, length: int, axis: int) -> Any:

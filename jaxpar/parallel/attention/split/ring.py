@@ -27,36 +27,35 @@ UNROLLED = 3
 """The maximum number of unrolled hops. A loop takes half the memory, and its program does not grow with the ring."""
 
 
-def here_forward(split: SequenceSplit, q: jax.Array, k: jax.Array, v: jax.Array) -> Sums:
-    """Returns the softmax sums of the local queries over the local keys."""
-    at = split.queries(), split.keys()
-    return forward(split.plan, q, k, v, at, split.extras_of(), initial_sums(q, v), split.expected())
-
-
-def here_backward(split: SequenceSplit, q: jax.Array, k: jax.Array, v: jax.Array, rows: Rows) -> Gradients:
-    extras = split.extras_of()
-    at, none = (split.queries(), split.keys()), no_gradients(q, k, v, extras)
-    return _with_bias(split, backward(split.plan, q, k, v, at, extras, rows, none, split.expected()), 0)
-
-
 def gathered(split: SequenceSplit, x: jax.Array) -> jax.Array:
     """All-gathers keys or values over the ring axes."""
     return gather_local(x, split.plan.ring, dim=0)
 
 
-def gather_forward(split: SequenceSplit, q: jax.Array, k: jax.Array, v: jax.Array) -> Sums:
-    """Returns the softmax sums of the local queries over all keys; gathers ``k`` and ``v`` unless ``plan.keep``."""
-    k, v = (x if split.plan.keep else gathered(split, x) for x in (k, v))
-    at = split.queries(), split.keys(None)
-    return forward(split.plan, q, k, v, at, split.extras_of(None), initial_sums(q, v), split.expected(None))
+def _gathered_if_needed(split: SequenceSplit, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, int | None]:
+    """Returns the keys and values that the local queries attend to, and their distance (``None`` for all devices')."""
+    if split.plan.keys == "here":
+        return k, v, 0
+    return (k, v, None) if split.plan.keep else (gathered(split, k), gathered(split, v), None)
 
 
-def gather_backward(split: SequenceSplit, q: jax.Array, k: jax.Array, v: jax.Array, rows: Rows) -> Gradients:
-    k, v = (x if split.plan.keep else gathered(split, x) for x in (k, v))
-    extras = split.extras_of(None)
-    at, none = (split.queries(), split.keys(None)), no_gradients(q, k, v, extras)
-    found = backward(split.plan, q, k, v, at, extras, rows, none, split.expected(None))
-    found = _with_bias(split, found, None)
+def one_step_forward(split: SequenceSplit, q: jax.Array, k: jax.Array, v: jax.Array) -> Sums:
+    """Returns the softmax sums over the local keys; or over all keys (``gather``), gathered unless ``plan.keep``."""
+    k, v, distance = _gathered_if_needed(split, k, v)
+    at = split.queries(), split.keys(distance)
+    return forward(split.plan, q, k, v, at, split.extras_of(distance), initial_sums(q, v), split.expected(distance))
+
+
+def one_step_backward(split: SequenceSplit, q: jax.Array, k: jax.Array, v: jax.Array, rows: Rows) -> Gradients:
+    k, v, distance = _gathered_if_needed(split, k, v)
+    extras = split.extras_of(distance)
+    at, none = (split.queries(), split.keys(distance)), no_gradients(q, k, v, extras)
+    found = backward(split.plan, q, k, v, at, extras, rows, none, split.expected(distance))
+    bias = split.extras.bias
+    if bias is not None:  # the gradient of the full bias instead of the gradient of the columns in use
+        found = found._replace(bias=split.put_bias(zeros(bias), found.bias, distance))
+    if split.plan.keys == "here":
+        return found
 
     def scatter_back(x: jax.Array) -> jax.Array:
         # Scatter flat rows: for blocks the TPU compiler emits an all-reduce and a slice.
@@ -169,12 +168,5 @@ def _permute(split: SequenceSplit, tree: Any, steps: int) -> Any:
 
 
 def _cast_kv_grads(split: SequenceSplit, tree: Any) -> Any:
-    return (
-        tree if split.plan.kv_grad_dtype is None else jax.tree.map(lambda x: x.astype(split.plan.kv_grad_dtype), tree)
-    )
-
-
-def _with_bias(split: SequenceSplit, found: Gradients, distance: int | None) -> Gradients:
-    """Returns ``found`` with the gradient of the full bias instead of the gradient of the columns in use."""
-    bias = split.extras.bias
-    return found if bias is None else found._replace(bias=split.put_bias(zeros(bias), found.bias, distance))
+    dtype = split.plan.kv_grad_dtype
+    return tree if dtype is None else jax.tree.map(lambda x: x.astype(dtype), tree)

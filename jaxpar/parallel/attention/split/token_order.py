@@ -50,7 +50,12 @@ def permutation(order: Order, length: int, ways: int) -> np.ndarray[Any, np.dtyp
     [0, 1, 6, 7, 2, 3, 4, 5]
     """
     check(order, length, ways)
-    return np.concatenate([np.asarray(positions(order, length, ways, index)) for index in range(ways)])
+    return positions_of_all(order, length, ways).reshape(-1)
+
+
+def positions_of_all(order: Order, length: int, ways: int) -> np.ndarray[Any, np.dtype[np.int32]]:
+    """Returns the positions of every device's tokens ``[ways, length / ways]``."""
+    return np.stack([positions(order, length, ways, index) for index in range(ways)])
 
 
 def into_zigzag(x: jax.Array, axes: Sequence[str], dim: int, *, back: bool = False) -> jax.Array:

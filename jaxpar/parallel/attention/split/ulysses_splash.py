@@ -18,8 +18,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.pallas.ops.tpu.splash_attention import CausalMask
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as library
 
-from jaxpar.parallel.attention.kernels.tpu_splash import BLOCK, LANES
+from jaxpar.parallel.attention.kernels.tpu_splash import BLOCK, LANES, make_kernel
 from jaxpar.parallel.attention.split import ulysses
 from jaxpar.parallel.attention.tiled.padding import SAVED, pad, stated_flops, up, visited
 
@@ -50,14 +52,10 @@ def _attend(static: tuple[tuple[str, ...], int, bool], q: jax.Array, k: jax.Arra
 def _forward(static: tuple[tuple[str, ...], int, bool], q: Any, k: Any, v: Any) -> Any:
     axes, kv_heads, interpret = static
     repeat = ulysses.repeats(kv_heads, ulysses.num_devices(axes))
-    exchanged = (
-        ulysses.seq_to_heads(q, axes),
-        ulysses.seq_to_heads(k, axes, repeat),
-        ulysses.seq_to_heads(v, axes, repeat),
-    )
-    kernel, scope, to_kernel, from_kernel = _prepared(exchanged[0].shape, interpret)
+    exchanged = q, k, v = tuple(ulysses.seq_to_heads(x, axes, n) for x, n in ((q, 1), (k, repeat), (v, repeat)))
+    kernel, scope, to_kernel, from_kernel = _prepared(q.shape, interpret)
     with jax.named_scope(scope):
-        o, (lse,) = jax.vmap(kernel)(to_kernel(_scaled(exchanged[0])), to_kernel(exchanged[1]), to_kernel(exchanged[2]))
+        o, (lse,) = jax.vmap(kernel)(to_kernel(_scaled(q)), to_kernel(k), to_kernel(v))
     o, lse = checkpoint_name(ulysses.heads_to_seq(from_kernel(o), axes), SAVED), checkpoint_name(lse, SAVED)
     return o, (exchanged, o, lse)
 
@@ -73,15 +71,9 @@ def _backward(static: tuple[tuple[str, ...], int, bool], kept: Any, gradient: ja
     gradient, delta = ulysses.seq_to_heads(gradient, axes), ulysses.seq_to_heads(delta, axes)
     kernel, scope, to_kernel, from_kernel = _prepared(q.shape, interpret)
     with jax.named_scope(scope):
+        q_scaled, k_padded, v_padded, gradient = (to_kernel(x) for x in (_scaled(q), k, v, gradient))
         grads = jax.vmap(functools.partial(_gradients, kernel))
-        found = grads(
-            to_kernel(_scaled(q)),
-            to_kernel(k),
-            to_kernel(v),
-            lse,
-            to_kernel(gradient),
-            to_kernel(delta[..., None])[..., 0],
-        )
+        found = grads(q_scaled, k_padded, v_padded, lse, gradient, to_kernel(delta[..., None])[..., 0])
     dq, dk, dv = (from_kernel(x) for x in found)
     repeat = ulysses.repeats(kv_heads, ulysses.num_devices(axes))
     dk, dv = (ulysses.heads_to_seq(x.astype(y.dtype), axes, repeat).astype(y.dtype) for x, y in ((dk, k), (dv, v)))
@@ -97,22 +89,10 @@ def _scaled(q: jax.Array) -> jax.Array:
 
 def _prepared(shape: tuple[int, ...], interpret: bool) -> tuple[Any, str, Any, Any]:
     """Returns the kernel, a name scope that states its FLOPs, and the conversions of arrays to its layout and back."""
-    # Imported lazily: the import takes a second, and only TPU programs need it.
-    from jax.experimental.pallas.ops.tpu import splash_attention as library
-
     batch, seq, count, head_dim = shape
     padded = up(seq, min(BLOCK, up(seq, LANES)))
     block, wide = min(BLOCK, padded), up(head_dim, LANES)
-    names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
-    sizes: dict[str, Any] = {f"block_{name}": block for name in names}
-    kernel = library.make_splash_mha(
-        library.MultiHeadMask([library.CausalMask((padded, padded))] * count),
-        block_sizes=library.BlockSizes(**sizes),
-        head_shards=1,
-        q_seq_shards=1,
-        save_residuals=True,
-        interpret=interpret,
-    )
+    kernel = make_kernel(CausalMask((padded, padded)), count, block, save_residuals=True, interpret=interpret)
     to_kernel = lambda x: jnp.swapaxes(pad(x, padded, wide if x.shape[3] == head_dim else x.shape[3]), 1, 2)
     from_kernel = lambda x: jnp.swapaxes(x[:, :, :seq, :head_dim], 1, 2)
     return kernel, stated_flops(batch, count, wide, visited(padded, block)), to_kernel, from_kernel
@@ -120,13 +100,10 @@ def _prepared(shape: tuple[int, ...], interpret: bool) -> tuple[Any, str, Any, A
 
 def _gradients(kernel: Any, q: Any, k: Any, v: Any, lse: Any, gradient: Any, delta: Any) -> tuple[Any, Any, Any]:
     """Returns the gradients of one sequence's queries, keys and values [heads, seq, head_dim]."""
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as library
-
     options, sizes = kernel.kwargs, kernel.kwargs["block_sizes"]
     arrays = q, k, v, None, None, lse, gradient, delta
-    shared = {
-        name: options[name] for name in ("is_mqa", "mask_value", "attn_logits_soft_cap", "mask_function", "interpret")
-    }
+    names = ("is_mqa", "mask_value", "attn_logits_soft_cap", "mask_function", "interpret")
+    shared = {name: options[name] for name in names}
     shared |= {name: getattr(sizes, name) for name in ("q_layout", "k_layout", "v_layout")}
     _, dk, dv = library._splash_attention_bwd_dkv(
         *arrays,

@@ -22,16 +22,10 @@ from jaxpar.parallel.attention.tiled.padding import KEPT, SAVED
 from jaxpar.parallel.attention.tiled.tile import Segments, TileArrays
 
 FORWARD = {
-    "here": ring.here_forward,
-    "gather": ring.gather_forward,
+    "here": ring.one_step_forward,
+    "gather": ring.one_step_forward,
     "ring": ring.ring_forward,
     "rows": ring.rows_forward,
-}
-BACKWARD = {
-    "here": ring.here_backward,
-    "gather": ring.gather_backward,
-    "ring": ring.ring_backward,
-    "rows": ring.ring_backward,
 }
 
 
@@ -65,10 +59,8 @@ def _forward(plan: AttentionPlan, q: Any, k: Any, v: Any, segments: Segments, ex
     if plan.keep:
         keys = gathered_kv = [checkpoint_name(ring.gathered(split, x), KEPT) for x in keys]
     o, lse = finished(FORWARD[plan.keys](split, q_blocks, *keys))
-    o, lse = (
-        _unpacked(o if plan.full_queries else o.astype(q.dtype), exchanged[0].shape[1]),
-        _unpacked(lse, exchanged[0].shape[1]),
-    )
+    o = o if plan.full_queries else o.astype(q.dtype)
+    o, lse = (_unpacked(x, split.q_length) for x in (o, lse))
     o, lse = (checkpoint_name(_exchange_back(plan, x), SAVED) for x in (o, lse))
     return (o, lse), (exchanged, gathered_kv, segments, extras, o, lse, k.shape[2])
 
@@ -84,7 +76,8 @@ def _backward(plan: AttentionPlan, kept: Any, gradients: tuple[jax.Array, jax.Ar
     )
     q_blocks, *keys = _packed(split, q, k, v)
     k_blocks, v_blocks = gathered_kv or keys
-    found = BACKWARD[plan.keys](split, q_blocks, k_blocks, v_blocks, rows)
+    one_step = plan.keys in ("here", "gather")
+    found = (ring.one_step_backward if one_step else ring.ring_backward)(split, q_blocks, k_blocks, v_blocks, rows)
     dq = _unpacked(found.q, q.shape[1]).astype(q.dtype)
     dk, dv = (_unpacked(x[:, :, :, :, None], k.shape[1]) for x in (found.k, found.v))
     repeat = ulysses.repeats(kv_heads, ulysses.num_devices(plan.heads))
@@ -92,7 +85,7 @@ def _backward(plan: AttentionPlan, kept: Any, gradients: tuple[jax.Array, jax.Ar
     narrow = plan.kv_grad_dtype or (found.k.dtype if repeat > 1 else k.dtype)
     dk, dv = (_exchange_back(plan, x.astype(narrow) if plan.heads else x, repeat) for x in (dk, dv))
     extra_grads = TileArrays(
-        bias=None if found.bias is None else split.bias_gradient(found.bias).astype(extras.bias.dtype),
+        bias=None if found.bias is None else split.bias_in_order(found.bias, back=True).astype(extras.bias.dtype),
         slopes=None if found.slopes is None else found.slopes.astype(extras.slopes.dtype),
     )
     return _exchange_back(plan, dq), dk.astype(k.dtype), dv.astype(v.dtype), None, extra_grads

@@ -175,41 +175,28 @@ def visits(some: Any, every: Any, *, by_row: bool, placeholders: bool = False) -
 
 
 class _IndexMaps:
-    """Index maps of a kernel's arrays: which block a step of the grid reads."""
+    """Index maps of a kernel's arrays: which block a step of the grid reads.
+
+    Args:
+      tile: returns (sequence, key head, query head of it, row, column) from the grid's sequence and heads and the number
+        of a tile.
+    """
 
     def __init__(self, tile: Callable[..., tuple[Any, ...]]) -> None:
-        self.tile = tile
+        def index(block: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+            def of(*step: Any) -> tuple[Any, ...]:
+                *outer, tiles, _ = step
+                b, h, t, g = (*outer, 0)[:4]
+                return block(*tile(b, h, g, tiles[t] >> BITS))
 
-    def _of(self, *step: Any) -> tuple[Any, ...]:
-        *outer, tiles, _ = step
-        b, h, t, g = (*outer, 0)[:4]
-        return self.tile(b, h, g, tiles[t] >> BITS)
+            return of
 
-    def of_rows(self, *step: Any) -> tuple[Any, ...]:
-        """Index of arrays over queries and heads [n, 1, B, K, G, …]."""
-        b, h, g, i, _ = self._of(*step)
-        return i, 0, b, h, g, 0, 0
-
-    def of_columns(self, *step: Any) -> tuple[Any, ...]:
-        """Index of arrays over keys and heads [m, 1, B, K, …]."""
-        b, h, _, _, j = self._of(*step)
-        return j, 0, b, h, 0, 0
-
-    def row(self, *step: Any) -> tuple[Any, ...]:
-        """Index of the queries' positions [n, 1, Q]."""
-        return self._of(*step)[3], 0, 0
-
-    def column(self, *step: Any) -> tuple[Any, ...]:
-        return self._of(*step)[4], 0, 0
-
-    def row_of_batch(self, *step: Any) -> tuple[Any, ...]:
-        """Index of the queries' segments [n, B, 1, Q]."""
-        found = self._of(*step)
-        return found[3], found[0], 0, 0
-
-    def column_of_batch(self, *step: Any) -> tuple[Any, ...]:
-        found = self._of(*step)
-        return found[4], found[0], 0, 0
+        self.of_rows = index(lambda b, h, g, i, j: (i, 0, b, h, g, 0, 0))  # over queries and heads [n, 1, B, K, G, …]
+        self.of_columns = index(lambda b, h, g, i, j: (j, 0, b, h, 0, 0))  # over keys and heads [m, 1, B, K, …]
+        self.row = index(lambda b, h, g, i, j: (i, 0, 0))  # positions of queries [n, 1, Q]
+        self.column = index(lambda b, h, g, i, j: (j, 0, 0))
+        self.row_of_batch = index(lambda b, h, g, i, j: (i, b, 0, 0))  # segments of queries [n, B, 1, Q]
+        self.column_of_batch = index(lambda b, h, g, i, j: (j, b, 0, 0))
 
 
 def _position_inputs(index_maps: _IndexMaps, at: tuple[Tokens, Tokens]) -> list[Any]:
