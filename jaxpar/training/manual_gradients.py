@@ -149,7 +149,7 @@ def _cross(
 
 
 def spec_of(tree: Any) -> Any:
-    return jax.tree.map(lambda parts: PartitionSpec(*(dim or None for dim in parts.dims)), tree)
+    return jax.tree.map(lambda parts: parts.spec, tree)
 
 
 def _index(layout: Layout, axes: Axes) -> Any:

@@ -18,7 +18,7 @@ from jaxpar.parallel.attention.cost_model import AttentionRequest, QKVSharding
 from jaxpar.parallel.attention.dropout import add_global_indices, manual_axes_of
 from jaxpar.parallel.attention.kernels.dense import dense
 from jaxpar.parallel.attention.kernels.gpu_flash import mha
-from jaxpar.parallel.attention.kernels.select import Kernel, KernelChoice, alike, find
+from jaxpar.parallel.attention.kernels.select import Kernel, KernelChoice, find
 from jaxpar.parallel.attention.mask import Mask
 from jaxpar.parallel.attention.options import Impl, Options, check_impl, check_order, read, read_keep
 from jaxpar.parallel.attention.padded_tokens import Arrays, result_without_padding, without_padding
@@ -142,7 +142,7 @@ def attention(
         dims = (*kv_dims[:2], q_dims[2], kv_dims[3])
         k, v = (hint(jnp.repeat(x, q.shape[2] // x.shape[2], axis=2), *dims) for x in (k, v))
         sharding = QKVSharding(sharding.q, (*sharding.kv[:2], sharding.q[2], sharding.kv[3]))
-    ring, heads = roles(picked.impl, sharding.kv[1], swapped) if sharding.kv[1] else ((), ())
+    ring, heads = roles(picked.impl, sharding.kv[1], swapped)
     check_order(picked.impl, options, ring, heads)
     key_source = KEYS[picked.impl] if ring else "here"
     plan = AttentionPlan(
@@ -209,7 +209,7 @@ def _sharded(
         engine: Backend = "tpu" if picked.kernel == "tiles" else "jax"
         here = ordered(replace(plan, engine=engine), options, (q.shape[1], k.shape[1]))
         index = jax.lax.axis_index(sharding.q[2]) if sharding.q[2] else 0
-        return compute(here, q, k, v, array_options, first_head + index * q.shape[2])[0]
+        return compute(here, q, k, v, array_options, first_head + index * q.shape[2])
 
     free = set(layout.mesh.axis_names) - set(jax.sharding.get_abstract_mesh().manual_axes)
     if not free:  # an enclosing shard_map has made every axis manual: the arrays are shards already
@@ -230,7 +230,7 @@ def _by_kernel(plan: AttentionPlan, arrays: Arrays, segments: Segments, kernel: 
         from jaxpar.parallel.attention.split.ulysses_splash import splash_exchanged
 
         return splash_exchanged(*arrays, plan.heads)
-    repeat = exchange.repeats(arrays[1].shape[2], exchange.num_devices(plan.heads))
+    repeat = exchange.repeats(arrays[1].shape[2], jax.lax.axis_size(plan.heads))
     q, k, v = (exchange.seq_to_heads(x, plan.heads, n) for x, n in zip(arrays, (1, repeat, repeat), strict=True))
     segments_of_all = None if segments is None else tuple(exchange.all_tokens(x, plan.heads) for x in segments)
     if kernel == "mha":
@@ -273,12 +273,11 @@ def _dense(
     array_options: AttentionArrays,
 ) -> jax.Array:
     q, k, v = arrays
-    has_options = (
-        any(x is not None for x in array_options) or offset or options.get("order") not in (None, "contiguous")
-    )
+    no_options = not offset and all(x is None for x in array_options)
+    one_size = q.shape[1] == k.shape[1] and q.shape[3] == v.shape[3]
     # JAX's own attention accumulates fp64 in fp32, and for fp16 it requests a dot that CPUs and TPUs lack.
-    supported = alike(q, k, v) and q.dtype.itemsize <= 4 and q.dtype != jnp.float16
-    if supported and not has_options and _is_plain(rules, q):
+    supported = one_size and q.dtype.itemsize <= 4 and q.dtype != jnp.float16
+    if supported and no_options and _is_plain(rules, q) and options.get("order") in (None, "contiguous"):
         return jax.nn.dot_product_attention(q, k, v, is_causal=True)
     order: Any = "contiguous" if options.get("order") is None else options["order"]
     at = [
@@ -312,16 +311,13 @@ def _kernel(
     impl: str,
 ) -> KernelChoice:
     """Returns the kernel for ``impl`` on the shards of one device."""
-    ring, _ = roles(impl, seq, heads_axis) if seq else ((), ())
-    num_shards, platform = _num_shards(ring), platform_of(current_layout().mesh)
+    ring, _ = roles(impl, seq, heads_axis)
+    num_shards = _num_shards(ring)
     if ring and KEYS[impl] == "rows":
         return KernelChoice("", "ring_self_attention computes full rows of scores, not tiles")
-    own, of_keys = num_shards, 1 if KEYS[impl] == "gather" else num_shards
-    shapes = [
-        jax.ShapeDtypeStruct((x.shape[0], x.shape[1] // n, *x.shape[2:]), x.dtype)
-        for x, n in zip(arrays, (own, of_keys, of_keys), strict=True)
-    ]
-    return find(platform, shapes, *find_arguments, split=num_shards > 1)
+    keys = arrays[1].shape[1] // (1 if KEYS[impl] == "gather" else num_shards)
+    lengths = arrays[0].shape[1] // num_shards, keys
+    return find(platform_of(current_layout().mesh), arrays, *find_arguments, lengths=lengths, split=num_shards > 1)
 
 
 def _padded(arrays: Arrays, array_options: AttentionArrays, dims: tuple[Dims, Dims]) -> tuple[Arrays, AttentionArrays]:
@@ -338,10 +334,8 @@ def _padded(arrays: Arrays, array_options: AttentionArrays, dims: tuple[Dims, Di
         check_given(order, arrays[1].shape[1], "the keys' sequence")
         order = jnp.concatenate([order, len(order) + jnp.arange(missing[1], dtype=order.dtype)])
     given = array_options.segments or tuple(jnp.zeros((x.shape[0], x.shape[1]), jnp.int32) for x in arrays[:2])
-    rows, columns = (
-        jnp.pad(x, ((0, 0), (0, more)), constant_values=-1) for x, more in zip(given, missing, strict=True)
-    )
-    fill = lambda x, more: jnp.pad(x, ((0, 0), (0, more), (0, 0), (0, 0)))
+    fill = lambda x, more, value=0: jnp.pad(x, [(0, more * (dim == 1)) for dim in range(x.ndim)], constant_values=value)
+    rows, columns = (fill(x, more, -1) for x, more in zip(given, missing, strict=True))
     q, k, v = (fill(x, more) for x, more in zip(arrays, (missing[0], missing[1], missing[1]), strict=True))
     bias = array_options.bias
     if bias is not None:

@@ -23,7 +23,7 @@ from jaxpar.parallel.attention.kernels.select import find
 from jaxpar.parallel.attention.options import Options, check_impl, check_order, read, read_keep, read_kv_grad_dtype
 from jaxpar.parallel.attention.padded_tokens import result_without_padding, without_padding
 from jaxpar.parallel.attention.split import ulysses as exchange
-from jaxpar.parallel.attention.split.partition import AttentionPlan, Backend, KeySource, side, turns_of
+from jaxpar.parallel.attention.split.partition import AttentionPlan, KeySource, side, turns_of
 from jaxpar.parallel.attention.split.token_order import check, check_given
 from jaxpar.parallel.attention.split.vjp import attend
 from jaxpar.parallel.attention.tiled.tile import AttentionArrays, varies_over
@@ -103,31 +103,29 @@ def attention_local(
     ring, heads = roles(impl, axes, swapped)
     check_order(impl, options, ring, heads)
     keep = read_keep(impl, options)
-    exchange_size, ring_size = exchange.num_devices(heads), exchange.num_devices(ring)
+    exchange_size, ring_size = jax.lax.axis_size(heads), jax.lax.axis_size(ring)
     tokens = q_BSHD.shape[1] * exchange_size, k_BTKD.shape[1] * exchange_size * ring_size
     full_queries = impl == "split_kv"
     rules, array_options, offset = read(
         q_BSHD, k_BTKD, v_BTKD, options, tokens, tokens[0] * (1 if full_queries else ring_size)
     )
-    q_BSHD, k_BTKD, v_BTKD = without_padding((q_BSHD, k_BTKD, v_BTKD), array_options.segments)
+    q, k, v = without_padding((q_BSHD, k_BTKD, v_BTKD), array_options.segments)
     plan = AttentionPlan(rules, KEYS[impl], ring, heads, offset=offset, keep=keep, full_queries=full_queries)
     if plan.keys != "rows" and not plan.full_queries:
-        lengths = (
-            q_BSHD.shape[1] * exchange_size,
-            *(x.shape[1] * exchange_size * (ring_size if plan.keys == "gather" else 1) for x in (k_BTKD, v_BTKD)),
-        )
-        plan = replace(plan, engine=_engine(plan, (q_BSHD, k_BTKD, v_BTKD), lengths, array_options, ring_size > 1))
-    plan = ordered(plan, options, (q_BSHD.shape[1], k_BTKD.shape[1]))
-    check_heads(q_BSHD.shape[2], exchange_size, heads)
-    slice_heads = lambda x, dim: x if x is None or not heads or x.shape[dim] == 1 else _own_heads(x, heads, dim)
+        platform = platform_of(jax.sharding.get_abstract_mesh())
+        lengths = tokens[0], tokens[1] if plan.keys == "gather" else tokens[1] // ring_size
+        kernel = find(platform, (q, k, v), rules, array_options, offset, lengths=lengths, split=ring_size > 1).kernel
+        # The tile kernel covers what splash does, and it also runs in a shard_map that the caller wrote.
+        plan = replace(plan, engine="tpu" if kernel in ("splash", "tiles") else "jax")
+    plan = ordered(plan, options, (q.shape[1], k.shape[1]))
+    check_heads(q.shape[2], exchange_size, heads)
     array_options = array_options._replace(
-        slopes=slice_heads(array_options.slopes, 0), bias=slice_heads(array_options.bias, 1)
+        slopes=_own_heads(array_options.slopes, heads, 0), bias=_own_heads(array_options.bias, heads, 1)
     )
     first_head: Any = 0
     if rules.dropout:
-        array_options, first_head = _add_sequence_indices(q_BSHD, array_options, axes, batch_axis, q_heads_axis)
-    o, _ = compute(plan, q_BSHD, k_BTKD, v_BTKD, array_options, first_head)
-    return result_without_padding(o, array_options.segments)
+        array_options, first_head = _add_sequence_indices(q, array_options, axes, batch_axis, q_heads_axis)
+    return result_without_padding(compute(plan, q, k, v, array_options, first_head), array_options.segments)
 
 
 def _add_sequence_indices(
@@ -151,19 +149,6 @@ def _add_sequence_indices(
     # Devices along an axis over which the queries are replicated must drop the same weights.
     same = [axis for axis in manual_axes() if not axes_sharding((axis,), q)]
     return add_global_indices(q, array_options, rows, heads, (*seq, *same), remedy=remedy if None in given else None)
-
-
-def _engine(
-    plan: AttentionPlan, arrays: tuple[Any, ...], lengths: tuple[int, ...], array_options: AttentionArrays, split: bool
-) -> Backend:
-    """Returns the backend that computes tiles of queries and keys of these lengths."""
-    shapes = [
-        jax.ShapeDtypeStruct((x.shape[0], n, *x.shape[2:]), x.dtype) for x, n in zip(arrays, lengths, strict=True)
-    ]
-    platform = platform_of(jax.sharding.get_abstract_mesh())
-    found = find(platform, shapes, plan.rules, array_options, plan.offset, split=split)
-    # The tile kernel covers what splash does, and it also runs in a shard_map that the caller wrote.
-    return "tpu" if found.kernel in ("splash", "tiles") else "jax"
 
 
 def roles(impl: str, axes: tuple[str, ...], heads_axis: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -210,12 +195,9 @@ def ordered(plan: AttentionPlan, options: Options, lengths: tuple[int, int]) -> 
     """
     # CPU caches hold smaller tiles.
     default_block = plan.block // 2 if platform_of(jax.sharding.get_abstract_mesh()) == "cpu" else plan.block
-    plan = replace(
-        plan,
-        kv_grad_dtype=read_kv_grad_dtype(options.get("kv_grad_dtype")),
-        block=options.get("block") or default_block,
-    )
-    requested, swapped = options.get("order"), exchange.num_devices(plan.heads)
+    kv_grad_dtype = read_kv_grad_dtype(options.get("kv_grad_dtype"))
+    plan = replace(plan, kv_grad_dtype=kv_grad_dtype, block=options.get("block") or default_block)
+    requested, swapped = options.get("order"), jax.lax.axis_size(plan.heads)
     lengths = lengths[0] * swapped, lengths[1] * swapped
     causal = plan.rules.mask.sides == (None, 0) and plan.rules.mask.chunk is None
     tokens = ("the keys' sequence", lengths[1] * plan.ring_size), ("the queries' sequence", lengths[0] * plan.ring_size)
@@ -227,16 +209,10 @@ def ordered(plan: AttentionPlan, options: Options, lengths: tuple[int, int]) -> 
         known = isinstance(requested, np.ndarray) and all(options.get(x) is None for x in ("prefix", "q_offset"))
         if not known or plan.ring_size == 1 or plan.full_queries:
             return plan
-        return replace(
-            plan, turns=turns_of(plan.rules.mask, requested, plan.ring_size, side(lengths[1], plan.block), plan.offset)
-        )
-    relay = (
-        requested is None
-        and not plan.full_queries
-        and plan.ring_size > 1
-        and causal
-        and all(length % 2 == 0 for length in lengths)
-    )
+        block = side(lengths[1], plan.block)
+        return replace(plan, turns=turns_of(plan.rules.mask, requested, plan.ring_size, block, plan.offset))
+    even = all(length % 2 == 0 for length in lengths)
+    relay = requested is None and causal and even and plan.ring_size > 1 and not plan.full_queries
     order: Any = "zigzag" if relay else requested or "contiguous"
     for what, length in checked:
         check(order, length, plan.ring_size, what)
@@ -256,8 +232,8 @@ def check_heads(heads: int, num_shards: int, axes: Sequence[str]) -> None:
 
 def compute(
     plan: AttentionPlan, q: jax.Array, k: jax.Array, v: jax.Array, array_options: AttentionArrays, first_head: Any = 0
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the attention result of one device's shards and its log-sum-exp.
+) -> jax.Array:
+    """Returns the attention result of one device's shards.
 
     Args:
       plan: the plan.
@@ -266,20 +242,17 @@ def compute(
       first_head: global index of this device's first query head before the head exchange.
 
     Returns:
-      The result ``[batch, tokens, heads, head_dim]`` and the log-sum-exp of the scores ``[batch, tokens, heads]``.
+      The result ``[batch, tokens, heads, head_dim]``.
     """
-    num_shards = exchange.num_devices(plan.heads)
+    num_shards = jax.lax.axis_size(plan.heads)
     kv_heads = k.shape[2] * exchange.repeats(k.shape[2], num_shards) // num_shards
     extras = array_options.of_tiles(q.shape[2] // num_shards, kv_heads, first_head)
     q, k, v, segments, extras = _vary_alike(plan, (q, k, v, array_options.segments, extras))
-    dtype = q.dtype
     o, lse = attend(plan, q, k, v, segments, extras)
     if plan.full_queries:
         o, lse = merged(o, lse, plan.ring)
-        o = o.astype(dtype)
-    if array_options.sinks is not None:
-        o, lse = with_sinks(o, lse, array_options.sinks), jnp.logaddexp(lse, array_options.sinks.astype(lse.dtype))
-    return o, lse
+        o = o.astype(q.dtype)
+    return o if array_options.sinks is None else with_sinks(o, lse, array_options.sinks)
 
 
 def with_sinks(o_BSHD: jax.Array, lse_BSH: jax.Array, sinks_H: jax.Array) -> jax.Array:
@@ -289,15 +262,15 @@ def with_sinks(o_BSHD: jax.Array, lse_BSH: jax.Array, sinks_H: jax.Array) -> jax
     return (o_BSHD * jax.nn.sigmoid(lse - sinks_H.astype(lse.dtype))[..., None]).astype(o_BSHD.dtype)
 
 
-def merged(o: jax.Array, lse: jax.Array, axes: Sequence[str]) -> tuple[jax.Array, jax.Array]:
+def merged(o: jax.Array, lse: jax.Array, axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
     """Merges the partial results and log-sum-exps of replicated queries over ``axes``; differentiable by JAX."""
-    greatest = jax.lax.pmax(jax.lax.stop_gradient(lse), tuple(axes))
+    greatest = jax.lax.pmax(jax.lax.stop_gradient(lse), axes)
     greatest = jnp.where(jnp.isneginf(greatest), 0, greatest)  # the query sees no key on any device
     weight = jnp.exp(lse - greatest)
-    total = jax.lax.psum(weight, tuple(axes))
+    total = jax.lax.psum(weight, axes)
     seen = total > 0
     some = jnp.where(seen, total, 1)
-    o = jax.lax.psum(o * weight[..., None], tuple(axes)) / some[..., None]
+    o = jax.lax.psum(o * weight[..., None], axes) / some[..., None]
     return o, jnp.where(seen, greatest + jnp.log(some), -jnp.inf)
 
 
@@ -317,10 +290,12 @@ def _vary_alike(plan: AttentionPlan, tree: Any) -> Any:
     return jax.tree.map(vary, tree)
 
 
-def _own_heads(x: jax.Array, axes: Sequence[str], dim: int) -> jax.Array:
-    """Slices out the heads that this device computes after the head exchange."""
-    heads_per_device = x.shape[dim] // exchange.num_devices(axes)
-    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(tuple(axes)) * heads_per_device, heads_per_device, dim)
+def _own_heads(x: Any, axes: tuple[str, ...], dim: int) -> Any:
+    """Slices out the heads that this device computes after the head exchange, unless all heads share one entry."""
+    if x is None or not axes or x.shape[dim] == 1:
+        return x
+    heads_per_device = x.shape[dim] // jax.lax.axis_size(axes)
+    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axes) * heads_per_device, heads_per_device, dim)
 
 
 def _check_axes(axes: Sequence[str]) -> None:

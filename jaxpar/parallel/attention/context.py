@@ -12,10 +12,11 @@ from jaxpar.errors import ConfigError, LayoutError, did_you_mean
 from jaxpar.parallel.attention.attention import attention, qkv_sharding
 from jaxpar.parallel.attention.attention_local import attention_local, roles
 from jaxpar.parallel.attention.cost_model import AttentionRequest, QKVSharding
+from jaxpar.parallel.attention.dropout import manual_axes_of
 from jaxpar.parallel.attention.options import IMPLS, KV_GRAD_DTYPES, Impl
 from jaxpar.parallel.attention.select import select_here
 from jaxpar.parallel.attention.split.token_order import ORDERS, permutation
-from jaxpar.sharding.layout import current_layout
+from jaxpar.sharding.layout import axes_of, current_layout
 from jaxpar.sharding.rules import Axes
 from jaxpar.utils.checks import is_count
 
@@ -152,7 +153,7 @@ class Context:
             "segment_ids": segment_ids,
             "keep_gathered_kv": self.keep_gathered_kv,
         }
-        axes = _split_here()
+        axes = manual_axes_of("seq")
         if axes:
             impl, ring_size = self._settled(q, k, split_ways())
             # The tokens were ordered before the shard_map, or stay as they are: no layer may reorder them again.
@@ -195,7 +196,7 @@ class Context:
     def _settled(self, q: Any, k: Any, num_shards: int) -> tuple[Any, int]:
         """Returns the implementation inside a ``shard_map`` that shards the sequence, and the size of its ring."""
         q, k = (jax.ShapeDtypeStruct((1, x.shape[1] * num_shards, *x.shape[2:]), x.dtype) for x in (q, k))
-        axes: tuple[Axes, ...] = ((), _rule_axes(), (), ())
+        axes: tuple[Axes, ...] = ((), axes_of(current_layout(), "seq"), (), ())
         return self._select(q, k, QKVSharding(axes, axes), self.load_balance)
 
     def _select(self, q: Any, k: Any, sharding: QKVSharding, order: str | None) -> tuple[Any, int]:
@@ -206,22 +207,9 @@ class Context:
         return impl, math.prod(current_layout().sizes[axis] for axis in ring)
 
 
-def _rule_axes() -> Axes:
-    """Returns the mesh axes of size > 1 over which the rules shard ``seq``."""
-    layout = current_layout()
-    resolved = layout.resolve(("seq",))
-    return () if resolved.problems else tuple(axis for axis in resolved.axes[0] if layout.sizes[axis] > 1)
-
-
-def _split_here() -> Axes:
-    """Returns those axes of :func:`_rule_axes` that an enclosing ``shard_map`` has made manual."""
-    manual = jax.sharding.get_abstract_mesh().manual_axes
-    return tuple(axis for axis in _rule_axes() if axis in manual)
-
-
 def split_ways() -> int:
     """Returns the number of devices over which an enclosing ``shard_map`` has sharded the sequence."""
-    return math.prod(current_layout().sizes[axis] for axis in _split_here())
+    return math.prod(current_layout().sizes[axis] for axis in manual_axes_of("seq"))
 
 
 AUTO = Context()

@@ -160,10 +160,7 @@ def cost(
     pairs = zigzag_pairs(ring_size) if relay else ()
     leaving = [sum(a != b for a, b in some) / ring_size for some in pairs]
     sent += sum(moved / 2 * share for share in leaving)
-    if impl == "gather":
-        sent += (ring_size - 1) * (2 * parts.keys + parts.gradients)
-    else:
-        sent += (len(hops) - 1) * (2 * parts.keys + parts.gradients)
+    sent += (ring_size - 1 if impl == "gather" else len(hops) - 1) * (2 * parts.keys + parts.gradients)
     if links is None:
         return Cost(sent)
     flops = 2 * parts.per_score / _rate(links, q.dtype.itemsize)

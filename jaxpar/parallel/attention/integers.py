@@ -74,11 +74,7 @@ def exact_offset(offset: Any, queries: int) -> Any:
             )
     if isinstance(offset, int):
         return offset
-    return (
-        clipped(offset, LEAST + 1, GREATEST - queries + 1)
-        if _may_exceed(offset.dtype)
-        else jnp.asarray(offset, jnp.int32)
-    )
+    return clipped(offset, LEAST + 1, GREATEST - queries + 1)
 
 
 def exact_positions(name: str, positions: Any) -> jax.Array:

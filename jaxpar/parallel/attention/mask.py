@@ -79,11 +79,6 @@ class Mask:
             before, after = self.window - 1, None if self.causal else self.window - 1
         return before, 0 if self.causal else after
 
-    @property
-    def everything(self) -> bool:
-        """Whether every query sees every key."""
-        return self.sides == (None, None) and self.chunk is None and self.where is None
-
     def visible(self, q: Any, k: Any, prefix: Any = None) -> Any:
         """Returns whether the query at position ``q`` sees the key at position ``k``.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypedDict, get_args
 
@@ -80,16 +80,6 @@ class Options(TypedDict, total=False):
     block: int | None
 
 
-def known(options: Mapping[str, Any]) -> None:
-    """Raises ConfigError for an unknown option."""
-    names = tuple(Options.__annotations__)
-    for name in options:
-        if name not in names:
-            raise ConfigError(
-                f"attention: unknown option {name!r}.{did_you_mean(name, names)} The options are: {', '.join(names)}."
-            )
-
-
 def read(
     q: Any, k: Any, v: Any, options: Options, tokens: tuple[int, int] | None = None, queries: int | None = None
 ) -> tuple[TileSpec, AttentionArrays, int]:
@@ -104,7 +94,12 @@ def read(
     Raises:
       ConfigError, LayoutError: an option is invalid; see :func:`jaxpar.attention`.
     """
-    known(options)
+    names = tuple(Options.__annotations__)
+    for name in options:
+        if name not in names:
+            raise ConfigError(
+                f"attention: unknown option {name!r}.{did_you_mean(name, names)} The options are: {', '.join(names)}."
+            )
     _check_shapes(q, k, v)
     heads = q.shape[2]
     mask = mask_of(options.get("causal"), options.get("mask"))
@@ -121,7 +116,7 @@ def read(
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else float(scale)
     if softcap is not None and not softcap > 0:
         raise ConfigError(f"attention: softcap must be a number > 0, got {softcap!r}.")
-    dropout, key = options.get("dropout", 0.0), options.get("key")
+    dropout, key, order = options.get("dropout", 0.0), options.get("key"), options.get("order")
     if not 0 <= dropout < 1:
         raise ConfigError(f"attention: dropout must be a fraction >= 0 and < 1, got {dropout!r}.")
     if dropout and key is None:
@@ -137,11 +132,10 @@ def read(
         _per_head("sinks", heads, options.get("sinks")),
         _words(key, q.shape[0]) if dropout else None,
         None if isinstance(offset, int) else offset,
+        None if order is None or isinstance(order, str) else exact_positions("order", order),
     )
-    softcap, order = None if softcap is None else float(softcap), options.get("order")
-    if order is not None and not isinstance(order, str):
-        array_options = array_options._replace(order=exact_positions("order", order))
-    return TileSpec(mask, scale, softcap, float(dropout)), array_options, offset if isinstance(offset, int) else 0
+    rules = TileSpec(mask, scale, None if softcap is None else float(softcap), float(dropout))
+    return rules, array_options, offset if isinstance(offset, int) else 0
 
 
 def read_kv_grad_dtype(kv_grad_dtype: str | None) -> str | None:

@@ -21,6 +21,7 @@ from jaxpar.sharding.hardware.topology import platform_of
 from jaxpar.sharding.layout import Layout
 from jaxpar.sharding.names import LAYERS
 from jaxpar.sharding.rules import over
+from jaxpar.utils.checks import is_count
 
 _LANES, _TILE = 1024, 16
 """The TPU compiler keeps a reduce-scatter of full tiles; other numbers of rows become an all-reduce and a slice."""
@@ -73,8 +74,7 @@ class CollectiveFusion:
             value = getattr(self, field.name)
             if isinstance(value, list | tuple):
                 points = tuple(value)
-                are_integers = all(isinstance(point, int) and not isinstance(point, bool) for point in points)
-                if not are_integers or not points or list(points) != sorted({*points}) or points[0] < 1:
+                if not points or not all(map(is_count, points)) or list(points) != sorted({*points}):
                     raise ConfigError(
                         f"fusion: {field.name} must be a list of increasing layers from 1 on, each of which begins a "
                         f"group, got {list(points)}."
@@ -176,30 +176,28 @@ def _group(
     cross: Callable[[jax.Array, tuple[str, ...]], jax.Array],
     gathers: bool,
 ) -> list[jax.Array]:
+    sharded = [_sharded_dim(part) for part in parts]
     groups_by_kind: dict[Any, list[int]] = {}
-    for i, (x, part) in enumerate(zip(arrays, parts, strict=True)):
-        groups_by_kind.setdefault((x.dtype, _axes(part)), []).append(i)
+    for i, x in enumerate(arrays):
+        groups_by_kind.setdefault((x.dtype, sharded[i][1]), []).append(i)
     results: dict[int, jax.Array] = {}
     for (_, axes), members in groups_by_kind.items():
-        num_shards = math.prod(jax.lax.axis_size(axis) for axis in axes)
+        num_shards = jax.lax.axis_size(axes)
         into, out = (1, num_shards) if gathers else (num_shards, 1)
-        packed = [_pack(arrays[i], _dim(parts[i]), into) for i in members]
+        packed = [_pack(arrays[i], sharded[i][0], into) for i in members]
         rows = jnp.concatenate(packed, 1)
         crossed = cross(jnp.pad(rows, ((0, 0), (0, -rows.shape[1] % _TILE), (0, 0))), axes)
         start = 0
         for i, some in zip(members, packed, strict=True):
             own = jax.lax.slice_in_dim(crossed, start, start + some.shape[1], axis=1)
             start += some.shape[1]
-            results[i] = _unpack(own, arrays[i].shape, _dim(parts[i]), into, out)
+            results[i] = _unpack(own, arrays[i].shape, sharded[i][0], into, out)
     return [results[i] for i in range(len(arrays))]
 
 
-def _axes(part: Parts) -> tuple[str, ...]:
-    return next((axes for axes in part.dims if axes), ())
-
-
-def _dim(part: Parts) -> int:
-    return next((dim for dim, axes in enumerate(part.dims) if axes), 0)
+def _sharded_dim(part: Parts) -> tuple[int, tuple[str, ...]]:
+    """Returns the dim that is sharded, and its axes; the first dim and no axes if none is."""
+    return next(((dim, axes) for dim, axes in enumerate(part.dims) if axes), (0, ()))
 
 
 def _pack(x: jax.Array, dim: int, num_shards: int) -> jax.Array:

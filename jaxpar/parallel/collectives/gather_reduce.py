@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.sharding import PartitionSpec
 
 from jaxpar.errors import LayoutError
 from jaxpar.parallel.collectives import hierarchical, quantized
 from jaxpar.parallel.precision.policy import INT8, Precision
 from jaxpar.sharding.hardware.topology import platform_of
-from jaxpar.sharding.layout import Layout, current_layout
+from jaxpar.sharding.layout import Layout, axes_of, current_layout
 from jaxpar.sharding.resolve import Resolved
 from jaxpar.sharding.rules import Axes
 from jaxpar.utils.arrays import at_least_fp32
@@ -61,11 +62,21 @@ def batch_axes(layout: Layout) -> Axes:
     return resolved.axes[0]
 
 
+def seq_axes(layout: Layout) -> Axes:
+    """Returns the mesh axes, of a size above 1, that shard ``seq`` but not ``heads``; none if no rule names ``seq``."""
+    heads = axes_of(layout, "heads")
+    return tuple(axis for axis in axes_of(layout, "seq") if axis not in heads)
+
+
 @dataclass(frozen=True)
 class Parts:
     """The manual axes that shard each dim of a tensor. It is a class, so that jax treats it as a leaf."""
 
     dims: tuple[Axes, ...]
+
+    @property
+    def spec(self) -> PartitionSpec:
+        return PartitionSpec(*self.dims)
 
 
 def parts_of(resolved: Resolved, axes: Axes) -> Parts:

@@ -53,7 +53,7 @@ def all_to_all_local(x: jax.Array, axes: str | Sequence[str], *, split_dim: int,
     (True, P(None, 'data'))
     """
     names = (axes,) if isinstance(axes, str) else tuple(axes)
-    devices = math.prod(jax.lax.axis_size(name) for name in names)
+    devices = jax.lax.axis_size(names)
     if x.shape[split_dim] % devices:
         raise LayoutError(
             f"all_to_all_local(): dim {split_dim} of an array of shape {x.shape} cannot be split into {devices} equal "
@@ -98,26 +98,21 @@ def gather_local(x: jax.Array, axes: str | Sequence[str], *, dim: int, parts: Se
     return x
 
 
-def gather_across(x: jax.Array, axes: Sequence[str], *, dim: int, group: int) -> jax.Array:
+def gather_across(x: jax.Array, axes: tuple[str, ...], *, dim: int, group: int) -> jax.Array:
     """The first of two rounds of a gather, among devices with the same rank in their groups of ``group`` neighbours.
 
     Each device then holds one shard of every group; :func:`gather_within` completes the gather.
     """
-    devices = math.prod(jax.lax.axis_size(name) for name in axes)
-    if devices == group:
-        return x
-    groups = _groups((devices // group, group), 0)
-    return jax.lax.all_gather(x, tuple(axes), axis=dim, tiled=True, axis_index_groups=groups)
+    groups = _groups((jax.lax.axis_size(axes) // group, group), 0)
+    return jax.lax.all_gather(x, axes, axis=dim, tiled=True, axis_index_groups=groups)
 
 
-def gather_within(x: jax.Array, axes: Sequence[str], *, dim: int, group: int) -> jax.Array:
+def gather_within(x: jax.Array, axes: tuple[str, ...], *, dim: int, group: int) -> jax.Array:
     """The second round of a gather, within the groups; see :func:`gather_across`."""
-    outer = math.prod(jax.lax.axis_size(name) for name in axes) // group
-    if outer == 1:
-        return gather_local(x, axes, dim=dim)
     if group == 1:
         return x
-    y = jax.lax.all_gather(x, tuple(axes), axis=dim, tiled=True, axis_index_groups=_groups((outer, group), 1))
+    outer = jax.lax.axis_size(axes) // group
+    y = jax.lax.all_gather(x, axes, axis=dim, tiled=True, axis_index_groups=_groups((outer, group), 1))
     # The result is ordered by rank within the group, then by group. In device order, the groups come first.
     shape = (*x.shape[:dim], group, outer, x.shape[dim] // outer, *x.shape[dim + 1 :])
     return y.reshape(shape).swapaxes(dim, dim + 1).reshape(y.shape)

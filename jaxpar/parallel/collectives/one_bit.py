@@ -7,8 +7,8 @@ that it averages. A value that is not finite makes its scale not finite.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -80,9 +80,9 @@ def unpack(signs: Signs, block: int = BLOCK) -> jax.Array:
     bits, scales = signs
     ones = (bits[..., None, :].astype(jnp.int32) >> jnp.arange(_BITS, dtype=jnp.int32)[:, None]) & 1
     ones = ones.reshape(*bits.shape[:-1], -1)
-    spread = jnp.broadcast_to(scales[..., None], (*scales.shape, block)).reshape(*scales.shape[:-1], -1)
-    spread = spread[..., : ones.shape[-1]]
-    return jnp.where(ones == 1, spread, -spread)
+    sizes = jnp.broadcast_to(scales[..., None], (*scales.shape, block)).reshape(*scales.shape[:-1], -1)
+    sizes = sizes[..., : ones.shape[-1]]
+    return jnp.where(ones == 1, sizes, -sizes)
 
 
 def average(parts: Sequence[SignPart], axes: Axes, index: jax.Array, block: int = BLOCK) -> list[SignPart]:
@@ -100,7 +100,7 @@ def average(parts: Sequence[SignPart], axes: Axes, index: jax.Array, block: int 
     Returns:
       For each array a :class:`SignPart` with the averages as ``values`` and the new errors.
     """
-    num_devices = math.prod(jax.lax.axis_size(axis) for axis in axes)
+    num_devices = jax.lax.axis_size(axes)
     own_live, outgoing, errors = [], [], []
     for part in parts:
         live = _chunks(part.live, num_devices)
@@ -110,13 +110,16 @@ def average(parts: Sequence[SignPart], axes: Axes, index: jax.Array, block: int 
         own_live.append(jax.lax.dynamic_index_in_dim(live, index, 0, keepdims=False))
         outgoing.append(signs)
     back, server_errors = [], []
-    for part, live, signs in zip(parts, own_live, _exchange(outgoing, axes), strict=True):
+    # Row i goes to device i, and row j comes from device j.
+    exchange = functools.partial(hierarchical.all_to_all_local, axes=axes, split_dim=0, concat_dim=0)
+    for part, live, signs in zip(parts, own_live, _send(outgoing, exchange, axes), strict=True):
         x = jnp.where(live, jnp.mean(unpack(signs, block), 0) + part.server, 0)
         own = pack(x, live, block)
         server_errors.append(jnp.where(live, x - unpack(own, block), 0))
         back.append(Signs(own.bits[None], own.scales[None]))
+    gather = functools.partial(hierarchical.gather_local, axes=axes, dim=0)
     found = []
-    for part, signs, worker, server in zip(parts, _all_gather(back, axes), errors, server_errors, strict=True):
+    for part, signs, worker, server in zip(parts, _send(back, gather, axes), errors, server_errors, strict=True):
         found.append(SignPart(_flat(unpack(signs, block), part.values.size), part.live, worker, server))
     return found
 
@@ -137,29 +140,14 @@ def _blocks(x: jax.Array, block: int) -> jax.Array:
     return jnp.pad(x, padding).reshape(*x.shape[:-1], -1, block)
 
 
-def _exchange(signs: Sequence[Signs], axes: Axes) -> list[Signs]:
-    """Exchanges signs ``[num_devices, ...]``: row i goes to device i, and row j comes from device j."""
-    send = lambda x: hierarchical.all_to_all_local(x, axes, split_dim=0, concat_dim=0) if axes else x
-    joined = _join(signs)
-    return _split(Signs(send(joined.bits), send(joined.scales)), signs)
-
-
-def _all_gather(signs: Sequence[Signs], axes: Axes) -> list[Signs]:
-    gather = lambda x: hierarchical.gather_local(x, axes, dim=0) if axes else x
-    joined = _join(signs)
-    return _split(Signs(gather(joined.bits), gather(joined.scales)), signs)
-
-
-def _join(signs: Sequence[Signs]) -> Signs:
-    bits, scales = (jnp.concatenate(xs, axis=1) for xs in zip(*signs, strict=True))
+def _send(signs: Sequence[Signs], collective: Callable[[jax.Array], jax.Array], axes: Axes) -> list[Signs]:
+    """Returns the signs ``[num_devices, ...]`` of all arrays after a collective, which sends them together."""
+    joined = tuple(jnp.concatenate(xs, axis=1) for xs in zip(*signs, strict=True))
     # Without the barrier the compiler might send the numbers and take their signs afterwards.
-    return Signs(*jax.lax.optimization_barrier((bits, scales)))
-
-
-def _split(joined: Signs, like: Sequence[Signs]) -> list[Signs]:
+    all_bits, all_scales = (collective(x) if axes else x for x in jax.lax.optimization_barrier(joined))
     found, at, scale_at = [], 0, 0
-    for bits, scales in like:
+    for bits, scales in signs:
         end, scale_end = at + bits.shape[1], scale_at + scales.shape[1]
-        found.append(Signs(joined.bits[:, at:end], joined.scales[:, scale_at:scale_end]))
+        found.append(Signs(all_bits[:, at:end], all_scales[:, scale_at:scale_end]))
         at, scale_at = end, scale_end
     return found

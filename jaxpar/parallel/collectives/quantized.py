@@ -7,8 +7,6 @@ so no error exceeds max|block| / 254. A value that is not finite makes its scale
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -65,7 +63,7 @@ def unpack(packed: Packed, dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Arr
     return wide_BN.reshape(values.shape).astype(dtype)
 
 
-def gather_packed(x: jax.Array, axes: str | Sequence[str], *, dim: int, dtype: jax.typing.DTypeLike) -> jax.Array:
+def gather_packed(x: jax.Array, axes: str | tuple[str, ...], *, dim: int, dtype: jax.typing.DTypeLike) -> jax.Array:
     """The gather of :func:`jaxpar.parallel.collectives.hierarchical.gather_local` in int8; returns ``dtype``."""
     # Without the barrier the compiler gathers first and quantizes afterwards.
     packed = jax.lax.optimization_barrier(pack(x))
@@ -73,28 +71,26 @@ def gather_packed(x: jax.Array, axes: str | Sequence[str], *, dim: int, dtype: j
     return unpack(Packed(gather(packed.values), gather(packed.scales)), dtype)
 
 
-def scatter_packed(x: jax.Array, axes: str | Sequence[str], *, dim: int) -> jax.Array:
+def scatter_packed(x: jax.Array, axes: str | tuple[str, ...], *, dim: int) -> jax.Array:
     """The reduction of :func:`jaxpar.parallel.collectives.hierarchical.scatter_local` in int8; returns fp32.
 
     It is an all-to-all and then a sum in fp32. The error of a sum of N parts is therefore at most that of N roundings;
     it does not grow from hop to hop.
     """
-    names = (axes,) if isinstance(axes, str) else tuple(axes)
-    devices = math.prod(jax.lax.axis_size(name) for name in names)
+    devices = jax.lax.axis_size(axes)
     shape = (*x.shape[:dim], devices, x.shape[dim] // devices, *x.shape[dim + 1 :])
     packed = jax.lax.optimization_barrier(pack(jnp.moveaxis(x.reshape(shape), dim, 0)))
-    send = functools.partial(hierarchical.all_to_all_local, axes=names, split_dim=0, concat_dim=0)
+    send = functools.partial(hierarchical.all_to_all_local, axes=axes, split_dim=0, concat_dim=0)
     return jnp.sum(unpack(Packed(send(packed.values), send(packed.scales))), 0)
 
 
-def sum_packed(x: jax.Array, axes: str | Sequence[str]) -> jax.Array:
+def sum_packed(x: jax.Array, axes: str | tuple[str, ...]) -> jax.Array:
     """Returns ``jax.lax.psum`` in fp32, sent in int8 by a reduce-scatter and a gather."""
-    names = (axes,) if isinstance(axes, str) else tuple(axes)
-    devices = math.prod(jax.lax.axis_size(name) for name in names)
+    devices = jax.lax.axis_size(axes)
     dims = [dim for dim, size in enumerate(x.shape) if size % devices == 0]
     if dims:
         dim = max(dims, key=lambda d: (d < x.ndim - 1, x.shape[d]))  # splitting the last dim would shorten the blocks
-        return gather_packed(scatter_packed(x, names, dim=dim), names, dim=dim, dtype=jnp.float32)
+        return gather_packed(scatter_packed(x, axes, dim=dim), axes, dim=dim, dtype=jnp.float32)
     flat = jnp.pad(x.ravel(), (0, -x.size % devices)).reshape(devices, -1)
-    total = gather_packed(scatter_packed(flat, names, dim=0), names, dim=0, dtype=jnp.float32)
+    total = gather_packed(scatter_packed(flat, axes, dim=0), axes, dim=0, dtype=jnp.float32)
     return total.ravel()[: x.size].reshape(x.shape)

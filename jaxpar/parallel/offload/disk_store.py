@@ -361,17 +361,12 @@ class Store:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise DiskError(f"{self.path}: {what}: {reason}.") from error
             free = shutil.disk_usage(self.path).free
-            intact = (
-                f" The state of step {self._generations[self._current].last} remains intact." if self._ready else ""
-            )
+            now = self._generations.get(self._current)
+            intact = "" if now is None else f" The state of step {now.last} remains intact."
             raise DiskError(
                 f"{self.path}: {what}: {reason}; {free:,} bytes are free, and two generations require "
                 f"{2 * self.bytes:,}.{intact} Remedy: free some space, or use a path on a larger disk."
             ) from error
-
-    @property
-    def _ready(self) -> bool:
-        return self._current in self._generations
 
 
 _SNAPSHOT = "Remedy: restore a snapshot (restore=), or start with another path."

@@ -120,7 +120,10 @@ _fetch.defvjp(_forward, _backward)
 def _constrain(names: Names, x: jax.Array, role: str) -> jax.Array:
     if jax.sharding.get_abstract_mesh().manual_axes:
         return x  # inside a shard_map, x is a shard that already has its sharding
-    layout = current_layout()
+    return _sharded(current_layout(), names, x, role)
+
+
+def _sharded(layout: Layout, names: Names, x: jax.Array, role: str) -> Any:
     return with_sharding(layout.mesh, x, to_spec(layout.resolve(names, x.shape, role=role, dtype=x.dtype)))
 
 
@@ -138,11 +141,7 @@ def waiting(dims: Mapping[tuple[str, ...], Names], params: Any, layout: Layout |
             return w
         names = dims[("params", *(jax.tree_util.keystr((key,), simple=True) for key in keys))]
         placeholder = jnp.zeros(w.shape, w.dtype)
-        if layout is not None:
-            placeholder = with_sharding(
-                layout.mesh, placeholder, to_spec(layout.resolve(names, w.shape, role="params", dtype=w.dtype))
-            )
-        return HostWeight(w, placeholder, names)
+        return HostWeight(w, placeholder if layout is None else _sharded(layout, names, placeholder, "params"), names)
 
     return jax.tree_util.tree_map_with_path(one, params, is_leaf=is_waiting)
 

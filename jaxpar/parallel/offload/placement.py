@@ -108,8 +108,7 @@ def _least(min_bytes: int | str) -> int:
 def _init(tx: optax.GradientTransformation, least: int, params: Any) -> Any:
     def one(x: Any) -> Any:
         shape, dtype = tuple(getattr(x, "shape", ())), getattr(x, "dtype", None)
-        size = math.prod(shape) * getattr(dtype, "itemsize", 0)
-        return Stored(shape, dtype) if len(shape) > 1 and size >= least else x
+        return Stored(shape, dtype) if len(shape) > 1 and _bytes(shape, dtype) >= least else x
 
     return jax.tree.map(one, tx.init(params))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -77,7 +77,7 @@ def interleave_branches(
     block: Any,
     xs: Sequence[jax.Array],
     sides: Sequence[Any],
-    within: Callable[[int], AbstractContextManager[None]] = lambda at: nullcontext(),
+    within: Callable[[int], AbstractContextManager[None]],
 ) -> tuple[jax.Array, ...]:
     """Runs all branches on all parts, and schedules them so that one part communicates while another computes.
 
@@ -100,8 +100,7 @@ def interleave_branches(
     for x, side in zip(xs, sides, strict=True):
         chains.append(_Chain(branches, plan, block, x, side, chains[-1] if chains else None))
     lag = 2 if plan.permute_axes else 4
-    last = chains[0].steps + lag * (len(chains) - 1)
-    for step in range(last):
+    for step in range(chains[0].steps + lag * (len(chains) - 1)):
         # The last chain begins with communication, while the first one already computes.
         here = []
         for n, chain in enumerate(chains):

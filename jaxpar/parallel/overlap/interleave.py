@@ -36,8 +36,8 @@ from jaxpar.parallel.overlap.permute_collectives import ppermute_all_gather, ppe
 from jaxpar.parallel.zero.sharded_matmul import GATHERED
 from jaxpar.sharding.hardware.links import links_of
 from jaxpar.sharding.hardware.topology import platform_of
-from jaxpar.sharding.layout import Layout, current_layout, hint, manual_axes
-from jaxpar.sharding.resolve import Resolved, resolve
+from jaxpar.sharding.layout import Layout, axes_of, current_layout, hint, manual_axes
+from jaxpar.sharding.resolve import resolve
 from jaxpar.sharding.rules import Axes
 from jaxpar.utils.arrays import at_least_fp32
 
@@ -129,10 +129,9 @@ def interleave_batches(
                     found.append(layer(own_block, one, part))
             return tuple(found) if given_parts else plan.joined(found)
 
-        x_spec = plan.spec_of_rows(with_permutes=True)
-        spec = (x_spec,) * count if given_parts else x_spec
+        spec = (plan.row_spec,) * count if given_parts else plan.row_spec
         numbers = row_numbers(shape[0], ()) if rows_wanted() else None
-        of_rows = None if numbers is None else PartitionSpec(plan.rows or None)
+        of_rows = None if numbers is None else PartitionSpec(plan.rows)
         in_specs = [entry.spec for entry in entries], spec, [plan.side_spec(s, shape) for s in sides], of_rows
         ws = [entry.widened(w) for entry, (w, _) in zip(entries, leaves, strict=True)]
         return plan.inside(local, in_specs, spec)(ws, x, sides, numbers)
@@ -150,16 +149,16 @@ def cut(x: jax.Array, count: int = 2, *, dim: Cut = "batch") -> tuple[jax.Array,
     plan = _SplitPlan.of(current_layout(), dim, with_permutes=dim == "seq")
     plan.check_split(count)
     plan.check_parts(x.shape, count)
-    spec = plan.spec_of_rows(with_permutes=True)
-    parts: tuple[jax.Array, ...] = plan.inside(lambda x: plan.parted(x, count), (spec,), (spec,) * count)(x)
+    in_specs, out_specs = (plan.row_spec,), (plan.row_spec,) * count
+    parts: tuple[jax.Array, ...] = plan.inside(lambda x: plan.parted(x, count), in_specs, out_specs)(x)
     return parts
 
 
 def join(parts: tuple[jax.Array, ...], *, dim: Cut = "batch") -> jax.Array:
     """Joins the parts that :func:`cut` made."""
     plan = _SplitPlan.of(current_layout(), dim, with_permutes=dim == "seq")
-    spec = plan.spec_of_rows(with_permutes=True)
-    joined: jax.Array = plan.inside(lambda *xs: plan.joined(xs), (spec,) * len(parts), spec)(*parts)
+    in_specs = (plan.row_spec,) * len(parts)
+    joined: jax.Array = plan.inside(lambda *xs: plan.joined(xs), in_specs, plan.row_spec)(*parts)
     return joined
 
 
@@ -228,9 +227,8 @@ def _gathered(parts: Parts, dtype: Any, w: jax.Array) -> jax.Array:
 def _scattered(parts: Parts, dtype: Any, like: jax.Array, grad: jax.Array) -> tuple[jax.Array]:
     precision, axes = gather_reduce.current_precision(), tuple(axis for dim in parts.dims for axis in dim)
     # The default is the compute dtype, or wider where `summing` says so, as for all other gathered weights.
-    precision = (
-        precision if precision.reduce else replace(precision, reduce=str(precision.summing(grad.dtype) or grad.dtype))
-    )
+    if not precision.reduce:
+        precision = replace(precision, reduce=str(precision.summing(grad.dtype) or grad.dtype))
     return (gather_reduce.reduce(grad, parts, axes, precision).astype(like.dtype),)
 
 
@@ -266,9 +264,7 @@ class _SplitPlan:
 
     @classmethod
     def of(cls, layout: Layout, dim: Cut, *, with_permutes: bool) -> _SplitPlan:
-        rows, seq, residual = (_axes(layout, dim) for dim in ("batch", "seq", "residual_seq"))
-        model = set(_axes(layout, "heads"))
-        seq = tuple(axis for axis in seq if axis not in model)
+        rows, seq, residual = axes_of(layout, "batch"), gather_reduce.seq_axes(layout), axes_of(layout, "residual_seq")
         manual = jax.sharding.get_abstract_mesh().manual_axes
         free = lambda axes: tuple(axis for axis in axes if axis not in manual)
         permute_axes = tuple(axis for axis in residual if axis not in (*seq, *rows))
@@ -314,22 +310,17 @@ class _SplitPlan:
     def check_parts(self, shape: Sequence[int], count: int) -> None:
         """Raises a ConfigError unless each device's rows, or tokens, can be split evenly."""
         if self.dim == "seq":
-            seq, ways = shape[1], self.ways(self.permute_axes)
-            if seq % (ways * count):
-                over = f" ({seq} over {ways} devices of {', '.join(self.permute_axes)})" if ways > 1 else ""
-                raise ConfigError(
-                    f"overlap.ways is {count}, but a device's {seq / ways:g} tokens{over} cannot be split into {count} "
-                    f"equal parts. Remedy: use a sequence of a multiple of {ways * count} tokens, or set overlap: "
-                    f"{{ways: 1}}."
-                )
-            return
-        rows, ways = shape[0], self.ways(self.rows)
-        if rows % (ways * count):
-            over = f" ({rows} over {ways} devices of {', '.join(self.rows)})" if ways > 1 else ""
+            size, axes, what = shape[1], self.permute_axes, "tokens"
+            whole, other = "a sequence", "overlap: {ways: 1}"
+        else:
+            size, axes, what = shape[0], self.rows, "rows"
+            whole, other = "a batch, or microbatches,", "overlap.dim: seq or overlap: {ways: 1}"
+        ways = self.ways(axes)
+        if size % (ways * count):
+            over = f" ({size} over {ways} devices of {', '.join(axes)})" if ways > 1 else ""
             raise ConfigError(
-                f"overlap.ways is {count}, but a device's {rows / ways:g} rows{over} cannot be split into {count} "
-                f"equal parts. Remedy: use a batch, or microbatches, of a multiple of {ways * count} rows, or set "
-                f"overlap.dim: seq or overlap: {{ways: 1}}."
+                f"overlap.ways is {count}, but a device's {size / ways:g} {what}{over} cannot be split into {count} "
+                f"equal parts. Remedy: use {whole} of a multiple of {ways * count} {what}, or set {other}."
             )
 
     def gather_seq(self, h: jax.Array) -> jax.Array:
@@ -353,9 +344,10 @@ class _SplitPlan:
         found = () if links is None or links.torus is None else links.rings(self.permute_axes)
         return found if math.prod(found) > MAX_DIRECT else ()
 
-    def spec_of_rows(self, *, with_permutes: bool = False) -> PartitionSpec:
-        along = (*self.seq, *self.permute_axes) if with_permutes else self.seq
-        return PartitionSpec(self.rows or None, along or None)
+    @property
+    def row_spec(self) -> PartitionSpec:
+        """The sharding of the rows and tokens between branches."""
+        return PartitionSpec(self.rows, (*self.seq, *self.permute_axes))
 
     def side_spec(self, s: Any, shape: Sequence[int]) -> PartitionSpec:
         if not jnp.ndim(s):
@@ -367,7 +359,7 @@ class _SplitPlan:
                 f"{shape[0]} rows of {shape[1]} tokens. Remedy: use the shape [{shape[0]} or 1, {shape[1]} or 1, ...]."
             )
         axes = (self.rows if s.shape[0] > 1 else (), self.seq if s.ndim > 1 and s.shape[1] > 1 else ())
-        return PartitionSpec(*(dim or None for dim in axes[: s.ndim]))
+        return PartitionSpec(*axes[: s.ndim])
 
     def part(self, s: Any, at: int, count: int) -> Any:
         """Returns what the part ``at`` of this device's rows receives of an entry of ``side``."""
@@ -375,7 +367,11 @@ class _SplitPlan:
             here = jax.lax.axis_index((*self.rows, *self.seq)) if self.rows or self.seq else 0
             return jax.random.fold_in(s, here * count + at)
         if self.dim == "seq":
-            return self._part_of_seq(s, at, count) if jnp.ndim(s) > 1 and s.shape[1] > 1 else s
+            if jnp.ndim(s) < 2 or s.shape[1] == 1:
+                return s
+            # The array holds the tokens of all devices; each device's tokens are split.
+            by_device = s.reshape(s.shape[0], self.ways(self.permute_axes), count, -1, *s.shape[2:])
+            return by_device[:, :, at].reshape(s.shape[0], s.shape[1] // count, *s.shape[2:])
         return jnp.split(s, count)[at] if jnp.ndim(s) and s.shape[0] > 1 else s
 
     def rows_of_parts(self, numbers: Any, count: int) -> Callable[[int], AbstractContextManager[None]]:
@@ -383,11 +379,6 @@ class _SplitPlan:
         cuts = numbers is not None and self.dim == "batch"
         parts = jnp.split(numbers, count) if cuts else [numbers] * count
         return lambda at: batch_rows(parts[at])
-
-    def _part_of_seq(self, s: jax.Array, at: int, count: int) -> jax.Array:
-        """Returns the tokens of one part, in order, from an array that holds the tokens of all devices."""
-        by_device = s.reshape(s.shape[0], self.ways(self.permute_axes), count, -1, *s.shape[2:])
-        return by_device[:, :, at].reshape(s.shape[0], s.shape[1] // count, *s.shape[2:])
 
     def entry(self, w: jax.Array, names: tuple[str | None, ...] | None) -> _Entry:
         """Returns how a weight with these logical dims enters the ``shard_map``."""
@@ -399,13 +390,12 @@ class _SplitPlan:
             stored, pairs = used, [(want, want) for want in used]  # the compiler reshards it before the shard_map
         parts = Parts(tuple(have[len(want) :] for have, want in pairs))
         on_cpu = platform_of(self.layout.mesh) == "cpu" and bool(automatic)
-        spec = PartitionSpec(*(dim or None for dim in stored))
         # This applies within a pipeline stage too: its fp32 sums are over other axes. A weight that all axes shard is
         # not summed, so it keeps its dtype: a cast would change the value that the layer uses, and would be saved for
         # the backward pass.
         summed = not {*self.rows, *self.seq, *self.permute_axes} <= {axis for dim in used for axis in dim}
         wide = summed and not any(parts.dims) and gather_reduce.summing(w.dtype, inside=True) is not None
-        return _Entry(spec, parts, w.dtype, wide or (on_cpu and w.dtype.itemsize < 4))
+        return _Entry(PartitionSpec(*stored), parts, w.dtype, wide or (on_cpu and w.dtype.itemsize < 4))
 
     def _resolved(self, w: jax.Array, names: tuple[str | None, ...] | None, role: str) -> tuple[Axes, ...]:
         if names is None:
@@ -413,15 +403,8 @@ class _SplitPlan:
         names = names[len(names) - w.ndim :]  # a layer of a stack lacks the first dims
         outer = jax.sharding.get_abstract_mesh().manual_axes
         sizes = {axis: size for axis, size in self.layout.sizes.items() if axis not in outer}
-        found: Resolved = resolve(
-            self.layout.rules,
-            sizes,
-            names,
-            w.shape,
-            role=role,
-            itemsize=w.dtype.itemsize,
-            path="a weight of interleave_batches()",
-        )
+        options: dict[str, Any] = {"itemsize": w.dtype.itemsize, "path": "a weight of interleave_batches()"}
+        found = resolve(self.layout.rules, sizes, names, w.shape, role=role, **options)
         if found.problems:
             raise LayoutError(found.problems)
         return found.axes
@@ -439,12 +422,6 @@ class _SplitPlan:
 
     def ways(self, axes: Axes) -> int:
         return math.prod(self.layout.sizes[axis] for axis in axes)
-
-
-def _axes(layout: Layout, dim: str) -> Axes:
-    """Returns the mesh axes, of a size above 1, that shard a dim; none if the rules do not know it."""
-    found = layout.resolve((dim,))
-    return () if found.problems else tuple(axis for axis in found.axes[0] if layout.sizes[axis] > 1)
 
 
 def _weights(

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -169,7 +168,7 @@ def _add_at_end(x: jax.Array, part: jax.Array, dim: int, *, last: bool) -> jax.A
 
 def _rings(axes: tuple[str, ...], rings: tuple[int, ...]) -> list[_Ring]:
     """Returns the rings, outermost first."""
-    count = math.prod(jax.lax.axis_size(axis) for axis in axes)
+    count = jax.lax.axis_size(axes)
     sizes = rings or (count,)
     strides = list(itertools.accumulate(reversed(sizes), lambda a, b: a * b, initial=1))[-2::-1]
     return [_Ring(axes, count, size, stride) for size, stride in zip(sizes, strides, strict=True) if size > 1]

@@ -160,29 +160,15 @@ class Precision:
         """
         if isinstance(value, Precision):
             return value
-        if isinstance(value, Mapping):
-            known = [field.name for field in fields(cls)]
-            for key in value:
-                if key not in known:
-                    raise ConfigError(
-                        f"precision: unknown key {key!r}.{did_you_mean(key, known)} The keys are: {', '.join(known)}."
-                    )
-            if value.get("compute") == FP8:
-                value = {**value, "compute": "bfloat16", "matmul": FP8}
-            scale = value.get("scale", {} if _half(value.get("compute")) else None)
-            if isinstance(scale, Mapping):
-                known = [field.name for field in fields(LossScale)]
-                for key in scale:
-                    if key not in known:
-                        raise ConfigError(
-                            f"precision.scale: unknown key {key!r}.{did_you_mean(key, known)} The keys are: "
-                            f"{', '.join(known)}."
-                        )
-                scale = LossScale(**scale)
-            return cls(**{**value, "scale": scale})
-        if value == FP8:
-            return cls(compute="bfloat16", matmul=FP8)
-        return cls(compute=value, scale=LossScale() if _half(value) else None)
+        given = value if isinstance(value, Mapping) else {"compute": value}
+        _check_keys("precision", given, cls)
+        if given.get("compute") == FP8:
+            given = {**given, "compute": "bfloat16", "matmul": FP8}
+        scale: Any = given.get("scale", {} if _half(given.get("compute")) else None)
+        if isinstance(scale, Mapping):
+            _check_keys("precision.scale", scale, LossScale)
+            scale = LossScale(**scale)
+        return cls(**{**given, "scale": scale})
 
     def crossing(self, w: jax.Array) -> jax.Array:
         """Returns a weight in the dtype in which it is gathered, unless that is int8."""
@@ -209,8 +195,8 @@ class Precision:
         wide = jnp.promote_types(dtype, self.reduce or jnp.float32)
         if self.compute is None and self.reduce is not None and jnp.dtype(self.reduce).itemsize < dtype.itemsize:
             raise ConfigError(
-                f"precision: reduce is {self.reduce}, but the compiler reduces gradients where they are computed, and "
-                f"the model computes them in {dtype.name}. Remedy: set precision.compute: {self.reduce}, use "
+                f"precision: reduce is {self.reduce}, but the compiler reduces gradients where they arise, in a dtype "
+                f"no narrower than that of the model ({dtype.name}). Remedy: set precision.compute: {self.reduce} or "
                 f"grad_reduction='per_step' (ZeRO stage 1), or leave precision.reduce out."
             )
         return None if wide == dtype else wide
@@ -222,6 +208,15 @@ class Precision:
 
 type PrecisionLike = str | Mapping[str, Any] | Precision | None
 """The ways to give a precision; see :meth:`Precision.of`."""
+
+
+def _check_keys(where: str, given: Mapping[str, Any], kind: type[Precision | LossScale]) -> None:
+    known = [field.name for field in fields(kind)]
+    for key in given:
+        if key not in known:
+            raise ConfigError(
+                f"{where}: unknown key {key!r}.{did_you_mean(key, known)} The keys are: {', '.join(known)}."
+            )
 
 
 def _half(value: Any) -> bool:

@@ -123,26 +123,23 @@ def sharded_dot(
     if len(weights) > 1 and (one_token or any(isinstance(w, Int8) for w, _ in weights)):
         # With one token per row, as in decoding, joining the weights would read and write them once more than the
         # product.
-        products = [
-            sharded_dot(x, one, dtype=dtype, summed=summed, reshard_after_forward=reshard_after_forward)
-            for one in weights
-        ]
-        return tuple(y for (y,) in products)
+        alone = functools.partial(
+            sharded_dot, x, dtype=dtype, summed=summed, reshard_after_forward=reshard_after_forward
+        )
+        return tuple(alone(one)[0] for one in weights)
     first, dims = weights[0]
     if isinstance(first, Int8):
         return (_scaled(x, first, dims, summed),)
-    fetched = [to_device(w) for w, _ in weights]
-    ws = [w if dtype is None else w.astype(dtype) for w in fetched]
+    ws = [to_device(w) for w, _ in weights]
+    ws = ws if dtype is None else [w.astype(dtype) for w in ws]
     # A single matrix is gathered as it is stored.
     as_stored = summed > 1 or (len(ws) == 1 and ws[0].ndim == 2)
     groups = [(0, [i]) for i in range(len(ws))] if as_stored else _alike([dims for _, dims in weights], ws)
     results: dict[int, jax.Array] = {}
     for num_shards, group in groups:
-        results |= zip(
-            group,
-            _times(x, num_shards, weights[group[0]][1], [ws[i] for i in group], summed, reshard_after_forward),
-            strict=True,
-        )
+        dims = weights[group[0]][1]
+        products = _times(x, num_shards, dims, [ws[i] for i in group], summed, reshard_after_forward)
+        results |= zip(group, products, strict=True)
     return tuple(results[i] for i in range(len(ws)))
 
 
@@ -151,14 +148,13 @@ def _times(
 ) -> list[jax.Array]:
     """Returns the products with weights that form a matrix with ``num_shards`` column shards; 0 takes one as stored."""
     shapes = tuple(w.shape for w in ws)
+    dims = (*dims[:2], None) if num_shards else dims
     shape = (shapes[0][0], num_shards, sum(math.prod(s[1:]) for s in shapes) // num_shards) if num_shards else shapes[0]
     as_one = jax.ShapeDtypeStruct(shape, ws[0].dtype)
-    plan = route(
-        x, as_one, (*dims[:2], None) if num_shards else dims, summed=summed, reshard_after_forward=reshard_after_forward
-    )
+    plan = route(x, as_one, dims, summed=summed, reshard_after_forward=reshard_after_forward)
     precision, wide = current_precision(), summing(ws[0].dtype)
     if plan is not None:
-        y = product(x, _join_columns(ws, num_shards) if num_shards else ws[0], plan)
+        y = product(x, _join_columns(ws, num_shards), plan)
     elif wide is not None:
         y = _summed_wide((dims, num_shards, shapes), summed, wide, precision, x, *ws)
     else:
@@ -210,15 +206,14 @@ _OF_GATHER = {
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _gather(dims: _Dims, num_shards: int, shapes: _Shapes, *ws: jax.Array) -> jax.Array:
-    """Gathers one weight as it is stored; or, with ``num_shards``, several joined to ``[rows, num_shards,
-    columns of all]``."""
-    if not num_shards:
-        return _gather_one(ws[0], *dims)
-    return _gather_one(_join_columns(ws, num_shards), *dims[:2], None)
+    """Gathers one weight as it is stored; or, with ``num_shards``, several joined to an array with these ``dims``."""
+    return _gather_one(_join_columns(ws, num_shards), *dims)
 
 
 def _join_columns(ws: Sequence[jax.Array], num_shards: int) -> jax.Array:
-    """Joins weights to one array ``[rows, num_shards, columns of all]``."""
+    """Joins weights to one array ``[rows, num_shards, columns of all]``; with 0 shards, returns the only one."""
+    if not num_shards:
+        return ws[0]
     w_EWF = jnp.concatenate([w.reshape(w.shape[0], num_shards, -1) for w in ws], 2)
     # Without the barrier the compiler gathers the weights as they are stored, and then changes the tiling of full
     # weights.
@@ -231,15 +226,14 @@ def _gather_one(w: jax.Array, *dims: str | None) -> jax.Array:
     stored, used = (layout.resolve(dims, w.shape, role=role, dtype=w.dtype) for role in ("params", "activations"))
     pairs = zip(stored.axes, used.axes, strict=True)
     gathered_axes = [have[len(want) :] if have[: len(want)] == want else None for have, want in pairs]
-    spread = [(dim, axes) for dim, axes in enumerate(gathered_axes) if axes]
-    if narrow is not None and spread and not jax.sharding.get_abstract_mesh().manual_axes:
+    gathers = [(dim, axes) for dim, axes in enumerate(gathered_axes) if axes]
+    if narrow is not None and gathers and not jax.sharding.get_abstract_mesh().manual_axes:
         return _gather_one(jax.lax.optimization_barrier(w.astype(narrow)), *dims).astype(w.dtype)
-    parts = (
-        hierarchical.gather_rounds(layout.mesh, spread[0][1]) if len(spread) == 1 and None not in gathered_axes else ()
-    )
+    one_dim = len(gathers) == 1 and None not in gathered_axes
+    parts = hierarchical.gather_rounds(layout.mesh, gathers[0][1]) if one_dim else ()
     if len(parts) < 2 or jax.sharding.get_abstract_mesh().manual_axes:
         return hint(w, *dims)
-    ((dim, axes),) = spread
+    ((dim, axes),) = gathers
     gathered = jax.shard_map(
         lambda w: hierarchical.gather_local(w, axes, dim=dim, parts=parts),
         in_specs=to_spec(stored),
@@ -254,14 +248,10 @@ def _forward(dims: _Dims, num_shards: int, shapes: _Shapes, *ws: jax.Array) -> t
 
 
 def _backward(dims: _Dims, num_shards: int, shapes: _Shapes, _: None, grad: jax.Array) -> tuple[jax.Array, ...]:
-    return _split_joined(dims, num_shards, shapes, _scattered(dims, num_shards, grad))
+    return _split_joined(num_shards, shapes, hint(grad, *dims, role="gradients"))
 
 
-def _scattered(dims: _Dims, num_shards: int, grad: jax.Array) -> jax.Array:
-    return hint(grad, *((*dims[:2], None) if num_shards else dims), role="gradients")
-
-
-def _split_joined(dims: _Dims, num_shards: int, shapes: _Shapes, grad: jax.Array) -> tuple[jax.Array, ...]:
+def _split_joined(num_shards: int, shapes: _Shapes, grad: jax.Array) -> tuple[jax.Array, ...]:
     """Splits the gradient of joined weights into one gradient per weight."""
     if not num_shards:
         return (grad,)
@@ -297,8 +287,8 @@ def _backward_wide(
     dx = input_grad(dy, w, summed, precision).astype(x.dtype)
     grad = weight_grad(x, dy, summed, precision, wide)
     # Without the barrier the compiler rounds before it sums.
-    grad = jax.lax.optimization_barrier(_scattered(dims, num_shards, grad))
-    return dx, *_split_joined(dims, num_shards, shapes, grad.astype(w.dtype))
+    grad = jax.lax.optimization_barrier(hint(grad, *dims, role="gradients"))
+    return dx, *_split_joined(num_shards, shapes, grad.astype(w.dtype))
 
 
 _summed_wide.defvjp(_forward_wide, _backward_wide)

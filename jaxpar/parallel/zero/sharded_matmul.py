@@ -94,18 +94,15 @@ def route(
         gather_reduce.parts_of(resolved, tuple(axis for axis in batch if axis not in kept))
         for resolved in (stored, grad)
     )
-    spread = [axes for axes in parts.dims if axes]
-    devices = math.prod(layout.sizes[axis] for axes in spread for axis in axes)
+    sharded = [axes for axes in parts.dims if axes]
+    devices = math.prod(layout.sizes[axis] for axes in sharded for axis in axes)
     if not batch or (devices == 1 and precision.reduce != INT8):
         return None
-    group = (
-        {True: devices, False: 1}[reshard_after_forward]
-        if isinstance(reshard_after_forward, bool)
-        else reshard_after_forward
-    )
-    group = group if spread else 1
-    if group < 1 or devices % group or (len(spread) > 1 and 1 < group < devices):
-        over = ", ".join(axis for axes in spread for axis in axes)
+    group: int = reshard_after_forward if sharded else 1
+    if isinstance(reshard_after_forward, bool):
+        group = devices if reshard_after_forward else 1
+    if group < 1 or devices % group or (len(sharded) > 1 and 1 < group < devices):
+        over = ", ".join(axis for axes in sharded for axis in axes)
         raise ConfigError(
             f"reshard_after_forward is {group}, but the {devices} devices over {over} that share a weight {dims} of "
             f"shape {w.shape} cannot form groups of {group}. Remedy: use a divisor of {devices}, true or false."
@@ -120,9 +117,9 @@ def product(x: jax.Array, w: jax.Array, plan: Route) -> jax.Array:
     ``gradients``.
     """
     if _gathers_in_one_round(plan):
-        return _product(plan, x, w, ())
+        return _product(plan, x, w, None)
     first = functools.partial(_gather_first_round, plan)
-    spec = _spec(plan.stored)
+    spec = plan.stored.spec
     kept = _manual(plan, first, (spec,), spec)(jax.lax.stop_gradient(w))
     return _product(plan, x, w, jax.tree.map(lambda part: checkpoint_name(part, GATHERED), kept))
 
@@ -136,8 +133,10 @@ def _gather_first_round(plan: Route, w: jax.Array) -> Any:
     """The first round of a gather, across the groups: its result is kept for the backward pass."""
     for dim, axes in enumerate(plan.stored.dims):
         if axes:
+            packs = plan.precision.gather == INT8 and isinstance(w, jax.Array)
+            w = jax.lax.optimization_barrier(quantized.pack(w) if packs else w)
             across = functools.partial(hierarchical.gather_across, axes=axes, dim=dim, group=plan.group)
-            w = jax.tree.map(across, _packed(plan, w))
+            w = jax.tree.map(across, w)
     return w
 
 
@@ -151,16 +150,10 @@ def _gather_second_round(plan: Route, w: Any) -> jax.Array:
     return w if isinstance(w, jax.Array) else quantized.unpack(w)
 
 
-def _packed(plan: Route, w: Any) -> Any:
-    if plan.precision.gather == INT8 and isinstance(w, jax.Array):
-        w = quantized.pack(w)
-    return jax.lax.optimization_barrier(w)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(plan: Route, x: jax.Array, w: jax.Array, kept: Any) -> jax.Array:
     """The product with ``w``, or with what the first round of the gather kept of it."""
-    w_in, spec, dtype = kept if _kept(kept) else w, _spec(plan.stored), w.dtype
+    w_in, spec, dtype = w if kept is None else kept, plan.stored.spec, w.dtype
 
     def local(x: jax.Array, w: Any) -> jax.Array:
         return fp8_matmul.times(x, _gather_second_round(plan, w).astype(dtype), plan.summed, plan.precision)
@@ -176,8 +169,7 @@ def _forward(plan: Route, x: jax.Array, w: jax.Array, kept: Any) -> tuple[jax.Ar
 
 def _backward(plan: Route, saved: Any, dy: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
     x, w, kept = saved
-    dtype, w_in = w.dtype, kept if _kept(kept) else w
-    rows = PartitionSpec(plan.batch)
+    dtype, w_in, rows = w.dtype, w if kept is None else kept, PartitionSpec(plan.batch)
 
     def local(x: jax.Array, w: Any, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
         full_w = _gather_second_round(plan, w).astype(dtype)
@@ -185,20 +177,12 @@ def _backward(plan: Route, saved: Any, dy: jax.Array) -> tuple[jax.Array, jax.Ar
         dw = fp8_matmul.weight_grad(x, dy, plan.summed, plan.precision)
         return dx.astype(x.dtype), gather_reduce.reduce(dw, plan.grad_parts, plan.batch, plan.precision).astype(dtype)
 
-    specs = (rows, _spec(plan.stored), rows)
-    dx, dw = _manual(plan, local, specs, (rows, _spec(plan.grad_parts)))(x, w_in, dy)
+    specs = (rows, plan.stored.spec, rows)
+    dx, dw = _manual(plan, local, specs, (rows, plan.grad_parts.spec))(x, w_in, dy)
     return dx, dw, None
 
 
 _product.defvjp(_forward, _backward)
-
-
-def _kept(kept: Any) -> bool:
-    return bool(jax.tree.leaves(kept))
-
-
-def _spec(parts: gather_reduce.Parts) -> PartitionSpec:
-    return PartitionSpec(*(axes or None for axes in parts.dims))
 
 
 def _manual(plan: Route, f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:

@@ -56,7 +56,7 @@ class Zero:
                 f"optimizer: stage must be 0 (none), 1 (optimizer state), 2 (and gradients) or 3 (and the weights "
                 f"where they are used), got {self.stage!r}."
             )
-        self._spread()
+        self._over()
         group = self.fsdp_group_size
         if group is not None and not is_count(group):
             raise RulesError(f"optimizer: fsdp_group_size must be a number of devices >= 1, got {group!r}.")
@@ -66,7 +66,7 @@ class Zero:
                 f"out, or set the sizes in the mesh, such as {{replica: 4, data: 4}}."
             )
 
-    def _spread(self) -> Over:
+    def _over(self) -> Over:
         try:
             return over(self.axis, self.min_bytes)
         except RulesError as error:
@@ -92,7 +92,7 @@ class Zero:
                         f"{dim}: [replica, data]."
                     )
         given = {role for role, _ in rules.overlays}
-        return rules.replace(**{role: self._spread() for role in _SHARDED if role not in given})
+        return rules.replace(**{role: self._over() for role in _SHARDED if role not in given})
 
     def mesh(self, spec: MeshSpec, devices: int) -> MeshSpec:
         """Returns ``spec`` on ``devices`` devices, with ``data`` split into groups if ``fsdp_group_size`` is set.

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from jaxpar.errors import ConfigError, LayoutError, ModelError
 from jaxpar.parallel.batch_rows import batch_rows
-from jaxpar.parallel.collectives.gather_reduce import at_least_fp32, batch_axes
+from jaxpar.parallel.collectives.gather_reduce import at_least_fp32, batch_axes, seq_axes
 from jaxpar.parallel.offload.placement import on_host
 from jaxpar.parallel.pipeline.executor.layer_inputs import LayerInputs, LayerScalars
 from jaxpar.parallel.pipeline.executor.layer_placement import AXIS
@@ -39,7 +39,7 @@ from jaxpar.training.pipeline.stage_functions import (
     read_by,
     run_head,
 )
-from jaxpar.training.pipeline.transfer import ModelSplit, StageTransfer, seq_axes
+from jaxpar.training.pipeline.transfer import ModelSplit, StageTransfer
 from jaxpar.training.state import TrainState
 
 

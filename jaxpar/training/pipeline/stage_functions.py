@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from jaxpar.errors import LayoutError, ModelError
 from jaxpar.parallel.batch_rows import batch_rows, rows_of
-from jaxpar.parallel.collectives.gather_reduce import at_least_fp32, batch_axes
+from jaxpar.parallel.collectives.gather_reduce import at_least_fp32, batch_axes, seq_axes
 from jaxpar.parallel.pipeline.executor.layer_inputs import LayerInputs
 from jaxpar.parallel.pipeline.executor.layer_placement import AXIS
 from jaxpar.parallel.pipeline.executor.program import Embedding, PipelineProgram
@@ -27,7 +27,7 @@ from jaxpar.training.loss import Metrics, unpack
 from jaxpar.training.microbatches import uncut_rows, undivided_by
 from jaxpar.training.model import leaves_with_paths, show, to_path
 from jaxpar.training.model.parts import Path
-from jaxpar.training.pipeline.transfer import ModelSplit, StageTransfer, row_axes, seq_axes
+from jaxpar.training.pipeline.transfer import ModelSplit, StageTransfer, row_axes
 
 
 class Given(NamedTuple):

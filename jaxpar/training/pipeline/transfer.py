@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxpar.errors import ConfigError, LayoutError, listing
-from jaxpar.parallel.collectives.gather_reduce import Parts, batch_axes, gather, parts_of, reduce
+from jaxpar.parallel.collectives.gather_reduce import Parts, batch_axes, gather, parts_of, reduce, seq_axes
 from jaxpar.parallel.pipeline.executor.layer_placement import AXIS, Layers
 from jaxpar.parallel.pipeline.executor.sequence_chunks import in_chunks, joined
 from jaxpar.parallel.pipeline.options import Asynchronous, Pipeline
@@ -367,13 +367,6 @@ def _replaced(tree: Any, path: tuple[str, ...], value: Any) -> Any:
         return value
     inner = tree[path[0]] if tree.get(path[0]) is not None else {}
     return {**tree, path[0]: _replaced(inner, path[1:], value)}
-
-
-def seq_axes(layout: Layout) -> Axes:
-    """Returns the axes, larger than 1, that the rules shard the dim ``seq`` over; none if no rule names it."""
-    resolved = layout.resolve(("seq",))
-    model = {axis for dim in layout.resolve(("heads",)).dims for axis in dim.axes} if not resolved.problems else set()
-    return () if resolved.problems else tuple(axis for axis in resolved.axes[0] if axis not in model)
 
 
 def row_axes(layout: Layout, x: Any) -> tuple[Axes, ...]:

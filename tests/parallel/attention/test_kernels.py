@@ -55,7 +55,7 @@ def by_tiles(engine: Backend, keys: KeySource, x: tuple[jax.Array, ...], options
     def local(q: Any, k: Any, v: Any, ids: Any) -> jax.Array:
         own = beside._replace(segments=None if ids is None else (ids, ids))
         way = AttentionPlan(rules, keys, ring, offset=offset, engine=engine)
-        return compute(ordered(way, options, (q.shape[1], k.shape[1])), q, k, v, own)[0]
+        return compute(ordered(way, options, (q.shape[1], k.shape[1])), q, k, v, own)
 
     ids = None if beside.segments is None else beside.segments[0]
     if not ring:

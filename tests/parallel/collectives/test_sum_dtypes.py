@@ -82,9 +82,9 @@ def test_a_model_in_bf16_by_its_own_word_alone_is_summed_in_fp32(stage: int) -> 
 
 def test_sums_cannot_be_asked_narrower_than_the_model_computes() -> None:
     text = (
-        "precision: reduce is bfloat16, but the compiler reduces gradients where they are computed, and the model "
-        "computes them in float32. Remedy: set precision.compute: bfloat16, use grad_reduction='per_step' (ZeRO stage "
-        "1), or leave precision.reduce out."
+        "precision: reduce is bfloat16, but the compiler reduces gradients where they arise, in a dtype no narrower "
+        "than that of the model (float32). Remedy: set precision.compute: bfloat16 or grad_reduction='per_step' (ZeRO "
+        "stage 1), or leave precision.reduce out."
     )
     with pytest.raises(ConfigError, match=f"^{re.escape(text)}"):
         traced(ZEROS[3], {"reduce": "bf16"})

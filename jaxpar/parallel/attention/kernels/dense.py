@@ -7,15 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpar.parallel.attention.tiled.tile import (
-    FAR,
-    Segments,
-    TileArrays,
-    TileSpec,
-    Tokens,
-    distances,
-    kept,
-)
+from jaxpar.parallel.attention.tiled.tile import FAR, Segments, TileArrays, TileSpec, Tokens, distances, kept
 from jaxpar.utils.arrays import accumulator
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpar.parallel.attention.tiled.padding import FILL, pad, stated_flops, up, visited
-from jaxpar.parallel.attention.tiled.tile import PAD_SEGMENT, TileSpec
+from jaxpar.parallel.attention.tiled.padding import pad, pad_segments, stated_flops, up, visited
+from jaxpar.parallel.attention.tiled.tile import TileSpec
 
 LEAST = 16
 """The minimum size of a dim in a tensor-core matmul."""
@@ -70,9 +70,7 @@ def mha(
     if ids is None and not causal and padded > seq:  # no causal mask hides the filler tokens
         ids = jnp.zeros((batch, seq), jnp.int32)
     if ids is not None:
-        ids = jnp.pad(
-            jnp.maximum(ids, PAD_SEGMENT).astype(jnp.int32), ((0, 0), (0, padded - seq)), constant_values=FILL
-        )
+        ids = pad_segments(ids, padded)
     scores = [visited(padded, b) if causal else padded * padded for b in (block, backward)]
     with jax.named_scope(stated_flops(batch, heads, wide, *scores)):
         o = library.mha(

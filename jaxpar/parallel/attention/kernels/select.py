@@ -31,6 +31,7 @@ def find(
     array_options: AttentionArrays,
     offset: int = 0,
     *,
+    lengths: tuple[int, int] | None = None,
     split: bool = False,
 ) -> KernelChoice:
     """Returns the kernel for one device's work.
@@ -41,54 +42,40 @@ def find(
       rules: mask, scale, soft cap and dropout.
       array_options: array options.
       offset: the position of the first query.
+      lengths: number of queries and of keys that the device computes at a time, if not those of ``arrays``.
       split: whether the queries also attend to keys of other devices.
     """
     q, k, v = arrays
+    rows, columns = lengths or (q.shape[1], k.shape[1])
+    one_size = rows == columns and q.shape[3] == v.shape[3]
+    segments = array_options.segments
+    only_segments = not offset and all(x is None for x in array_options._replace(segments=None))
     none = lambda why: KernelChoice("", why)
     if platform not in ("tpu", "gpu"):
         return none(f"kernels run only on TPU and GPU, but the mesh has {platform} devices")
     if q.dtype.itemsize > 4:
         return none(f"the kernel computes in float32, but the queries are {q.dtype.name}")
-    if array_options.segments is not None and any(x.dtype.itemsize > 4 for x in array_options.segments):
+    if segments is not None and any(x.dtype.itemsize > 4 for x in segments):
         return none("the kernel compares segment_ids in int32, but they are traced int64")
     if platform == "gpu":
-        return (
-            none("the GPU kernel requires an unsharded sequence")
-            if split
-            else _on_gpu(q, k, v, rules, array_options, offset)
-        )
-    several = (
-        ("bias", array_options.bias is not None),
-        ("alibi", array_options.slopes is not None),
-        ("dropout", bool(rules.dropout)),
-        ("mask functions", rules.mask.where is not None),
-    )
-    if unsupported := [name for name, there in several if there]:
+        if split:
+            return none("the GPU kernel requires an unsharded sequence")
+        if not only_segments or rules != TileSpec(Mask(causal=rules.mask.causal), rules.scale):
+            return none("the kernel supports only a causal mask or none, segment_ids and a scale")
+        if segments is not None and segments[0] is not segments[1]:
+            return none("the kernel requires the same segment_ids for queries and keys")
+        if not one_size:
+            return none("the kernel requires as many queries as keys, and one head_dim for queries, keys and values")
+        return KernelChoice("mha", "")
+    features = {
+        "bias": array_options.bias is not None,
+        "alibi": array_options.slopes is not None,
+        "dropout": bool(rules.dropout),
+        "mask functions": rules.mask.where is not None,
+    }
+    if unsupported := [name for name, given in features.items() if given]:
         return none(f"the kernel does not support {' or '.join(unsupported)}")
-    if (tiles := math.prod(up(x.shape[1], BLOCK) // BLOCK for x in (q, k))) > LIST:
-        return none(
-            f"the kernel supports at most {LIST} tiles, but {q.shape[1]} queries and {k.shape[1]} keys need {tiles}"
-        )
+    if (tiles := math.prod(up(length, BLOCK) // BLOCK for length in (rows, columns))) > LIST:
+        return none(f"the kernel supports at most {LIST} tiles, but {rows} queries and {columns} keys need {tiles}")
     # splash requires every query to see some key. Under every mask a query sees itself if its position is also a key's.
-    itself = (
-        not split and alike(q, k, v) and not offset and all(x is None for x in array_options._replace(segments=None))
-    )
-    return KernelChoice("splash" if itself else "tiles", "")
-
-
-def alike(q: Any, k: Any, v: Any) -> bool:
-    """Whether queries, keys and values have the same length and the same head_dim."""
-    return bool(q.shape[1:4:2] == k.shape[1:4:2] == v.shape[1:4:2])
-
-
-def _on_gpu(q: Any, k: Any, v: Any, rules: TileSpec, array_options: AttentionArrays, offset: int) -> KernelChoice:
-    simple = rules == TileSpec(Mask(causal=rules.mask.causal), rules.scale)
-    if not simple or any(x is not None for x in array_options._replace(segments=None)) or offset:
-        return KernelChoice("", "the kernel supports only a causal mask or none, segment_ids and a scale")
-    if array_options.segments is not None and array_options.segments[0] is not array_options.segments[1]:
-        return KernelChoice("", "the kernel requires the same segment_ids for queries and keys")
-    if not alike(q, k, v):
-        return KernelChoice(
-            "", "the kernel requires as many queries as keys, and one head_dim for queries, keys and values"
-        )
-    return KernelChoice("mha", "")
+    return KernelChoice("splash" if only_segments and one_size and not split else "tiles", "")

@@ -5,6 +5,8 @@ Import this module lazily: the import takes a second, and only TPU programs need
 
 from __future__ import annotations
 
+import functools
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -14,8 +16,8 @@ from jax.experimental.pallas.ops.tpu import splash_attention as library
 
 from jaxpar.parallel.attention.mask import Mask
 from jaxpar.parallel.attention.tiled.blockwise import in_blocks
-from jaxpar.parallel.attention.tiled.padding import FILL, LANES, SAVED, pad, stated_flops, up
-from jaxpar.parallel.attention.tiled.tile import PAD_SEGMENT, TileSpec
+from jaxpar.parallel.attention.tiled.padding import LANES, SAVED, pad, pad_segments, stated_flops, up
+from jaxpar.parallel.attention.tiled.tile import TileSpec
 
 BLOCK = 512
 """The block size of queries and of keys, in tokens; 2,048 overflow a v5e's vector memory."""
@@ -51,9 +53,7 @@ def splash(
     )
     ids = None
     if segments is not None:
-        fill = lambda x: jnp.pad(jnp.maximum(x, PAD_SEGMENT), ((0, 0), (0, padded - seq)), constant_values=FILL)
-        ids = library.SegmentIds(*(fill(x) for x in segments))
-
+        ids = library.SegmentIds(*(pad_segments(x, padded) for x in segments))
     scaled = (q_BSHD * rules.scale).astype(q_BSHD.dtype)
     q, k, v = (jnp.swapaxes(pad(x, padded, wide), 1, 2) for x in (scaled, k_BSKD, v_BSKD))
     with jax.named_scope(stated_flops(batch, heads, wide, mask.visited(block))):
@@ -70,6 +70,7 @@ def make_kernel(mask: library.Mask, heads: int, block: int, **options: Any) -> A
     return library.make_splash_mha(masks, block_sizes=blocks, head_shards=1, q_seq_shards=1, **options)
 
 
+@dataclass(frozen=True)
 class Lazy(library.Mask):
     """A splash mask that answers from the minimum and maximum positions of a block.
 
@@ -77,14 +78,19 @@ class Lazy(library.Mask):
     scores block by block would take minutes for a long sequence (two for 131,072 tokens).
 
     Attributes:
-      shape: the padded number of queries and of keys.
-      q_sequence: the positions of the queries.
-      mask_function: which scores are visible; the kernel calls it with positions of queries and keys.
+      mask: which keys a query sees.
+      length: number of queries and of keys.
+      padded: the same with filler tokens.
     """
 
-    def __init__(self, mask: Mask, length: int, padded: int) -> None:
-        self.mask, self.length, self.padded = mask, length, padded
-        self.q_sequence = np.arange(padded, dtype=np.int32)
+    mask: Mask
+    length: int
+    padded: int
+
+    @functools.cached_property
+    def q_sequence(self) -> np.ndarray[Any, np.dtype[np.int32]]:
+        """The positions of the queries."""
+        return np.arange(self.padded, dtype=np.int32)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -111,13 +117,3 @@ class Lazy(library.Mask):
     def __getitem__(self, block: tuple[slice, slice]) -> np.ndarray[Any, np.dtype[np.bool_]]:
         (q, k) = ((part.start, part.stop - 1) for part in block)
         return np.array([self.bounds(q, k)], bool)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Lazy) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    @property
-    def _key(self) -> tuple[Any, ...]:
-        return self.mask, self.length, self.padded

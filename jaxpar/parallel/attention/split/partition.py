@@ -69,7 +69,7 @@ class AttentionPlan:
     @property
     def ring_size(self) -> int:
         """The number of devices in the ring; only valid inside a ``shard_map``."""
-        return math.prod(jax.lax.axis_size(axis) for axis in self.ring)
+        return int(jax.lax.axis_size(self.ring))
 
 
 @dataclass(frozen=True)
@@ -115,11 +115,10 @@ class SequenceSplit:
     def queries(self) -> Tokens:
         """Returns positions and segments of this device's queries, in blocks."""
         plan, segments = self.plan, None if self.segments is None else self.segments[0]
-        at = (
-            jnp.arange(self.q_length, dtype=jnp.int32)
-            if plan.full_queries
-            else self._positions(self.q_length, self.index)
-        )
+        if plan.full_queries:
+            at: Any = jnp.arange(self.q_length, dtype=jnp.int32)
+        else:
+            at = self._positions(self.q_length, self.index)
         at = at + plan.offset
         at = at if self.extras.offset is None else at + self.extras.offset
         return tokens_in_blocks(Tokens(at, segments), self.blocks[0])

@@ -15,9 +15,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpar.parallel.attention.split.backend import backward, forward, not_before
-from jaxpar.parallel.attention.split.partition import SequenceSplit
-from jaxpar.parallel.attention.tiled import tile
+from jaxpar.parallel.attention.split.partition import AttentionPlan, SequenceSplit
+from jaxpar.parallel.attention.tiled import blockwise, tile
 from jaxpar.parallel.attention.tiled.blockwise import initial_sums, no_gradients, zeros
 from jaxpar.parallel.attention.tiled.tile import FAR, Gradients, Rows, Sums, Tokens
 from jaxpar.parallel.collectives.hierarchical import gather_local, scatter_local
@@ -170,3 +169,27 @@ def _permute(split: SequenceSplit, tree: Any, steps: int) -> Any:
 def _cast_kv_grads(split: SequenceSplit, tree: Any) -> Any:
     dtype = split.plan.kv_grad_dtype
     return tree if dtype is None else jax.tree.map(lambda x: x.astype(dtype), tree)
+
+
+def forward(plan: AttentionPlan, *arguments: Any) -> Sums:
+    """Calls :func:`jaxpar.parallel.attention.tiled.blockwise.forward`, or its TPU kernel, by ``plan.engine``."""
+    if plan.engine == "jax":
+        return blockwise.forward(plan.rules, *arguments)
+    # Imported lazily: the import takes a second, and only TPU programs need it.
+    from jaxpar.parallel.attention.tiled import tpu_pallas
+
+    return tpu_pallas.forward(plan.rules, *arguments, mode=plan.engine)
+
+
+def backward(plan: AttentionPlan, *arguments: Any) -> Gradients:
+    """Calls :func:`jaxpar.parallel.attention.tiled.blockwise.backward`, or its TPU kernel, by ``plan.engine``."""
+    if plan.engine == "jax":
+        return blockwise.backward(plan.rules, *arguments)
+    from jaxpar.parallel.attention.tiled import tpu_pallas
+
+    return tpu_pallas.backward(plan.rules, *arguments, mode=plan.engine)
+
+
+def not_before[T](plan: AttentionPlan, x: T, results: Any) -> T:
+    """Delays ``x`` until ``results`` exist, in plain JAX only: the TPU compiler already schedules by memory."""
+    return blockwise.not_before(x, results) if plan.engine == "jax" else x

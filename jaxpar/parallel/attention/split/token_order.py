@@ -7,7 +7,6 @@ section 3.3.2). ``striped`` gives each of n devices every n-th token (Brandon et
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
@@ -69,7 +68,7 @@ def into_zigzag(x: jax.Array, axes: Sequence[str], dim: int, *, back: bool = Fal
       dim: the dim of the tokens.
       back: exchange zigzag tokens for contiguous ones.
     """
-    ways = math.prod(jax.lax.axis_size(axis) for axis in axes)
+    ways = jax.lax.axis_size(axes)
     if ways == 1:
         return x
     half = x.shape[dim] // 2

@@ -16,11 +16,6 @@ import jax.numpy as jnp
 from jaxpar.parallel.collectives.hierarchical import all_to_all_local, gather_local
 
 
-def num_devices(axes: Sequence[str]) -> int:
-    """Returns the number of devices along ``axes``, inside a ``shard_map``."""
-    return math.prod(jax.lax.axis_size(axis) for axis in axes)
-
-
 def repeats(kv_heads: int, ways: int) -> int:
     """Returns how often each key head is repeated before the exchange among ``ways`` devices.
 

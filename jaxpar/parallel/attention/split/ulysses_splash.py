@@ -51,7 +51,7 @@ def _attend(static: tuple[tuple[str, ...], int, bool], q: jax.Array, k: jax.Arra
 
 def _forward(static: tuple[tuple[str, ...], int, bool], q: Any, k: Any, v: Any) -> Any:
     axes, kv_heads, interpret = static
-    repeat = ulysses.repeats(kv_heads, ulysses.num_devices(axes))
+    repeat = ulysses.repeats(kv_heads, jax.lax.axis_size(axes))
     exchanged = q, k, v = tuple(ulysses.seq_to_heads(x, axes, n) for x, n in ((q, 1), (k, repeat), (v, repeat)))
     kernel, scope, to_kernel, from_kernel = _prepared(q.shape, interpret)
     with jax.named_scope(scope):
@@ -75,7 +75,7 @@ def _backward(static: tuple[tuple[str, ...], int, bool], kept: Any, gradient: ja
         grads = jax.vmap(functools.partial(_gradients, kernel))
         found = grads(q_scaled, k_padded, v_padded, lse, gradient, to_kernel(delta[..., None])[..., 0])
     dq, dk, dv = (from_kernel(x) for x in found)
-    repeat = ulysses.repeats(kv_heads, ulysses.num_devices(axes))
+    repeat = ulysses.repeats(kv_heads, jax.lax.axis_size(axes))
     dk, dv = (ulysses.heads_to_seq(x.astype(y.dtype), axes, repeat).astype(y.dtype) for x, y in ((dk, k), (dv, v)))
     return ulysses.heads_to_seq(_scaled(dq.astype(q.dtype)), axes), dk, dv
 

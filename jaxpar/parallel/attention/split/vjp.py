@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxpar.parallel.attention.split import ring, ulysses
-from jaxpar.parallel.attention.split.backend import not_before
 from jaxpar.parallel.attention.split.partition import AttentionPlan, SequenceSplit
 from jaxpar.parallel.attention.split.token_order import into_zigzag
 from jaxpar.parallel.attention.tiled.blockwise import finished, in_blocks, join_blocks, rows_of
@@ -51,7 +50,7 @@ def attend(
 
 
 def _forward(plan: AttentionPlan, q: Any, k: Any, v: Any, segments: Segments, extras: TileArrays) -> Any:
-    repeat = ulysses.repeats(k.shape[2], ulysses.num_devices(plan.heads))
+    repeat = ulysses.repeats(k.shape[2], jax.lax.axis_size(plan.heads))
     exchanged = _exchange(plan, q), _exchange(plan, k, repeat), _exchange(plan, v, repeat)
     split = _split(plan, exchanged, segments, extras)
     q_blocks, *keys = _packed(split, *exchanged)
@@ -67,20 +66,17 @@ def _forward(plan: AttentionPlan, q: Any, k: Any, v: Any, segments: Segments, ex
 
 def _backward(plan: AttentionPlan, kept: Any, gradients: tuple[jax.Array, jax.Array]) -> Any:
     exchanged, gathered_kv, segments, extras, o, lse, kv_heads = kept
-    exchanged, gradients = not_before(plan, (exchanged, gradients), lse)
+    exchanged, gradients = ring.not_before(plan, (exchanged, gradients), lse)
     split, (q, k, v) = _split(plan, exchanged, segments, extras), exchanged
     rows = jax.tree.map(lambda x: _exchange(plan, x), rows_of(o, lse, *gradients))
-    shape = (k.shape[2], q.shape[2] // k.shape[2])
-    rows = jax.tree.map(
-        lambda x: _in_parts(in_blocks(_group_heads(x, *shape), split.blocks[0], 3), split.parts(*shape)), rows
-    )
+    rows = jax.tree.map(lambda x: _packed_rows(split, x, k.shape[2]), rows)
     q_blocks, *keys = _packed(split, q, k, v)
     k_blocks, v_blocks = gathered_kv or keys
     one_step = plan.keys in ("here", "gather")
     found = (ring.one_step_backward if one_step else ring.ring_backward)(split, q_blocks, k_blocks, v_blocks, rows)
     dq = _unpacked(found.q, q.shape[1]).astype(q.dtype)
     dk, dv = (_unpacked(x[:, :, :, :, None], k.shape[1]) for x in (found.k, found.v))
-    repeat = ulysses.repeats(kv_heads, ulysses.num_devices(plan.heads))
+    repeat = ulysses.repeats(kv_heads, jax.lax.axis_size(plan.heads))
     # Gradients of repeated heads are summed after the exchange, so they keep the sums' dtype without kv_grad_dtype.
     narrow = plan.kv_grad_dtype or (found.k.dtype if repeat > 1 else k.dtype)
     dk, dv = (_exchange_back(plan, x.astype(narrow) if plan.heads else x, repeat) for x in (dk, dv))
@@ -120,17 +116,18 @@ def _split(
     return SequenceSplit(plan, q.shape[0], q.shape[1], k.shape[1], segments, extras)
 
 
-def _group_heads(x: jax.Array, kv_heads: int, group: int) -> jax.Array:
-    """Transposes [B, S, H, …] to [B, K, G, S, …]."""
-    return jnp.moveaxis(x.reshape(*x.shape[:2], kv_heads, group, *x.shape[3:]), 1, 3)
+def _packed_rows(split: SequenceSplit, x: jax.Array, kv_heads: int) -> jax.Array:
+    """Returns numbers of queries [B, S, H, …] in blocks [n, P, B, K, G, Q, …]."""
+    group = x.shape[2] // kv_heads
+    grouped = jnp.moveaxis(x.reshape(*x.shape[:2], kv_heads, group, *x.shape[3:]), 1, 3)
+    return _in_parts(in_blocks(grouped, split.blocks[0], 3), split.parts(kv_heads, group))
 
 
 def _packed(split: SequenceSplit, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
     """Returns queries, keys and values in blocks."""
-    kv_heads, group, (rows, columns) = k.shape[2], q.shape[2] // k.shape[2], split.blocks
-    parts = split.parts(kv_heads, group)
-    q = _in_parts(in_blocks(_group_heads(q, kv_heads, group), rows, 3), parts)
-    return q, *(_in_parts(in_blocks(jnp.moveaxis(x, 1, 2), columns, 2), parts) for x in (k, v))
+    parts = split.parts(k.shape[2], q.shape[2] // k.shape[2])
+    keys = (_in_parts(in_blocks(jnp.moveaxis(x, 1, 2), split.blocks[1], 2), parts) for x in (k, v))
+    return _packed_rows(split, q, k.shape[2]), *keys
 
 
 def _in_parts(x: jax.Array, parts: int) -> jax.Array:

@@ -271,11 +271,7 @@ def backward(
         new = tile.backward(rules, own[0], other[0], other[1], _at(*at, i, j), here, own[1], masked)
         add = lambda x, y, n: _put(x, _pick(x, n, part) + y, n, part)
         bias = None if sums.bias is None else _add_bias(sums.bias, new.bias, i, j, part)
-        slopes = (
-            None
-            if sums.slopes is None
-            else _put_part(sums.slopes, _part(sums.slopes, part, len(new.slopes)) + new.slopes, part)
-        )
+        slopes = None if sums.slopes is None else _add_slopes(sums.slopes, new.slopes, part)
         return Gradients(add(sums.q, new.q, i), add(sums.k, new.k, j), add(sums.v, new.v, j), bias, slopes)
 
     return visit(rules, at, extras, q.shape[1], expected, one, sums)
@@ -337,8 +333,8 @@ def _part(slopes: jax.Array, part: Any, heads: int) -> jax.Array:
     return _slice(slopes, _start(part * heads, 0), (heads, slopes.shape[1]))
 
 
-def _put_part(slopes: jax.Array, new: jax.Array, part: Any) -> jax.Array:
-    return _update(slopes, new, _start(part * len(new), 0))
+def _add_slopes(sums: jax.Array, new: jax.Array, part: Any) -> jax.Array:
+    return _update(sums, _part(sums, part, len(new)) + new, _start(part * len(new), 0))
 
 
 def _bias_tile(bias: jax.Array, index: tuple[Any, Any, Any], sizes: tuple[int, int, int]) -> jax.Array:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from jaxpar.parallel.attention.tiled.tile import PAD_SEGMENT
 from jaxpar.utils.scope_facts import matmul_flops_scope
 
 SAVED = "attention"
@@ -40,6 +41,12 @@ def pad(x_BSHD: jax.Array, seq: int, head_dim: int) -> jax.Array:
     """Pads ``x_BSHD`` with zeros to ``seq`` tokens and ``head_dim``."""
     missing = (seq - x_BSHD.shape[1], head_dim - x_BSHD.shape[3])
     return jnp.pad(x_BSHD, ((0, 0), (0, missing[0]), (0, 0), (0, missing[1]))) if any(missing) else x_BSHD
+
+
+def pad_segments(ids_BS: jax.Array, seq: int) -> jax.Array:
+    """Returns segment ids for ``seq`` tokens, with -1 for all padding and :data:`FILL` for filler tokens."""
+    ids = jnp.maximum(ids_BS, PAD_SEGMENT).astype(jnp.int32)
+    return jnp.pad(ids, ((0, 0), (0, seq - ids.shape[1])), constant_values=FILL)
 
 
 def visited(seq: int, block: int) -> int:

@@ -8,8 +8,8 @@ Per-query numbers are then along the lanes, as they are stored, and sums over ke
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -23,6 +23,7 @@ from jaxpar.parallel.attention.tiled.padding import LANES
 from jaxpar.parallel.attention.tiled.tile import FAR, PAD, Gradients, Rows, Sums, TileArrays, TileSpec, Tokens
 
 Mode = Literal["tpu", "interpret"]
+type Seen = Callable[[], jax.Array]
 MASKED, FIRST, LAST, EMPTY, BITS = 1, 2, 4, 8, 4
 """Flag bits of a listed tile, and their number.
 
@@ -55,31 +56,14 @@ def forward(
     visit = visits(*flags(rules, *at, extras), by_row=True)
     if visit is None:
         return sums
-    _, m, batch, kv_heads, group, side = _sizes(q, k)
-    index_maps = _IndexMaps(lambda b, h, _, t: (b, h // group, h % group, t // m, t % m))
-    inputs = [
-        (q, index_maps.of_rows),
-        (k, index_maps.of_columns),
-        (v, index_maps.of_columns),
-        *_position_inputs(index_maps, at),
-    ]
-    carried = [
-        (sums.values, index_maps.of_rows),
-        (_flat(sums.greatest), index_maps.of_rows),
-        (_flat(sums.weights), index_maps.of_rows),
-    ]
-    width = q.shape[-1] + v.shape[-1]
-    scratch = [(v.shape[-1], side), (1, side), (1, side)]
-    values, greatest, weights = _call(
-        functools.partial(_forward_kernel, rules, at[0].segments is not None, extras.prefix is not None),
-        "attend_forward",
-        (batch, kv_heads * group, visit.count),
-        (visit.tiles, _prefixes(extras, batch)),
-        inputs,
-        carried,
-        scratch,
-        _cost(expected, q, k, width),
-        mode,
+    job, side, width = _Job(rules, q, k, at, extras, expected, mode), q.shape[5], v.shape[-1]
+    maps = _maps_by_row(q, k)
+    inputs = [(q, maps.of_rows), (k, maps.of_columns), (v, maps.of_columns)]
+    carried = [(x, maps.of_rows) for x in (sums.values, _flat(sums.greatest), _flat(sums.weights))]
+    scratch = [(width, side), (1, side), (1, side)]
+    products = q.shape[-1] + width
+    values, greatest, weights = job.run(
+        _forward_kernel, "attend_forward", visit, maps, inputs, carried, scratch, products
     )
     return Sums(values, greatest.reshape(sums.greatest.shape), weights.reshape(sums.weights.shape))
 
@@ -106,39 +90,22 @@ def backward(
     by_row, by_column = visits(some, every, by_row=True), visits(some, every, by_row=False, placeholders=True)
     if by_row is None or by_column is None:
         return sums
-    n, m, batch, kv_heads, group, side = _sizes(q, k)
-    length, wide, deep = k.shape[-2], q.shape[-1], v.shape[-1]
-    stats = [_flat(rows.lse), _flat(rows.delta)]
-    segments, prefix = at[0].segments is not None, extras.prefix is not None
+    job, n = _Job(rules, q, k, at, extras, expected, mode), q.shape[0]
+    side, length, wide, deep = q.shape[5], k.shape[-2], q.shape[-1], v.shape[-1]
+    stats = _flat(rows.lse), _flat(rows.delta)
 
-    def inputs(index_maps: _IndexMaps) -> list[Any]:
-        of_queries = [(x, index_maps.of_rows) for x in (q, rows.gradient, *stats)]
-        return [*of_queries, (k, index_maps.of_columns), (v, index_maps.of_columns), *_position_inputs(index_maps, at)]
+    def inputs(maps: _IndexMaps) -> list[Any]:
+        of_queries = [(x, maps.of_rows) for x in (q, rows.gradient, *stats)]
+        return [*of_queries, (k, maps.of_columns), (v, maps.of_columns)]
 
-    index_maps = _IndexMaps(lambda b, h, _, t: (b, h // group, h % group, t // m, t % m))
-    (dq,) = _call(
-        functools.partial(_queries_kernel, rules, segments, prefix),
-        "attend_backward_q",
-        (batch, kv_heads * group, by_row.count),
-        (by_row.tiles, _prefixes(extras, batch)),
-        inputs(index_maps),
-        [(sums.q, index_maps.of_rows)],
-        [(wide, side)],
-        _cost(expected, q, k, 2 * wide + deep),
-        mode,
-    )
-    index_maps = _IndexMaps(lambda b, h, g, t: (b, h, g, t % n, t // n))
-    dk, dv = _call(
-        functools.partial(_keys_kernel, rules, segments, prefix),
-        "attend_backward_kv",
-        (batch, kv_heads, by_column.count, group),
-        (by_column.tiles, _prefixes(extras, batch)),
-        inputs(index_maps),
-        [(sums.k, index_maps.of_columns), (sums.v, index_maps.of_columns)],
-        [(length, wide), (length, deep)],
-        _cost(expected, q, k, 2 * wide + 2 * deep),
-        mode,
-        write_only=True,
+    maps = _maps_by_row(q, k)
+    carried, scratch = [(sums.q, maps.of_rows)], [(wide, side)]
+    (dq,) = job.run(_queries_kernel, "attend_backward_q", by_row, maps, inputs(maps), carried, scratch, 2 * wide + deep)
+    maps = _IndexMaps(lambda b, h, g, t: (b, h, g, t % n, t // n))
+    carried, scratch = [(sums.k, maps.of_columns), (sums.v, maps.of_columns)], [(length, wide), (length, deep)]
+    products = 2 * wide + 2 * deep
+    dk, dv = job.run(
+        _keys_kernel, "attend_backward_kv", by_column, maps, inputs(maps), carried, scratch, products, new=True
     )
     return sums._replace(q=dq, k=dk, v=dv)
 
@@ -210,8 +177,10 @@ def _position_inputs(index_maps: _IndexMaps, at: tuple[Tokens, Tokens]) -> list[
     return [(jnp.asarray(x, jnp.int32), index) for x, index in found]
 
 
-def _prefixes(extras: TileArrays, batch: int) -> jax.Array:
-    return jnp.broadcast_to(0 if extras.prefix is None else extras.prefix, (batch,)).astype(jnp.int32)
+def _maps_by_row(q: jax.Array, k: jax.Array) -> _IndexMaps:
+    """Returns the index maps of a list of tiles in rows, with one step for each query head."""
+    group, columns = q.shape[4], k.shape[0]
+    return _IndexMaps(lambda b, h, _, t: (b, h // group, h % group, t // columns, t % columns))
 
 
 def _flat(x: jax.Array) -> jax.Array:
@@ -219,59 +188,88 @@ def _flat(x: jax.Array) -> jax.Array:
     return x[..., None, :]
 
 
-def _sizes(q: jax.Array, k: jax.Array) -> tuple[int, ...]:
-    n, _, batch, kv_heads, group, side, _ = q.shape
-    return n, k.shape[0], batch, kv_heads, group, side
+@dataclass(frozen=True)
+class _Job:
+    """The arguments that the kernels of a pass share, as :func:`forward` and :func:`backward` receive them."""
 
+    rules: TileSpec
+    q: jax.Array
+    k: jax.Array
+    at: tuple[Tokens, Tokens]
+    extras: TileArrays
+    expected: Expected
+    mode: Mode
 
-def _cost(expected: Expected, q: jax.Array, k: jax.Array, width: int) -> pl.CostEstimate | None:
-    """Returns the cost of the average number of tiles, with ``width`` summed over all matmuls; audits read it too."""
-    if expected is None:
-        return None
-    _, _, batch, kv_heads, group, side, _ = q.shape
-    scores = sum(expected) * batch * kv_heads * group * side * k.shape[-2]
-    moved = sum(expected) * batch * kv_heads * group * k.shape[-2] * width * k.dtype.itemsize
-    return pl.CostEstimate(flops=2 * scores * width, bytes_accessed=moved, transcendentals=scores)
+    def run(
+        self,
+        kernel: Callable[..., None],
+        name: str,
+        visit: Visit,
+        maps: _IndexMaps,
+        inputs: Sequence[tuple[jax.Array, Any]],
+        carried: Sequence[tuple[jax.Array, Any]],
+        scratch: Sequence[tuple[int, int]],
+        products: int,
+        *,
+        new: bool = False,
+    ) -> Sequence[jax.Array]:
+        """Runs a kernel and returns ``carried`` updated in place; with ``new``, new arrays of the same shapes.
 
+        Args:
+          kernel: computes a tile, from the rules, the tile's list entry, a function that computes its mask, the refs of
+            ``inputs``, and those of ``carried`` and ``scratch``.
+          name: its name.
+          visit: the tiles to visit.
+          maps: the index maps of positions and segments.
+          inputs, carried: arrays and their index maps.
+          scratch: shapes of the sums in vector memory.
+          products: the contracted and the resulting sizes of all matmuls of a tile, summed.
+          new: whether the kernel only writes ``carried``; its last grid dim is then the query heads of a key head.
+        """
+        _, _, batch, kv_heads, group, _, _ = self.q.shape
+        prefix = self.extras.prefix
+        prefixes = jnp.broadcast_to(0 if prefix is None else prefix, (batch,)).astype(jnp.int32)
+        grid = (batch, kv_heads, visit.count, group) if new else (batch, kv_heads * group, visit.count)
+        positions, read = _position_inputs(maps, self.at), () if new else carried
+        arrays = (*inputs, *positions, *read)
 
-def _call(
-    kernel: Callable[..., None],
-    name: str,
-    grid: tuple[Any, ...],
-    scalars: tuple[jax.Array, jax.Array],
-    inputs: Sequence[tuple[jax.Array, Any]],
-    carried: Sequence[tuple[jax.Array, Any]],
-    scratch: Sequence[tuple[int, int]],
-    cost: pl.CostEstimate | None,
-    mode: Mode,
-    *,
-    write_only: bool = False,
-) -> Sequence[jax.Array]:
-    """Runs the kernel and returns ``carried`` updated in place; with ``write_only``, new arrays of the same shapes."""
+        def body(tiles: Any, prefixes: Any, *refs: Any) -> None:
+            length = None if prefix is None else prefixes[pl.program_id(0)]
+            at = refs[len(inputs) : len(inputs) + len(positions)]
+            seen = lambda: _seen(self.rules, at, length)
+            kernel(self.rules, tiles[pl.program_id(2)], seen, refs[: len(inputs)], refs[len(inputs) + len(at) :])
 
-    def spec(x: jax.Array, index: Any) -> pl.BlockSpec:
-        # A block has the full last two dims and one element of each other dim.
-        return pl.BlockSpec((*(None,) * (x.ndim - 2), *x.shape[-2:]), index)
+        def spec(x: jax.Array, index: Any) -> pl.BlockSpec:
+            # A block has the full last two dims and one element of each other dim.
+            return pl.BlockSpec((*(None,) * (x.ndim - 2), *x.shape[-2:]), index)
 
-    parallel: Any = ("parallel", "parallel", *("arbitrary",) * (len(grid) - 2))
-    first, read = len(scalars) + len(inputs), () if write_only else carried
-    call = pl.pallas_call(
-        kernel,
-        name=name,
-        out_shape=[_alike(x) for x, _ in carried],
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(scalars),
-            grid=grid,
-            in_specs=[spec(*x) for x in (*inputs, *read)],
-            out_specs=[spec(*x) for x in carried],
-            scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
-        ),
-        input_output_aliases={first + n: n for n in range(len(read))},
-        compiler_params=pltpu.CompilerParams(dimension_semantics=parallel),
-        cost_estimate=cost,
-        interpret=mode == "interpret",
-    )
-    return call(*scalars, *(x for x, _ in (*inputs, *read)))
+        semantics: Any = ("parallel", "parallel", *("arbitrary",) * (len(grid) - 2))
+        call = pl.pallas_call(
+            body,
+            name=name,
+            out_shape=[_alike(x) for x, _ in carried],
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=2,
+                grid=grid,
+                in_specs=[spec(*x) for x in arrays],
+                out_specs=[spec(*x) for x in carried],
+                scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
+            ),
+            input_output_aliases={2 + len(arrays) - len(read) + n: n for n in range(len(read))},
+            compiler_params=pltpu.CompilerParams(dimension_semantics=semantics),
+            cost_estimate=self._cost(products),
+            interpret=self.mode == "interpret",
+        )
+        return call(visit.tiles, prefixes, *(x for x, _ in arrays))
+
+    def _cost(self, products: int) -> pl.CostEstimate | None:
+        """Returns the cost of the average number of tiles; audits read it too."""
+        if self.expected is None:
+            return None
+        _, _, batch, kv_heads, group, side, _ = self.q.shape
+        rows = sum(self.expected) * batch * kv_heads * group * self.k.shape[-2]
+        moved = rows * products * self.k.dtype.itemsize
+        return pl.CostEstimate(flops=2 * rows * side * products, bytes_accessed=moved, transcendentals=rows * side)
 
 
 def _alike(x: jax.Array) -> jax.ShapeDtypeStruct:
@@ -309,25 +307,14 @@ def _as_column(x: jax.Array) -> jax.Array:
     return jnp.swapaxes(jnp.broadcast_to(x, (LANES, x.shape[1])), 0, 1)[:, :1]
 
 
-def _tile(
-    rules: TileSpec, segments: bool, prefix: bool, scalars: Sequence[Any], refs: Sequence[Any]
-) -> tuple[Any, Callable[[], jax.Array], list[Any]]:
-    """Returns a tile's list entry, a function that computes its mask, and the refs after positions and segments."""
-    tiles, prefixes = scalars
-    many = 4 if segments else 2
-    length = prefixes[pl.program_id(0)] if prefix else None
-    return tiles[pl.program_id(2)], lambda: _seen(rules, refs[:many], length), list(refs[many:])
-
-
 def _run_tile(tile_flags: Any, tile: Callable[[bool], None]) -> None:
     """Runs ``tile(masked)`` according to the flags of a tile, or nothing for a placeholder."""
     pl.when(tile_flags & (MASKED | EMPTY) == MASKED)(lambda: tile(True))
     pl.when(tile_flags & MASKED == 0)(lambda: tile(False))
 
 
-def _forward_kernel(rules: TileSpec, segments: bool, prefix: bool, *refs: Any) -> None:
-    q, k, v = refs[2:5]
-    tile_flags, seen, rest = _tile(rules, segments, prefix, refs[:2], refs[5:])
+def _forward_kernel(rules: TileSpec, tile_flags: Any, seen: Seen, of_tile: Any, rest: Any) -> None:
+    q, k, v = of_tile
     values_in, greatest_in, weights_in, values_out, greatest_out, weights_out, values, greatest, weights = rest
 
     @pl.when(tile_flags & FIRST != 0)
@@ -367,9 +354,8 @@ def _weights(rules: TileSpec, refs: Sequence[Any], visible: Any) -> tuple[jax.Ar
     return p, (ds * rules.scale).astype(q.dtype)
 
 
-def _queries_kernel(rules: TileSpec, segments: bool, prefix: bool, *refs: Any) -> None:
-    of_tile = refs[2:8]
-    tile_flags, seen, (before, after, sums) = _tile(rules, segments, prefix, refs[:2], refs[8:])
+def _queries_kernel(rules: TileSpec, tile_flags: Any, seen: Seen, of_tile: Any, rest: Any) -> None:
+    before, after, sums = rest
 
     @pl.when(tile_flags & FIRST != 0)
     def _() -> None:
@@ -386,9 +372,7 @@ def _queries_kernel(rules: TileSpec, segments: bool, prefix: bool, *refs: Any) -
         after[...] = before[...] + jnp.swapaxes(sums[...], 0, 1)
 
 
-def _keys_kernel(rules: TileSpec, segments: bool, prefix: bool, *refs: Any) -> None:
-    of_tile = refs[2:8]
-    tile_flags, seen, rest = _tile(rules, segments, prefix, refs[:2], refs[8:])
+def _keys_kernel(rules: TileSpec, tile_flags: Any, seen: Seen, of_tile: Any, rest: Any) -> None:
     k_after, v_after, k_sums, v_sums = rest
     head, heads = pl.program_id(3), pl.num_programs(3)
 
