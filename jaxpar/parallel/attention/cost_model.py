@@ -154,19 +154,17 @@ def cost(
         hops = tuple(h for h in range(parts.ring_size) if h == 0 or not request.hops or done[:, h].any())
         path = np.array([done.sum(1).max()]) if impl == "gather" else done.max(0)[list(hops)]
     ring_size = parts.ring_size
-    sent = parts.exchanged * (parts.exchange_size - 1) / parts.exchange_size
+    exchanged = parts.exchanged * (parts.exchange_size - 1) / parts.exchange_size
     # Reordering moves q, o, k, v and all their gradients; the gradients of k and v have the dtype of the sums.
     moved = 4 * parts.queries + parts.keys * (1 + 4 / min(4, q.dtype.itemsize)) if relay else 0.0
     pairs = zigzag_pairs(ring_size) if relay else ()
     leaving = [sum(a != b for a, b in some) / ring_size for some in pairs]
-    sent += sum(moved / 2 * share for share in leaving)
+    sent = exchanged + sum(moved / 2 * share for share in leaving)
     sent += (ring_size - 1 if impl == "gather" else len(hops) - 1) * (2 * parts.keys + parts.gradients)
     if links is None:
         return Cost(sent)
     flops = 2 * parts.per_score / _rate(links, q.dtype.itemsize)
-    exposed = links.seconds(
-        "all-to-all", parts.heads, parts.exchanged * (parts.exchange_size - 1) / parts.exchange_size
-    )
+    exposed = links.seconds("all-to-all", parts.heads, exchanged)
     exposed += sum(links.permute(parts.ring, moved / 2, some) for some in pairs)
     if impl == "gather":
         gathers = links.seconds("all-gather", parts.ring, 2 * (ring_size - 1) * parts.keys)

@@ -280,12 +280,10 @@ class _SplitPlan:
                 f"use the rules residual_seq: model and heads: model, or seq: context, or set overlap: {{ways: 1}}."
             )
         if count > 1 and self.dim == "seq" and (self.seq or not self.permute_axes) and self.layout.mesh.size > 1:
-            split = ", ".join(f"{axis} {self.layout.sizes[axis]}" for axis in self.seq)
-            why = (
-                f"the rules shard 'seq' over {split}, and attention gathers these tokens itself"
-                if split
-                else "the rules shard 'residual_seq' over no axis besides those of 'seq' and 'batch'"
-            )
+            why = "the rules shard 'residual_seq' over no axis besides those of 'seq' and 'batch'"
+            if self.seq:
+                split = ", ".join(f"{axis} {self.layout.sizes[axis]}" for axis in self.seq)
+                why = f"the rules shard 'seq' over {split}, and attention gathers these tokens itself"
             raise ConfigError(
                 f"overlap.ways is {count} and overlap.dim is 'seq', but {why}. Remedy: use the rules residual_seq: "
                 f"model, heads: model and seq: null, or set overlap.dim: batch."

@@ -110,11 +110,9 @@ def sharded_dot(
     """
     for w, dims in weights:
         if w.shape[:summed] != x.shape[x.ndim - summed :]:
-            which = (
-                "its first dim must be as large as the last dim"
-                if summed == 1
-                else f"its first {summed} dims must be as large as the last {summed} dims"
-            )
+            which = "its first dim must be as large as the last dim"
+            if summed > 1:
+                which = f"its first {summed} dims must be as large as the last {summed} dims"
             raise LayoutError(
                 f"sharded_dot(): the weight {dims} of shape {w.shape} cannot multiply x of shape {x.shape}: {which} of "
                 f"x. Remedy: transpose the weight, or pass the input that it belongs to."

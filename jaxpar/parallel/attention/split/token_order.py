@@ -126,9 +126,8 @@ def check(order: str, length: int, ways: int, what: str = "seq") -> None:
     parts = 2 * ways if order == "zigzag" and ways > 1 else ways
     if length % parts:
         more = -length % parts
-        other = (
-            f", or order='striped', which requires a multiple of {ways}" if parts > ways and not length % ways else ""
-        )
+        striped = f", or order='striped', which requires a multiple of {ways}"
+        other = striped if parts > ways and not length % ways else ""
         raise LayoutError(
             f"attention: {what} has {length} tokens, but order {order!r} over {ways} devices requires a multiple of "
             f"{parts}. Remedy: use pad=True (adds {more} masked tokens){other}."

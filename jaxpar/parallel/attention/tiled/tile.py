@@ -176,10 +176,8 @@ def kept(rules: TileSpec, at: tuple[Tokens, Tokens], extras: TileArrays, shape: 
     """
     batch, kv_heads, group, rows, columns = shape
     sequences, first_head = extras.numbers
-    counts = (
-        jnp.broadcast_to(at[0].positions[:, None], (rows, columns)),
-        jnp.broadcast_to(at[1].positions[None, :], (rows, columns)),
-    )
+    positions = at[0].positions[:, None], at[1].positions[None, :]
+    counts = [jnp.broadcast_to(x, (rows, columns)) for x in positions]
     count = jnp.concatenate([x.astype(jnp.uint32).ravel() for x in counts])
 
     def draw(key: jax.Array, sequence: jax.Array, head: jax.Array) -> jax.Array:

@@ -166,14 +166,11 @@ class _IndexMaps:
         self.column_of_batch = index(lambda b, h, g, i, j: (j, b, 0, 0))
 
 
-def _position_inputs(index_maps: _IndexMaps, at: tuple[Tokens, Tokens]) -> list[Any]:
+def _position_inputs(maps: _IndexMaps, at: tuple[Tokens, Tokens]) -> list[Any]:
     rows, columns = at
-    found = [(rows.positions[:, None], index_maps.row), (columns.positions[:, None], index_maps.column)]
+    found = [(rows.positions[:, None], maps.row), (columns.positions[:, None], maps.column)]
     if rows.segments is not None:
-        found += [
-            (rows.segments[:, :, None], index_maps.row_of_batch),
-            (columns.segments[:, :, None], index_maps.column_of_batch),
-        ]
+        found += [(rows.segments[:, :, None], maps.row_of_batch), (columns.segments[:, :, None], maps.column_of_batch)]
     return [(jnp.asarray(x, jnp.int32), index) for x, index in found]
 
 
