@@ -21,7 +21,7 @@ from jaxpar.errors import JaxparError, LayoutError, NoLayoutError, did_you_mean,
 from jaxpar.sharding import messages
 from jaxpar.sharding.mesh import AXES, MeshSpec
 from jaxpar.sharding.resolve import Resolved, resolve
-from jaxpar.sharding.rules import Axes, Rules
+from jaxpar.sharding.rules import Rules
 from jaxpar.utils.call_site import call_site
 from jaxpar.utils.contexts import ambient_layout, hint_observer
 from jaxpar.utils.yaml_config import build, load_yaml
@@ -197,16 +197,6 @@ def to_spec(resolved: Resolved) -> PartitionSpec:
     return PartitionSpec(*resolved.axes)
 
 
-def axes_of_spec(spec: Iterable[Any], rank: int) -> tuple[Axes, ...]:
-    """Returns a ``PartitionSpec`` as a tuple of axes for each of ``rank`` dims.
-
-    >>> axes_of_spec(("data", None, ("a", "b")), 4)
-    (('data',), (), ('a', 'b'), ())
-    """
-    axes = [() if a is None else (a,) if isinstance(a, str) else tuple(a) if isinstance(a, tuple) else () for a in spec]
-    return (*axes, *[()] * (rank - len(axes)))
-
-
 def current_layout() -> Layout:
     """Returns the ambient layout.
 
@@ -327,12 +317,6 @@ def with_sharding(mesh: Mesh | AbstractMesh, x: Any, spec: PartitionSpec) -> Any
     # With Explicit axes with_sharding_constraint only asserts; with Auto axes reshard raises.
     explicit = AxisType.Explicit in mesh.axis_types
     return jax.sharding.reshard(x, sharding) if explicit else jax.lax.with_sharding_constraint(x, sharding)
-
-
-def axes_of(layout: Layout, dim: str) -> Axes:
-    """Returns the mesh axes, of a size above 1, that shard a logical dim; none if the rules do not know it."""
-    resolved = layout.resolve((dim,))
-    return () if resolved.problems else resolved.axes[0]
 
 
 def manual_axes(layout: Layout, axes: Iterable[str], *, but: Container[str] = ()) -> set[str]:

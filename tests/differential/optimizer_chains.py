@@ -123,7 +123,7 @@ def searches(case: Any) -> bool:
 
 
 def dtype_of(case: Any) -> Any:
-    """fp64 for a line search: differences between losses that are nearly equal amplify fp32's rounding without bound."""
+    """fp64 for a line search: differences between losses that are nearly equal amplify fp32's rounding."""
     return np.float64 if searches(case) else np.float32
 
 

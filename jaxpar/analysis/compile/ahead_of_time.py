@@ -32,7 +32,7 @@ from jaxpar.parallel.collectives.bucketing import CollectiveFusion
 from jaxpar.parallel.offload.placement import KIND
 from jaxpar.parallel.pipeline.options import Asynchronous
 from jaxpar.sharding.hardware.topology import Topology
-from jaxpar.sharding.layout import Layout, axes_of_spec
+from jaxpar.sharding.layout import Layout
 from jaxpar.training.asynchronous.step import pipedream_train_step
 from jaxpar.training.disk_step import gradient_step
 from jaxpar.training.model import MakeModel, Tagged

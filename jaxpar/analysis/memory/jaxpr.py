@@ -16,7 +16,6 @@ from jax.extend.core import Literal
 from jaxpar.analysis.memory.propagate import Spec, UnknownSharding, propagate, without
 from jaxpar.analysis.units import axes_of_dims, device_bytes, shard_count
 from jaxpar.parallel.zero.sharded_matmul import GATHERED
-from jaxpar.sharding.layout import axes_of_spec
 
 _OPENED = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr", "remat2": "jaxpr"}
 _OPENED |= {"eval_jaxpr": "call_jaxpr"}  # jax 0.12's name of a closed call

@@ -16,7 +16,8 @@ from jaxpar.parallel.attention.dropout import manual_axes_of
 from jaxpar.parallel.attention.options import IMPLS, KV_GRAD_DTYPES, Impl
 from jaxpar.parallel.attention.select import select_here
 from jaxpar.parallel.attention.split.token_order import ORDERS, permutation
-from jaxpar.sharding.layout import axes_of, current_layout
+from jaxpar.parallel.collectives.gather_reduce import axes_of
+from jaxpar.sharding.layout import current_layout
 from jaxpar.sharding.rules import Axes
 from jaxpar.utils.checks import is_count
 

@@ -16,7 +16,7 @@ from jaxpar.errors import LayoutError
 from jaxpar.parallel.collectives import hierarchical, quantized
 from jaxpar.parallel.precision.policy import INT8, Precision
 from jaxpar.sharding.hardware.topology import platform_of
-from jaxpar.sharding.layout import Layout, axes_of, current_layout
+from jaxpar.sharding.layout import Layout, current_layout
 from jaxpar.sharding.resolve import Resolved
 from jaxpar.sharding.rules import Axes
 from jaxpar.utils.arrays import at_least_fp32
@@ -60,6 +60,12 @@ def batch_axes(layout: Layout) -> Axes:
             "none. Remedy: add it, such as batch='data'."
         )
     return resolved.axes[0]
+
+
+def axes_of(layout: Layout, dim: str) -> Axes:
+    """Returns the mesh axes, of a size above 1, that shard a logical dim; none if the rules do not know it."""
+    resolved = layout.resolve((dim,))
+    return () if resolved.problems else resolved.axes[0]
 
 
 def seq_axes(layout: Layout) -> Axes:

@@ -30,13 +30,13 @@ from jax.sharding import PartitionSpec
 from jaxpar.errors import ConfigError, LayoutError, ModelError, did_you_mean, listing
 from jaxpar.parallel.batch_rows import batch_rows, numbering, row_numbers, rows_wanted
 from jaxpar.parallel.collectives import gather_reduce
-from jaxpar.parallel.collectives.gather_reduce import Parts
+from jaxpar.parallel.collectives.gather_reduce import Parts, axes_of, seq_axes
 from jaxpar.parallel.overlap.branches import Branch, interleave_branches
 from jaxpar.parallel.overlap.permute_collectives import ppermute_all_gather, ppermute_reduce_scatter
 from jaxpar.parallel.zero.sharded_matmul import GATHERED
 from jaxpar.sharding.hardware.links import links_of
 from jaxpar.sharding.hardware.topology import platform_of
-from jaxpar.sharding.layout import Layout, axes_of, current_layout, hint, manual_axes
+from jaxpar.sharding.layout import Layout, current_layout, hint, manual_axes
 from jaxpar.sharding.resolve import resolve
 from jaxpar.sharding.rules import Axes
 from jaxpar.utils.arrays import at_least_fp32
@@ -264,7 +264,7 @@ class _SplitPlan:
 
     @classmethod
     def of(cls, layout: Layout, dim: Cut, *, with_permutes: bool) -> _SplitPlan:
-        rows, seq, residual = axes_of(layout, "batch"), gather_reduce.seq_axes(layout), axes_of(layout, "residual_seq")
+        rows, seq, residual = axes_of(layout, "batch"), seq_axes(layout), axes_of(layout, "residual_seq")
         manual = jax.sharding.get_abstract_mesh().manual_axes
         free = lambda axes: tuple(axis for axis in axes if axis not in manual)
         permute_axes = tuple(axis for axis in residual if axis not in (*seq, *rows))

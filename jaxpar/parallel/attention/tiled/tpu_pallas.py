@@ -145,8 +145,8 @@ class _IndexMaps:
     """Index maps of a kernel's arrays: which block a step of the grid reads.
 
     Args:
-      tile: returns (sequence, key head, query head of it, row, column) from the grid's sequence and heads and the number
-        of a tile.
+      tile: returns (sequence, key head, query head of it, row, column) from the grid's sequence and heads and the
+        number of a tile.
     """
 
     def __init__(self, tile: Callable[..., tuple[Any, ...]]) -> None:
