@@ -300,8 +300,8 @@ class SuperviseConfig:
       compile_timeout: the same for everything before the first step (start, restore, compile) and after the last.
       restarts: maximum number of restarts, each from the newest checkpoint.
       restart_delay: seconds before the first restart; doubles with each restart.
-      elastic: after a process is lost, continue with the remaining processes, or with as many of them as fit the
-        layout.
+      elastic: after a process of this host or of Ray is lost, continue with the remaining processes, or with as many
+        of them as fit the layout.
       resources: Ray resources of each process, with ``--ray``: ``{CPU: 4, GPU: 1}``.
     """
 

@@ -54,6 +54,8 @@ class Local:
 
     Args:
       logs: the folder of the logs, created if missing.
+      first: rank of the first process here.
+      total: number of processes on all hosts; by default those that are started here.
       coordinator: ``HOST:PORT`` of process 0; by default a free port of the loopback interface.
       variables: changes to a process's environment, by its index among those started here; ``None`` removes a variable.
       console: whether process 0 writes to standard output; if false, to its log as the others do.
@@ -66,6 +68,8 @@ class Local:
         self,
         logs: Path,
         *,
+        first: int = 0,
+        total: int | None = None,
         coordinator: str | None = None,
         variables: Callable[[int], Mapping[str, str | None]] = lambda index: {},
         console: bool = True,
@@ -73,31 +77,27 @@ class Local:
         stdin: IO[bytes] | None = None,
         grace: float = 2.0,
     ):
-        self._logs, self._coordinator = logs, coordinator
+        self._logs, self._first, self._total, self._coordinator = logs, first, total, coordinator
         self._grace, self._variables = grace, variables
         self._running: dict[int, _Child] = {}
-        self._bind: dict[str, str] = {}
         self._fresh, self._console, self._stdin = not append, console, stdin
         self.peers: list[Peer] = []
 
-    def start(self, command: Command, count: int, *, first: int = 0, total: int | None = None) -> None:
+    def start(self, command: Command, count: int) -> None:
         """Start ``count`` processes.
-
-        Args:
-          first, total: rank of the first process, and number of processes on all hosts; by default these are all.
 
         Raises:
           LaunchError: the coordinator's port is in use, or a program cannot be started.
         """
         self._logs.mkdir(parents=True, exist_ok=True)
-        total = total or count
+        first, total = self._first, self._total or count
         address = self._coordinator or f"{LOOPBACK}:{free_port()}"
         if self._coordinator is not None and first == 0 and total > 1:
             check_free(self._coordinator)
         mode, self._fresh, self.peers = ("w" if self._fresh else "a"), False, []
         try:
             for rank in range(first, first + count):
-                changed = {**os.environ, **self._bind, **self._variables(rank - first)}
+                changed = {**os.environ, **self._variables(rank - first)}
                 environ = {name: text for name, text in changed.items() if text is not None}
                 with self.log(rank).open(mode, encoding="utf-8") as log:
                     self._running[rank] = _Child(
@@ -111,13 +111,6 @@ class Local:
         except OSError as error:
             self.end()
             raise LaunchError(f"process {rank} of {total} cannot be started: {error}.") from error
-
-    def move(self, coordinator: str) -> None:
-        """Set the address of process 0, ``HOST:PORT``, for the next start."""
-        if coordinator != self._coordinator and (bind := os.environ.get(BIND)):
-            host, colon, _ = bind.rpartition(":")
-            self._bind = {BIND: f"{host}{colon}{split_address(coordinator)[1]}"}
-        self._coordinator = coordinator
 
     def log(self, rank: int) -> Path:
         """The log file of a process."""

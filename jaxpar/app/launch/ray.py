@@ -31,9 +31,12 @@ _NEAR = "127.0.0.2" if sys.platform == "linux" else LOOPBACK
 class RayWorker:
     """The actor: runs one process, and returns its state and its output; ``again`` appends to its log."""
 
-    def __init__(self, rank: int, logs: str, folder: str, variables: Mapping[str, str | None], *, again: bool):
+    def __init__(
+        self, rank: int, total: int, logs: str, folder: str, variables: Mapping[str, str | None], *, again: bool
+    ):
         os.chdir(folder)
-        self._group = Local(Path(logs), variables=lambda index: variables, console=False, append=again)
+        keep: dict[str, Any] = {"console": False, "append": again}
+        self._group = Local(Path(logs), first=rank, total=total, variables=lambda index: variables, **keep)
         self._rank, self._log = rank, self._group.log(rank)
         self._read = self._log.stat().st_size if again and self._log.exists() else 0
 
@@ -44,10 +47,10 @@ class RayWorker:
         host = str(ray.util.get_node_ip_address())
         return f"{host}:{free_port(host)}"
 
-    def start(self, command: Sequence[str], total: int) -> None:
+    def start(self, command: Sequence[str]) -> None:
         """Start the process."""
         # `command` already contains the coordinator's address, which is on process 0's node.
-        self._group.start(lambda rank, total, address: command, 1, first=self._rank, total=total)
+        self._group.start(lambda rank, total, address: command, 1)
 
     def poll(self, seconds: float) -> tuple[dict[str, Any], str]:
         """Returns the state of the process, with times as ages in seconds, and for process 0 its new output."""
@@ -139,12 +142,12 @@ class RayGroup:
         place = str(self._logs), os.getcwd()
         for rank in range(count):
             variables = {**carried, **self._variables(rank)}
-            self._members[rank] = actor.remote(rank, *place, variables, again=self._again)
+            self._members[rank] = actor.remote(rank, count, *place, variables, again=self._again)
         try:
             requests = [member.address.remote() for member in self._members.values()]
             addresses = self._ray.get(requests, timeout=self._patience)
             commands = [list(command(rank, count, addresses[0])) for rank in range(count)]
-            starts = [member.start.remote(commands[rank], count) for rank, member in self._members.items()]
+            starts = [member.start.remote(commands[rank]) for rank, member in self._members.items()]
             self._ray.get(starts, timeout=self._patience)
         except self._ray.exceptions.GetTimeoutError as error:
             self.end()

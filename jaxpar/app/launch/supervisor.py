@@ -62,7 +62,7 @@ class Supervisor:
         none), and a text about it.
       tell: called with each line for the user.
       causes: receives the cause of each failure.
-      signals: receives the signals.
+      total: number of processes on all hosts, if others run elsewhere.
 
     >>> import sys, tempfile
     >>> from pathlib import Path
@@ -83,23 +83,18 @@ class Supervisor:
     refit: Callable[[int], tuple[int, str]] = lambda count: (count, "")
     tell: Callable[[str], None] = print
     causes: list[Cause] = field(default_factory=list)
-    signals: list[int] = field(default_factory=list)
+    total: int | None = None
 
-    def run(self, after: Cause | None = None) -> int:
+    def run(self) -> int:
         """Run the group to its end and return the exit status.
-
-        Args:
-          after: why the group has already ended once, under another supervisor.
 
         Returns:
           0 if every process succeeded, also after a signal (unless ``policy.signalled``), else 1.
         """
         began, first = time.monotonic(), self.count
+        self.signals: list[int] = []
         with listening(self.signals):
-            while True:
-                found, after = after or self._attempt(), None
-                if found is None:
-                    break
+            while (found := self._attempt()) is not None:
                 self.causes.append(found)
                 if not self._again(found):
                     break
@@ -129,7 +124,7 @@ class Supervisor:
                     self.group.pass_on(number)
                 if all(peer.code == 0 for peer in self.group.peers):
                     return None
-                found = cause(self.group.peers, self.count, allowance, time.monotonic())
+                found = cause(self.group.peers, self.total or self.count, allowance, time.monotonic())
                 if found is not None and not found.sure:
                     unsure = time.monotonic() if unsure is None else unsure
                     all_over = all(peer.ended for peer in self.group.peers)

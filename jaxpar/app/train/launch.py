@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import sys
@@ -14,7 +15,6 @@ from typing import IO, Any
 from jaxpar.app.config import Loaded, RunConfig, load_run
 from jaxpar.app.launch import device_assignment, heartbeat
 from jaxpar.app.launch.cluster_detection import Cluster, detect
-from jaxpar.app.launch.host_supervisor import Member
 from jaxpar.app.launch.join import ProcessPlace, join, place_of
 from jaxpar.app.launch.peers import Cause
 from jaxpar.app.launch.process_group import Command, Local, ProcessGroup
@@ -103,7 +103,7 @@ def set_up_devices(config: RunConfig, cluster: ProcessPlace | Cluster | None) ->
     from jaxpar.utils.simulate_devices import prefer_accelerators
 
     if cluster is not None:
-        # Only jax tells the supervisors of other hosts that a host is gone.
+        # Only jax tells the processes of other hosts that a host is gone.
         join(cluster, heartbeat=max(10, min(100, int(config.supervise.step_timeout))))
     count = 1 if cluster is None else cluster.count or 1
     if config.cpu_devices is not None:
@@ -202,15 +202,19 @@ def supervise(
 
         return command
 
-    group = _group(run, options, real, each, task)
+    over_hosts = total if total != count else None
+    if over_hosts is not None:
+        if policy.restarts:
+            task.tell(
+                f"{total - count} of {total} processes run on other hosts, so a failure ends the processes of every "
+                "host, and whatever started them restarts them all"
+            )
+        policy = dataclasses.replace(policy, restarts=None)
+    group = _group(run, options, real, each, task, (first, over_hosts))
     latest, refit = functools.partial(_latest, run), functools.partial(device_assignment.refit, each=each, reason=fits)
-    if isinstance(group, Local) and options.coordinator is not None and total != count:
-        folder = Path(run.output) / "leader" if policy.elastic else None
-        place = (first, count, total)
-        return Member(group, command_of, *place, options.coordinator, policy, latest, refit, folder, task.tell).run()
     causes: list[Cause] = []
     again = lambda rank, total, address: command_of(bool(causes))(rank, total, address)
-    return Supervisor(group, again, count, policy, latest, refit, task.tell, causes=causes).run()
+    return Supervisor(group, again, count, policy, latest, refit, task.tell, causes, over_hosts).run()
 
 
 def _check_hosts(count: int, total: int, first: int, options: LaunchOptions) -> None:
@@ -265,7 +269,10 @@ def _misfit(loaded: Loaded, batch: int, count: int, *, each: int) -> str | None:
     return device_assignment.misfit(count, each, batch, layout["mesh"] or {}, layout["rules"] or {}, zero.mesh)
 
 
-def _group(run: RunConfig, options: LaunchOptions, real: list[str], each: int, task: Task) -> ProcessGroup:
+def _group(
+    run: RunConfig, options: LaunchOptions, real: list[str], each: int, task: Task, place: tuple[int, int | None]
+) -> ProcessGroup:
+    (first, total), coordinator = place, options.coordinator
     logs = task.logs or Path(run.output) / "logs"
 
     def variables(index: int) -> dict[str, str | None]:
@@ -280,7 +287,7 @@ def _group(run: RunConfig, options: LaunchOptions, real: list[str], each: int, t
         from jaxpar.app.launch.ray import RayGroup
 
         return RayGroup(logs, variables=variables, resources=dict(run.supervise.resources))
-    return Local(logs, coordinator=options.coordinator, variables=variables, stdin=task.stdin)
+    return Local(logs, first=first, total=total, coordinator=coordinator, variables=variables, stdin=task.stdin)
 
 
 def _latest(run: RunConfig) -> int | None:

@@ -158,6 +158,17 @@ def test_an_error_that_would_come_again_is_not_tried_again(tmp_path: Path) -> No
     ]
 
 
+def test_of_several_hosts_each_names_its_processes_by_their_rank_of_all(tmp_path: Path) -> None:
+    """Ranks 2 and 3 of 4; another host runs the others, so nothing is restarted here."""
+    lines: list[str] = []
+    script = CHILD + "say(step=5)\nif rank == 3: die()\ntime.sleep(60)"
+    command = lambda rank, total, address: [sys.executable, "-S", "-c", script, str(rank), "1", f"{address} {total}"]
+    group = Local(tmp_path, first=2, total=4, coordinator="127.0.0.1:1234", grace=0.5)
+    assert Supervisor(group, command, 2, Policy(restarts=None), tell=lines.append, total=4).run() == 1
+    assert lines == ["process 3 of 4 was killed by SIGKILL after step 5"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["process-2.log", "process-3.log"]
+
+
 def test_elastic_goes_on_with_those_that_remain_and_fit(tmp_path: Path) -> None:
     run = Run(tmp_path, "if attempt == 1:\n  die() if rank == 3 else time.sleep(60)", 4, elastic=True)
     asked: list[int] = []
