@@ -101,7 +101,6 @@ MODES = {
     "fp16 with a scale": Mode(plain, {"data": 2}, {"precision": "fp16"}, cast=jnp.float16),
     "pipeline": Mode(STAGED, {"pipeline": 2, "data": 2}, {"pipeline": PIPED}, devices=2, microbatches=2),
 }
-EVERY = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 
 
 def by_hand(mode: Mode, batch: Any, key: jax.Array, step: Any) -> Callable[[Any], jax.Array]:
@@ -160,17 +159,18 @@ def one_step(mode: Mode, tx: Any, batches: list[Any]) -> tuple[Any, list[Any], A
     return first, found, state
 
 
-@EVERY
-def test_the_offered_function_is_the_one_whose_value_is_reported(mode: Mode) -> None:
+@pytest.mark.parametrize("name", few(MODES, 6))
+def test_the_offered_function_is_the_one_whose_value_is_reported(name: str) -> None:
+    mode = MODES[name]
     first, (metrics,), after = one_step(mode, probe(), [batch_of(1)])
     seen, last_bit = jax.device_get(after.opt_state), 1.2e-7
     reported = float(metrics["loss"])
     assert float(seen["value"]) == reported
     assert abs(float(seen["again"]) - reported) <= last_bit * abs(reported)
     grads = jax.device_get(metrics["grads"])
-    for name in ("grad", "pushed"):
-        for a, b in zip(jax.tree.leaves(seen[name]), jax.tree.leaves(grads), strict=True):
-            np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * np.abs(b).max(), err_msg=name)
+    for offered in ("grad", "pushed"):
+        for a, b in zip(jax.tree.leaves(seen[offered]), jax.tree.leaves(grads), strict=True):
+            np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * np.abs(b).max(), err_msg=offered)
     total = sum(float(np.sum(g, dtype=np.float64)) for g in jax.tree.leaves(grads))
     assert float(seen["shifted"]) == pytest.approx(total, abs=1e-5)
     if mode.cast is None:

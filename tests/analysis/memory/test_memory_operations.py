@@ -183,6 +183,7 @@ def _primitives(jaxpr: Any) -> Iterator[str]:
                 )
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_every_operation_of_jax_is_followed_or_taken_as_replicated() -> None:
     for name, jaxpr in traced():

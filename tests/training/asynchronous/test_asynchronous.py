@@ -286,7 +286,7 @@ def test_a_run_is_its_recurrence_to_the_bit(case: int) -> None:
     assert min(size for sizes in moved[1:] for size in sizes.values()) > 0
 
 
-@pytest.mark.parametrize("case", (0, 2, 3))
+@pytest.mark.parametrize("case", few((0, 2, 3), 2))
 def test_a_saved_state_goes_on_to_the_bit(case: int) -> None:
     ran = done(case)
     state, _ = ran.call(restored(ran.saved, ran.state), batch_of(CALLS - 1))

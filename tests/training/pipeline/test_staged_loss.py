@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from one_step import SGD, check_grads, layout_of, one_step
+from profiles import few
 
 import jaxpar as jp
 from jaxpar.errors import ConfigError, ModelError
@@ -138,7 +139,7 @@ PIPELINES: dict[str, tuple[dict[str, int], Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", PIPELINES)
+@pytest.mark.parametrize("case", few(PIPELINES, 4))
 def test_under_a_pipeline_values_and_gradients_are_the_same(case: str, want: Any) -> None:
     sizes, pipeline = PIPELINES[case]
     check(one_step(layout_of(RULES, sizes), LOSS, make_model, batch_of(), pipeline=pipeline), want)
