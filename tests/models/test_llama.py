@@ -185,7 +185,9 @@ def shapes(layout: jp.Layout, config: LlamaConfig) -> set[tuple[int, ...]]:
     return {tuple(map(int, found.split(","))) for found in re.findall(r"\w\[(\d+(?:,\d+)*)\]", text)}
 
 
-@pytest.mark.parametrize(("name", "tied"), [("tp", False), ("tp_sp", False), ("fsdp_tp", False), ("tp_sp", True)])
+@pytest.mark.parametrize(
+    ("name", "tied"), few([("tp", False), ("tp_sp", False), ("fsdp_tp", False), ("tp_sp", True)], 2, names=2)
+)
 def test_tensor_parallelism_never_makes_logits_or_table_whole(name: str, tied: bool, layout_of: Any) -> None:
     found = shapes(layout_of(name), replace(CONFIG, tie_embeddings=tied))
     assert {shape for shape in found if CONFIG.vocab in shape} == set()

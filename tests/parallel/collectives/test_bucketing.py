@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from profiles import few
 
 import jaxpar as jp
 from jaxpar.errors import ConfigError
@@ -63,7 +64,7 @@ CASES: list[tuple[int, dict[str, Any], dict[str, int]]] = [
 ]
 
 
-@pytest.mark.parametrize(("stage", "asked", "counts"), CASES, ids=str)
+@pytest.mark.parametrize(("stage", "asked", "counts"), few(CASES, 3, names=3), ids=str)
 def test_groups_of_layers_are_a_collective_each(stage: int, asked: dict[str, Any], counts: dict[str, int]) -> None:
     plain, before = found(stage)
     grads, after = found(stage, **asked)

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from one_step import BOUND, SGD, check_grads, layout_of, one_step
-from profiles import examples
+from profiles import examples, few
 
 import jaxpar as jp
 from jaxpar.analysis.compile.ahead_of_time import aim
@@ -85,7 +85,7 @@ CASES: dict[str, tuple[dict[str, int], jp.Pipeline]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", few(CASES, 3))
 def test_a_list_gives_the_gradients_of_one_device(case: str, one_device: Any) -> None:
     loss, grads, *_ = run(*CASES[case])
     assert loss == pytest.approx(one_device[0], rel=1e-6)
