@@ -305,7 +305,7 @@ def _compile(compiler: Compiler, program: bytes, request: dict[str, Any], cache_
         build = Path(folder)
         (build / "program.export").write_bytes(program)
         (build / "request.json").write_text(json.dumps(request))
-        command = [compiler.python, "-m", "jaxpar.analysis.compile.worker", folder]
+        command = [compiler.python, "-P", "-m", "jaxpar.analysis.compile.worker", folder]
         run = subprocess.run(command, env=environment_of(compiler), capture_output=True, text=True, check=False)
         if not (build / "result.json").is_file():
             raise CompileError(f"the compiler failed with status {run.returncode}: {run.stderr[-2000:]}")

@@ -103,7 +103,7 @@ def versions_of(compiler: Compiler) -> dict[str, str]:
         f"print(json.dumps({{n: v(n) for n in {names!r}}}))"
     )
     try:
-        found = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout
+        found = subprocess.run([python, "-P", "-c", code], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
         text = f"the interpreter {python!r} failed to run ({error}). Remedy: correct {compiler.variable}."
         raise CompileError(text) from error

@@ -158,7 +158,9 @@ def compilers() -> list[MachineCheck]:
 def devices(timeout: float, python: str = sys.executable) -> MachineCheck:
     """List the devices that jax finds in a subprocess with a time limit; without it, a TPU in use would block."""
     try:
-        run = subprocess.run([python, "-c", _DEVICES], capture_output=True, text=True, timeout=timeout, check=False)
+        run = subprocess.run(
+            [python, "-P", "-c", _DEVICES], capture_output=True, text=True, timeout=timeout, check=False
+        )
     except subprocess.TimeoutExpired:
         remedy = "find the process that holds the TPU or GPU, or set JAX_PLATFORMS=cpu"
         return MachineCheck("devices", "bad", f"jax found no devices within {timeout:g} s", remedy)

@@ -197,7 +197,7 @@ def supervise(
             share = [] if devices is None or real else [f"cpu_devices={each * total}"]
             place = ["--coordinator", address, "--process-id", str(rank)] if total > 1 else []
             sets = [word for one in (*settings, *resume, *share) for word in ("--set", one)]
-            words = [sys.executable, "-m", "jaxpar.app.cli", task.verb, str(config), *sets, *task.words]
+            words = [sys.executable, "-P", "-m", "jaxpar.app.cli", task.verb, str(config), *sets, *task.words]
             return [*words, "--process-count", str(total), *place]
 
         return command

@@ -88,6 +88,9 @@ def test_a_step_is_compiled_for_a_tpu_that_is_not_here(
     pytestconfig: pytest.Config,
 ) -> None:
     monkeypatch.setenv(PYTHON, tpu_python(tmp_path / "tpu"))
+    # The compiler's process imports nothing from the current folder.
+    (tmp_path / "queue.py").write_text("raise SystemExit('a module of the current folder was imported')")
+    monkeypatch.chdir(tmp_path)
     layout = jp.Layout.from_yaml(FSDP, devices=8)
     first, again = (compiled("v5e:2x4", layout) for _ in range(2))
     assert not first.cached and again.cached and again.text == first.text  # type: ignore[attr-defined]

@@ -104,8 +104,10 @@ def test_the_supervisor_itself_needs_no_jax() -> None:
 def test_one_of_two_is_killed_and_the_other_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """One of two processes is lost, and elastic training resumes as one."""
+    """One of two processes is lost, and elastic training resumes as one. None imports from the current folder."""
     assert detect(os.environ) is None
+    (tmp_path / "queue.py").write_text("raise SystemExit('a module of the current folder was imported')")
+    monkeypatch.chdir(tmp_path)
     # The test does not depend on compiler optimizations.
     monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
     output, file = tmp_path / "run", tmp_path / "run.yaml"
