@@ -43,6 +43,8 @@ class Saver:
         self._postponed = False
         self.saves, self.pause = 0, 0.0
         """Number of saves that were started, and the longest time in seconds that the run was paused by one."""
+        self.unsaved = ""
+        """The error of a run whose last step could not be saved."""
         config = job.config.checkpoint
         if config is None:
             return
@@ -131,13 +133,24 @@ class Saver:
             self.save(step, state, metadata(), runner)
 
     def last(self, step: int, state: jp.TrainState, metadata: Callable[[], Mapping[str, Any]], runner: Any) -> None:
-        """Save the state after ``step``, unless it is saved already, and wait until the checkpoint is complete."""
+        """Save the state after ``step``, unless it is saved already, and wait until the checkpoint is complete.
+
+        A save that fails is retried once; if that fails too, ``unsaved`` says what is lost.
+        """
         if self._manager is None:
             return
         self._manager.wait()
+        for _ in range(2):
+            if self._manager.saved != step:
+                self.save(step, state, metadata(), runner)
+                self._manager.wait()
         if self._manager.saved != step:
-            self.save(step, state, metadata(), runner)
-            self._manager.wait()
+            newest = self._manager.latest()
+            lost = "no step is saved" if newest is None else f"the newest saved step is {newest}"
+            self.unsaved = (
+                f"checkpoint: step {step}, the last of this run, could not be saved in {self._manager.directory}; "
+                f"{lost}. Remedy: correct the cause above, then start the run again with checkpoint: {{resume: auto}}."
+            )
 
     def roll_back(self, like: Any, before: int) -> Restored | None:
         """Restore the newest undamaged step before ``before`` and delete the steps after it; ``None`` if there is none.

@@ -54,7 +54,7 @@ def train(job: Job, console: Console) -> Summary:
       LayoutError: the layout does not fit; raised before anything is compiled.
       ConfigError, DataError: the run's data does not fit its model.
       DivergedError: too many consecutive steps were not finite or were spikes, and the run cannot roll back.
-      CheckpointError: the run must resume from a checkpoint and cannot.
+      CheckpointError: the run must resume from a checkpoint and cannot, or its last step cannot be saved.
     """
     began = time.perf_counter()
     with Stop() as stop:
@@ -62,6 +62,8 @@ def train(job: Job, console: Console) -> Summary:
     summary.seconds = time.perf_counter() - began
     if not summary.left:
         conclude(summary, Path(job.config.output), console, saver)
+    if saver.unsaved:
+        raise CheckpointError(saver.unsaved)
     return summary
 
 

@@ -110,7 +110,8 @@ def conclude(summary: Summary, folder: Path, console: Console, saver: Saver) -> 
         lines = {"held-out bigram entropy": summary.bigram}
         draw_loss(folder / "loss.png", summary.losses, summary.evals, lines, f"{summary.steps} steps{speed}")
     console.print()
-    console.print(f"[bold]stopped by {stopped_by}[/]" if stopped_by else "[bold]done[/]")
+    unsaved = ", but the last step is not saved" if saver.unsaved else ""
+    console.print(f"[bold]stopped by {stopped_by}[/]{unsaved}" if stopped_by else f"[bold]done[/]{unsaved}")
     if stopped_by and not saver.active:
         console.print("nothing was saved, because the configuration has no checkpoint: key")
     console.print(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -26,7 +27,9 @@ from jaxpar.app.job import Job, make_job
 from jaxpar.app.train.checkpointing import Saver, config_changes, config_values, for_this_process
 from jaxpar.app.train.loop import train
 from jaxpar.app.train.programs import StepPrograms
+from jaxpar.checkpoint import manager
 from jaxpar.checkpoint.manifest import read
+from jaxpar.checkpoint.save import begin
 from jaxpar.checkpoint.verify import check, steps_in
 from jaxpar.data import batches
 from jaxpar.errors import CheckpointError, ConfigError, DataError
@@ -130,6 +133,33 @@ def test_a_signal_in_the_compile_ends_the_run_at_once(
     assert steps_in(folder / "checkpoints") == [2, 4]
     after = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert after == [record for record in before if record["step"] <= 4]
+
+
+def test_a_run_whose_last_step_cannot_be_saved_fails_and_can_be_resumed(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, kept = write(tmp_path, "run"), tmp_path / "run/checkpoints"
+    shutil.copytree(whole, kept)
+    shutil.rmtree(kept / "6")
+    failures: list[int] = []
+
+    def fail(folder: Path, *_: Any, step: int, **__: Any) -> Any:
+        if failures:
+            raise OSError(errno.ENOSPC, f"{folder}: no space, for {failures.pop()} more saves")
+        return begin(folder, *_, step=step, **__)
+
+    monkeypatch.setattr(manager, "begin", fail)
+    failures += [0, 1]
+    assert main(["train", str(file), "--set", "checkpoint.resume=auto"]) == 1
+    screen = capsys.readouterr()
+    assert "done, but the last step is not saved" in screen.out and screen.out.count("of step 6 not saved") == 2
+    assert screen.err == (
+        f"CheckpointError: checkpoint: step 6, the last of this run, could not be saved in {kept}; the newest saved "
+        "step is 4. Remedy: correct the cause above, then start the run again with checkpoint: {resume: auto}.\n"
+    )
+    failures += [0]
+    assert main(["train", str(file), "--set", "checkpoint.resume=auto"]) == 0
+    assert capsys.readouterr().out.count("of step 6 not saved") == 1 and sums(kept, 6) == sums(whole, 6)
 
 
 def test_a_step_keeps_the_metric_that_the_best_are_known_by(whole: Path, tmp_path: Path) -> None:
