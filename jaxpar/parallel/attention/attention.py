@@ -21,12 +21,11 @@ from jaxpar.parallel.attention.kernels.gpu_flash import mha
 from jaxpar.parallel.attention.kernels.select import Kernel, KernelChoice, find
 from jaxpar.parallel.attention.mask import Mask
 from jaxpar.parallel.attention.options import Impl, Options, check_impl, check_order, read, read_keep
-from jaxpar.parallel.attention.padded_tokens import Arrays, result_without_padding, without_padding
 from jaxpar.parallel.attention.select import Choice, select_here
 from jaxpar.parallel.attention.split import ulysses as exchange
 from jaxpar.parallel.attention.split.partition import AttentionPlan, Backend
 from jaxpar.parallel.attention.split.token_order import check_given, permutation
-from jaxpar.parallel.attention.tiled.padding import SAVED
+from jaxpar.parallel.attention.tiled.padding import SAVED, Arrays, result_without_padding, without_padding
 from jaxpar.parallel.attention.tiled.tile import AttentionArrays, Segments, TileSpec
 from jaxpar.sharding.hardware.topology import platform_of
 from jaxpar.sharding.layout import current_layout, hint, with_sharding

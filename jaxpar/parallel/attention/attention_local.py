@@ -11,21 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.errors import ConfigError, LayoutError, listing
-from jaxpar.parallel.attention.dropout import (
-    HEADS,
-    ROWS,
-    add_global_indices,
-    axes_sharding,
-    manual_axes,
-    manual_axes_of,
-)
+from jaxpar.parallel.attention import dropout
 from jaxpar.parallel.attention.kernels.select import find
 from jaxpar.parallel.attention.options import Options, check_impl, check_order, read, read_keep, read_kv_grad_dtype
-from jaxpar.parallel.attention.padded_tokens import result_without_padding, without_padding
 from jaxpar.parallel.attention.split import ulysses as exchange
 from jaxpar.parallel.attention.split.partition import AttentionPlan, KeySource, side, turns_of
 from jaxpar.parallel.attention.split.token_order import check, check_given
 from jaxpar.parallel.attention.split.vjp import attend
+from jaxpar.parallel.attention.tiled.padding import result_without_padding, without_padding
 from jaxpar.parallel.attention.tiled.tile import AttentionArrays, varies_over
 from jaxpar.sharding.hardware.topology import platform_of
 
@@ -137,9 +130,9 @@ def _add_sequence_indices(
 ) -> tuple[AttentionArrays, Any]:
     """Adds the global index of each sequence to the arrays; returns them and the index of the first head."""
     given = [None if x is None else (x,) if isinstance(x, str) else tuple(x) for x in (batch_axis, q_heads_axis)]
-    default_axes = (manual_axes_of("batch", ROWS), manual_axes_of("heads", HEADS))
+    default_axes = (dropout.manual_axes_of("batch", dropout.ROWS), dropout.manual_axes_of("heads", dropout.HEADS))
     rows, heads = (
-        tuple(axis for axis in axes_sharding(found, q) if axis not in seq) if named is None else named
+        tuple(axis for axis in dropout.axes_sharding(found, q) if axis not in seq) if named is None else named
         for named, found in zip(given, default_axes, strict=True)
     )
     _check_axes((*rows, *heads))
@@ -147,8 +140,10 @@ def _add_sequence_indices(
         "pass batch_axis=... and q_heads_axis=..., the axes that shard the batch and the query heads (() for none)."
     )
     # Devices along an axis over which the queries are replicated must drop the same weights.
-    same = [axis for axis in manual_axes() if not axes_sharding((axis,), q)]
-    return add_global_indices(q, array_options, rows, heads, (*seq, *same), remedy=remedy if None in given else None)
+    same = [axis for axis in dropout.manual_axes() if not dropout.axes_sharding((axis,), q)]
+    return dropout.add_global_indices(
+        q, array_options, rows, heads, (*seq, *same), remedy=remedy if None in given else None
+    )
 
 
 def roles(impl: str, axes: tuple[str, ...], heads_axis: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -11,14 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.parallel.attention.mask import Mask
-from jaxpar.parallel.attention.split.token_order import (
-    Order,
-    by_hop,
-    into_zigzag,
-    permutation,
-    positions,
-    positions_of_all,
-)
+from jaxpar.parallel.attention.split import token_order
+from jaxpar.parallel.attention.split.token_order import Order, permutation
 from jaxpar.parallel.attention.tiled.blockwise import Expected, chosen, tokens_in_blocks
 from jaxpar.parallel.attention.tiled.padding import LANES, up
 from jaxpar.parallel.attention.tiled.tile import PAD, PAD_SEGMENT, Segments, TileArrays, TileSpec, Tokens
@@ -145,7 +139,7 @@ class SequenceSplit:
         """Returns the positions of the ``length`` tokens of ring device ``index``."""
         if self.extras.order is not None:
             return jax.lax.dynamic_slice_in_dim(self.extras.order, index * length, length, 0)
-        return positions(self.plan.order, length * self.plan.ring_size, self.plan.ring_size, index)
+        return token_order.positions(self.plan.order, length * self.plan.ring_size, self.plan.ring_size, index)
 
     def extras_of(self, distance: int | None = 0) -> TileArrays:
         """Returns the extras with the bias columns of the keys ``distance`` places back, padded to complete blocks."""
@@ -181,7 +175,7 @@ class SequenceSplit:
             return bias
         columns = permutation(plan.order, self.k_length * plan.ring_size, plan.ring_size)
         bias = bias[..., np.argsort(columns) if back else columns]
-        return into_zigzag(bias, plan.ring, 3, back=back)
+        return token_order.into_zigzag(bias, plan.ring, 3, back=back)
 
     def _column(self, distance: int | None) -> Any:
         return 0 if distance is None else (self.index - distance) % self.plan.ring_size * self.k_length
@@ -233,7 +227,7 @@ class SequenceSplit:
             return tuple(range(ring_size))
         parts = 2 if plan.order == "zigzag" and ring_size > 1 else 1
         lengths = self.q_length, self.k_length
-        q, k = (positions_of_all(plan.order, length * ring_size, ring_size) for length in lengths)
+        q, k = (token_order.positions_of_all(plan.order, length * ring_size, ring_size) for length in lengths)
         chunks = self.q_length // parts, self.k_length // parts
         return needed_hops(visible_blocks(plan.rules.mask, (q + plan.offset, k), chunks))
 
@@ -257,7 +251,7 @@ def visible_blocks(mask: Mask, at: tuple[Any, Any], blocks: tuple[int, int]) -> 
 
 def needed_hops(visible: Any) -> tuple[int, ...]:
     """Returns the distances in the ring at which some device's queries see keys, from :func:`visible_blocks`."""
-    needed = by_hop(visible.any((1, 3))).any(0)
+    needed = token_order.by_hop(visible.any((1, 3))).any(0)
     return tuple(hop for hop in range(len(needed)) if hop == 0 or needed[hop])
 
 

@@ -16,18 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.parallel.attention.tiled import tile
-from jaxpar.parallel.attention.tiled.tile import (
-    FAR,
-    PAD,
-    PAD_SEGMENT,
-    Gradients,
-    Rows,
-    Sums,
-    TileArrays,
-    TileSpec,
-    Tokens,
-    varies_over,
-)
+from jaxpar.parallel.attention.tiled.tile import Gradients, Rows, Sums, TileArrays, TileSpec, Tokens
 from jaxpar.utils.arrays import accumulator
 from jaxpar.utils.scope_facts import trip_count_scope
 
@@ -61,8 +50,8 @@ def join_blocks(x: jax.Array, length: int, axis: int) -> jax.Array:
 
 def tokens_in_blocks(tokens: Tokens, block: int) -> Tokens:
     """Returns tokens in blocks: positions [n, Q] and segments [n, B, Q]."""
-    segments = None if tokens.segments is None else in_blocks(tokens.segments, block, 1, PAD_SEGMENT)
-    return Tokens(in_blocks(tokens.positions, block, 0, PAD), segments)
+    segments = None if tokens.segments is None else in_blocks(tokens.segments, block, 1, tile.PAD_SEGMENT)
+    return Tokens(in_blocks(tokens.positions, block, 0, tile.PAD), segments)
 
 
 def flags(rules: TileSpec, q: Tokens, k: Tokens, extras: TileArrays) -> tuple[Any, Any]:
@@ -98,13 +87,14 @@ def chosen(rules: TileSpec, q: Tokens, k: Tokens, extras: TileArrays) -> tuple[T
 def _of_positions(rules: TileSpec, q: Any, k: Any, extras: TileArrays) -> tuple[Any, Any]:
     xp = np if isinstance(q, np.ndarray) and isinstance(k, np.ndarray) else jnp
     ends = [
-        (xp.min(xp.where(x == PAD, np.iinfo(np.int32).max, x), -1), xp.max(x, -1), xp.min(x, -1) != PAD) for x in (q, k)
+        (xp.min(xp.where(x == tile.PAD, np.iinfo(np.int32).max, x), -1), xp.max(x, -1), xp.min(x, -1) != tile.PAD)
+        for x in (q, k)
     ]
     (q_low, q_high, q_full), (k_low, k_high, k_full) = ends
     prefix = None if extras.prefix is None else (xp.min(extras.prefix), xp.max(extras.prefix))
     rows, columns = (q_low[:, None], q_high[:, None]), (k_low[None], k_high[None])
     some, every = rules.mask.bounds(rows, columns, prefix)
-    there = (q_high != PAD)[:, None] & (k_high != PAD)[None]
+    there = (q_high != tile.PAD)[:, None] & (k_high != tile.PAD)[None]
     return some & there, every & q_full[:, None] & k_full[None]
 
 
@@ -169,13 +159,13 @@ def visit(
 def initial_sums(q: jax.Array, v: jax.Array) -> Sums:
     """Returns the initial sums, of queries that have seen no key yet."""
     rows = zeros(q[..., 0])
-    return Sums(jnp.broadcast_to(rows[..., None], (*rows.shape, v.shape[-1])), rows + FAR, rows)
+    return Sums(jnp.broadcast_to(rows[..., None], (*rows.shape, v.shape[-1])), rows + tile.FAR, rows)
 
 
 def zeros(x: jax.Array) -> jax.Array:
     """Returns zeros of the shape of ``x`` in the dtype of sums, varying over the same manual axes as ``x``."""
     none = jnp.zeros(x.shape, accumulator(x))
-    axes = tuple(varies_over(x))
+    axes = tuple(tile.varies_over(x))
     return jax.lax.pcast(none, axes, to="varying") if axes else none
 
 

@@ -1,16 +1,23 @@
-"""Helpers of kernels that work in blocks: padding to complete blocks, and stating the FLOPs of the blocks.
+"""Padding: of sequences to complete blocks, with the FLOPs that a kernel then does, and by the caller.
 
 A kernel requires sequences of complete blocks and certain sizes of head_dim, so shorter arrays are padded with zeros. A
 causal mask hides padded keys from every real query, and zeros in head_dim add nothing to a product.
+
+Tokens that the caller marked as padding are replaced by 0 before and after attention. A mask alone is not enough: a
+weight of 0 times a value of NaN is NaN.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
-from jaxpar.parallel.attention.tiled.tile import PAD_SEGMENT
+from jaxpar.parallel.attention.tiled.tile import PAD_SEGMENT, Segments
 from jaxpar.utils.scope_facts import matmul_flops_scope
+
+type Arrays = tuple[jax.Array, jax.Array, jax.Array]
 
 SAVED = "attention"
 """The checkpoint name of attention outputs; if a remat policy saves it, the kernel is not recomputed."""
@@ -68,3 +75,26 @@ def stated_flops(batch: int, heads: int, head_dim: int, *scores: int) -> str:
         kernels.
     """
     return matmul_flops_scope(*(2 * batch * heads * n * head_dim for n in scores))
+
+
+def without_padding(arrays: Arrays, segments: Segments) -> Arrays:
+    """Returns queries, keys and values with padded tokens, and thereby their gradients, set to 0.
+
+    Args:
+      arrays: queries, keys and values ``[batch, tokens, heads, head_dim]``.
+      segments: segment ids of queries and of keys ``[batch, tokens]``, negative for padding. ``None`` returns the
+        arrays unchanged.
+    """
+    if segments is None:
+        return arrays
+    q, k, v = arrays
+    return _zeroed(q, segments[0]), _zeroed(k, segments[1]), _zeroed(v, segments[1])
+
+
+def result_without_padding(o_BSHD: jax.Array, segments: Segments) -> jax.Array:
+    """Returns the result with padded tokens set to 0, so that their incoming gradient is 0 too."""
+    return o_BSHD if segments is None else _zeroed(o_BSHD, segments[0])
+
+
+def _zeroed(x_BSHD: jax.Array, segments_BS: Any) -> jax.Array:
+    return jnp.where((segments_BS < 0)[:, :, None, None], jnp.zeros((), x_BSHD.dtype), x_BSHD)

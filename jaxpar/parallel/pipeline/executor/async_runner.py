@@ -18,11 +18,10 @@ from jaxpar.errors import ModelError, listing
 from jaxpar.parallel.pipeline.executor.carry import TickCarry
 from jaxpar.parallel.pipeline.executor.communicate import first_input
 from jaxpar.parallel.pipeline.executor.layer_placement import AXIS
-from jaxpar.parallel.pipeline.executor.per_device import Split
 from jaxpar.parallel.pipeline.executor.primitives import pick, put
 from jaxpar.parallel.pipeline.executor.program import GLOBAL_FIELDS, PipelineProgram
 from jaxpar.parallel.pipeline.executor.run import TickRunner
-from jaxpar.parallel.pipeline.executor.tick_context import TickContext
+from jaxpar.parallel.pipeline.executor.tick_context import Split, TickContext
 from jaxpar.parallel.pipeline.schedules.async_window import TURNING
 from jaxpar.parallel.pipeline.schedules.table import FIELDS
 

@@ -10,12 +10,11 @@ import jax.numpy as jnp
 from jaxpar.parallel.pipeline.executor import recompute
 from jaxpar.parallel.pipeline.executor.carry import StageCarry, TickCarry, TickInputs, add_scalars, zeros_of
 from jaxpar.parallel.pipeline.executor.layer_placement import AXIS
-from jaxpar.parallel.pipeline.executor.per_device import Split
 from jaxpar.parallel.pipeline.executor.primitives import pick, reader
 from jaxpar.parallel.pipeline.executor.program import PipelineProgram, global_field
 from jaxpar.parallel.pipeline.executor.sequence_chunks import slots_of
 from jaxpar.parallel.pipeline.executor.stage import Add, held, read, write
-from jaxpar.parallel.pipeline.executor.tick_context import TickContext
+from jaxpar.parallel.pipeline.executor.tick_context import Split, TickContext
 from jaxpar.utils.arrays import accumulator, at_least_fp32
 
 

@@ -9,11 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.parallel.pipeline.executor.carry import HeadGrad, TickCarry, TickInputs, store_weights
-from jaxpar.parallel.pipeline.executor.per_device import Split
 from jaxpar.parallel.pipeline.executor.primitives import over_stages, pick, put, reader
 from jaxpar.parallel.pipeline.executor.program import Embedding, global_field
 from jaxpar.parallel.pipeline.executor.stage import held
-from jaxpar.parallel.pipeline.executor.tick_context import TickContext
+from jaxpar.parallel.pipeline.executor.tick_context import Split, TickContext
 
 type AddSums = Callable[[Any, Any, jax.Array], Any]
 """``add(sums, found, microbatch) -> sums`` adds what the head returned for a microbatch to the sums of the ticks."""

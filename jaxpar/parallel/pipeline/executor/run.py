@@ -21,11 +21,10 @@ import jax.numpy as jnp
 
 from jaxpar.parallel.pipeline.executor import communicate, compute, embed_head
 from jaxpar.parallel.pipeline.executor.carry import StageCarry, TickCarry, TickInputs, empty_sums, totals
-from jaxpar.parallel.pipeline.executor.per_device import Split
 from jaxpar.parallel.pipeline.executor.primitives import check_alike, over_stages, pick, put
 from jaxpar.parallel.pipeline.executor.sequence_chunks import Carried
 from jaxpar.parallel.pipeline.executor.stage import Chunk
-from jaxpar.parallel.pipeline.executor.tick_context import TickContext
+from jaxpar.parallel.pipeline.executor.tick_context import Split, TickContext
 
 type Step = Callable[[TickContext, TickInputs], TickInputs]
 

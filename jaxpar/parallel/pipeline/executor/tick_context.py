@@ -1,22 +1,52 @@
-"""What all parts of a tick share: the program, its arrays, and small helpers."""
+"""What all parts of a tick share: the program, its arrays, and functions of per-device arrays."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from jaxpar.parallel.pipeline.executor.layer_placement import AXIS
-from jaxpar.parallel.pipeline.executor.per_device import per_device
 from jaxpar.parallel.pipeline.executor.program import PipelineProgram, global_field
 from jaxpar.parallel.pipeline.executor.sequence_chunks import Carried
 from jaxpar.parallel.pipeline.executor.stage import Chunk
-from jaxpar.sharding.layout import hint
+from jaxpar.sharding.layout import current_layout, hint, manual_axes
+from jaxpar.sharding.rules import Axes
 from jaxpar.utils.scope_facts import trip_count_scope
+
+
+class Split(Enum):
+    """How a global array is split over the devices. A value names the leading dims, which per-device arrays lack."""
+
+    STAGE = ("stages",)
+    DEVICE = ("devices",)
+    STAGE_DEVICE = ("stages", "devices")
+    DEVICE_COLUMNS = ("devices", ...)
+    """As ``DEVICE``; the last dim is also split over the stages, if they divide it."""
+    REPLICATED = ()
+
+    @property
+    def leading(self) -> int:
+        """The number of leading dims, of size 1 on each device."""
+        return len([name for name in self.value if name is not ...])
+
+    def spec(self, axes: Axes, ndim: int, *, columns: bool) -> PartitionSpec:
+        """Returns the spec of an array of ``ndim`` dims; ``axes`` are the mesh axes of the dim ``devices``.
+
+        >>> Split.DEVICE_COLUMNS.spec(("data",), 4, columns=True)
+        P('data', None, None, 'pipeline')
+        """
+        over = {"stages": AXIS, "devices": axes or None}
+        leading = [over[name] for name in self.value if name is not ...]
+        if self is not Split.DEVICE_COLUMNS:
+            return PartitionSpec(*leading)
+        return PartitionSpec(*leading, *(None,) * (ndim - 2), AXIS if columns else None)
 
 
 @dataclass(frozen=True)
@@ -24,7 +54,7 @@ class TickContext:
     """The program and the arrays that no tick changes.
 
     In the functions that receive it, a function named ``local`` is per-device: its arrays lack the leading dims that
-    :class:`jaxpar.parallel.pipeline.executor.per_device.Split` names.
+    :class:`Split` names.
 
     Attributes:
       program: the schedule's table and the functions to call.
@@ -48,7 +78,31 @@ class TickContext:
         return cls(program, x is not None and x.shape[-1] % program.schedule.stages == 0, *arrays)
 
     def per_device(self, f: Callable[..., Any], ins: Any, outs: Any, *, stages: bool = True) -> Callable[..., Any]:
-        return per_device(self.program.axes, f, ins, outs, stages=stages, columns=self.sharded_input)
+        """Wraps ``f``, a function of per-device arrays, in a ``shard_map`` over the program's axes.
+
+        Args:
+          f: the function.
+          ins, outs: the :class:`Split` of each argument and result; trees of them are prefixes of an argument's tree.
+          stages: also make the axis of the stages manual.
+        """
+        axes = self.program.axes
+
+        def local(*args: Any) -> Any:
+            inner = _each(lambda split, x: x.reshape(x.shape[split.leading :]), ins, args)
+            return _each(lambda split, x: x.reshape((1,) * split.leading + x.shape), outs, f(*inner))
+
+        def run(*args: Any) -> Any:
+            manual = manual_axes(current_layout(), (*axes, *((AXIS,) if stages else ())), but=(AXIS,))
+            spec = lambda split, ndim: split.spec(axes, ndim, columns=self.sharded_input)
+            in_specs = _each(lambda split, x: spec(split, x.ndim), ins, args)
+            # A result that is DEVICE_COLUMNS has as many dims as the argument that is.
+            ndims: list[int] = []
+            _each(lambda split, x: ndims.append(x.ndim) if split is Split.DEVICE_COLUMNS else None, ins, args)
+            out_specs = jax.tree.map(lambda split: spec(split, next(iter(ndims), 0)), outs)
+            mapped = jax.shard_map(local, in_specs=in_specs, out_specs=out_specs, axis_names=manual, check_vma=False)
+            return mapped(*args)
+
+        return run
 
     def constrained(self, x: jax.Array) -> jax.Array:
         """Constrains activations [..., rows, ...] to the rules of their logical dims."""
@@ -86,3 +140,8 @@ class TickContext:
         count *= layers if name in ("forward", "backward", "weights", "buckets") else 1
         own_layers = "own_layers/" if name in ("forward", "backward", "weights", "recompute") else ""
         return jax.named_scope(own_layers + trip_count_scope(count, ticks))
+
+
+def _each(f: Callable[[Split, jax.Array], Any], splits: Any, tree: Any) -> Any:
+    """Returns ``f(split, array)`` for every array; ``splits`` is a prefix of the tree."""
+    return jax.tree.map(lambda split, part: jax.tree.map(lambda x: f(split, x), part), splits, tree)

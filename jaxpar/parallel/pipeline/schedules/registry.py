@@ -7,18 +7,9 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
 from jaxpar.errors import ScheduleError, did_you_mean
+from jaxpar.parallel.pipeline.schedules import orders
 from jaxpar.parallel.pipeline.schedules.async_window import ASYNCHRONOUS
-from jaxpar.parallel.pipeline.schedules.orders import (
-    Op,
-    Orders,
-    Pieces,
-    Placement,
-    deferred,
-    gpipe,
-    looped,
-    one_forward_one_backward,
-    parse,
-)
+from jaxpar.parallel.pipeline.schedules.orders import Op, Orders, Pieces, Placement, parse
 from jaxpar.parallel.pipeline.schedules.schedule import Schedule
 from jaxpar.parallel.pipeline.schedules.zero_bubble import dualpipe_v, handcrafted, zb_v
 from jaxpar.utils.checks import is_count
@@ -148,10 +139,10 @@ def _check_sizes(named: Named, sizes: Sizes, placement: Placement | None) -> Non
         )
 
 
-def _custom(orders: Sequence[Sequence[Op | str]], sizes: Sizes, placement: Placement) -> Schedule:
+def _custom(given: Sequence[Sequence[Op | str]], sizes: Sizes, placement: Placement) -> Schedule:
     if placement not in get_args(Placement):
         raise ScheduleError(f"schedule 'own': placement must be 'interleaved' or 'v', got {placement!r}.")
-    listed = [order.split() if isinstance(order, str) else order for order in orders]
+    listed = [order.split() if isinstance(order, str) else order for order in given]
     read = tuple(tuple(_op(op, stage, at) for at, op in enumerate(order)) for stage, order in enumerate(listed))
     kinds = {op.kind for order in read for op in order}
     custom = Named(lambda _: read, placement=placement, split="W" in kinds, forward_only=kinds <= {"F"})
@@ -170,7 +161,7 @@ def _op(op: Op | str, stage: int, at: int) -> Op:
 
 def _1f1b(sizes: Sizes) -> Orders:
     each = (sizes.stages, sizes.microbatches, sizes.sequence_chunks)
-    return one_forward_one_backward(*each, fused=sizes.fused is not False)
+    return orders.one_forward_one_backward(*each, fused=sizes.fused is not False)
 
 
 def _breadth_first(sizes: Sizes) -> Orders:
@@ -179,7 +170,7 @@ def _breadth_first(sizes: Sizes) -> Orders:
             f"schedule 'breadth_first': {sizes.microbatches} microbatches are fewer than {sizes.stages} stages, so "
             f"each of {sizes.chunks} chunks would begin late. Remedy: use {sizes.stages} or more."
         )
-    return looped(sizes.stages, sizes.microbatches, sizes.chunks, sizes.microbatches)
+    return orders.looped(sizes.stages, sizes.microbatches, sizes.chunks, sizes.microbatches)
 
 
 def _interleaved(sizes: Sizes) -> Orders:
@@ -191,7 +182,7 @@ def _interleaved(sizes: Sizes) -> Orders:
             f"{sizes.stages}, one microbatch per stage. Remedy: use a multiple of {sizes.stages}, such as {up}, or "
             f"'breadth_first', which accepts any number from {sizes.stages}."
         )
-    return looped(sizes.stages, sizes.microbatches, sizes.chunks, sizes.stages)
+    return orders.looped(sizes.stages, sizes.microbatches, sizes.chunks, sizes.stages)
 
 
 def _circular(sizes: Sizes) -> Orders:
@@ -199,8 +190,7 @@ def _circular(sizes: Sizes) -> Orders:
 
 
 def _zb_uniform(sizes: Sizes) -> Orders:
-    orders = one_forward_one_backward(sizes.stages, sizes.microbatches, 1, fused=True)
-    return deferred(orders, range(sizes.stages))
+    return orders.deferred(_1f1b(sizes._replace(fused=True)), range(sizes.stages))
 
 
 def _zb_h(sizes: Sizes, most: int) -> Orders:
@@ -219,7 +209,7 @@ def _dualpipe_v(sizes: Sizes) -> Orders:
 
 
 NAMES: dict[str, Named] = {
-    "gpipe": Named(lambda sizes: gpipe(sizes.stages, sizes.microbatches), fused=False),
+    "gpipe": Named(lambda sizes: orders.gpipe(sizes.stages, sizes.microbatches), fused=False),
     "1f1b": Named(_1f1b),
     "seq1f1b": Named(_1f1b, sequences=True),
     "interleaved": Named(_interleaved, "any"),
