@@ -119,9 +119,8 @@ class PipelineLoss:
                 "PipelineLoss(keys=True) draws random numbers, but was called without a key. Remedy: call loss(model, "
                 "batch, key=jax.random.key(0))."
             )
-        count = max(
-            x.shape[0] for x in jax.tree.leaves(batch) if jnp.ndim(x)
-        )  # an array may have one row for all, and a scalar has none
+        # An array may have one row for all, and a scalar has none.
+        count = max(x.shape[0] for x in jax.tree.leaves(batch) if jnp.ndim(x))
         return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(count))
 
     def of_rows(self, model: Any, given: tuple[Any, Any]) -> Any:

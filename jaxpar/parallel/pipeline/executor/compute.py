@@ -33,13 +33,12 @@ def forward(
         side = program.side(pick(batch, field("f_microbatch")), side_weights)
         chunk = context.chunk(weights, field("f_chunk"), context.is_on("forward", field, global_row))
         with context.loop_scope("forward"):
-            x, scalars = pick(stage.activations, field("f_input")), zeros_of(stage.aux)
+            x = pick(stage.activations, field("f_input"))
             if inputs:
-                slots = program.slots(stage_row)
-                y, residuals, inputs, scalars = recompute.forward(chunk, x, side, residuals, inputs, slots, scalars)
+                y, residuals, inputs, scalars = recompute.forward(chunk, x, side, stage, program.slots(stage_row))
             else:
                 slot = slots_of(field, "f", field("f_residuals") if stores else None, program.schedule.sequence_chunks)
-                y, found, scalars = chunk.forward(x, side, residuals if changes else [], slot, scalars)
+                y, found, scalars = chunk.forward(x, side, residuals if changes else [], slot, zeros_of(stage.aux))
                 residuals = found if changes else residuals
         aux = add_scalars(stage.aux, scalars, field("f_on"), field("f_microbatch"))
         return StageCarry(aux=aux, residuals=residuals, layer_inputs=inputs), context.constrained(y)
@@ -70,7 +69,7 @@ def backward(context: TickContext, tick: TickInputs) -> TickInputs:
         slot = slots["b_residuals"]
         with context.loop_scope("recompute"):
             times = context.is_on("backward", field, tick.global_row) * _recomputed(program)
-            residuals = recompute.restore_residuals(chunk, times, side, residuals, carry.layer_inputs, slots)
+            residuals = recompute.restore_residuals(chunk, times, side, carry, slots)
     cotangent = pick(carry.cotangents, field("b_cotangent"))
     if not program.schedule.split:
         add = _grad_adder(context, tick, "b")

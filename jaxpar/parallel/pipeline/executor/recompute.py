@@ -10,19 +10,14 @@ from typing import Any
 
 import jax
 
+from jaxpar.parallel.pipeline.executor.carry import StageCarry, zeros_of
 from jaxpar.parallel.pipeline.executor.layer_inputs import LayerScalars
 from jaxpar.parallel.pipeline.executor.stage import Buffers, Chunk, held, read, write
 
+type RecomputeCarry = tuple[jax.Array, Buffers, Buffers, LayerScalars]
 
-def forward(
-    chunk: Chunk,
-    x: jax.Array,
-    side: Any,
-    residuals: Buffers,
-    inputs: Buffers,
-    slots: dict[str, jax.Array],
-    sums: LayerScalars,
-) -> tuple[jax.Array, Buffers, Buffers, LayerScalars]:
+
+def forward(chunk: Chunk, x: jax.Array, side: Any, stage: StageCarry, slots: dict[str, jax.Array]) -> RecomputeCarry:
     """Returns the output, both buffers with the data that each layer stores, and the sums with the layers' scalars.
 
     Layers write data that they do not store to the extra slot.
@@ -31,11 +26,9 @@ def forward(
       chunk: the layers.
       x: the input of the first layer.
       side: the layers' further inputs.
-      residuals, inputs: the buffers, [slots, 1, ...].
+      stage: the arrays of the stage; ``residuals`` and ``layer_inputs`` are [slots, 1, ...].
       slots: [layers] for each name in ``jaxpar.parallel.pipeline.schedules.residual_slots.LAYERED``.
-      sums: the scalars to which those of the layers are added.
     """
-    type RecomputeCarry = tuple[jax.Array, Buffers, Buffers, LayerScalars]
 
     def one(i: jax.Array, carry: RecomputeCarry) -> RecomputeCarry:
         x, residuals, inputs, sums = carry
@@ -44,12 +37,13 @@ def forward(
         residuals = [write(b, leaf, slots["f_residuals"][i], 0) for b, leaf in zip(residuals, kept, strict=True)]
         return y, residuals, inputs, sums
 
-    found: RecomputeCarry = jax.lax.fori_loop(0, chunk.times, one, (x, residuals, inputs, sums))
+    first = (x, stage.residuals, stage.layer_inputs, zeros_of(stage.aux))
+    found: RecomputeCarry = jax.lax.fori_loop(0, chunk.times, one, first)
     return found
 
 
 def restore_residuals(
-    chunk: Chunk, times: jax.Array, side: Any, residuals: Buffers, inputs: Buffers, slots: dict[str, jax.Array]
+    chunk: Chunk, times: jax.Array, side: Any, stage: StageCarry, slots: dict[str, jax.Array]
 ) -> Buffers:
     """Recomputes the residuals of the first ``times`` layers, and writes them to the slots that the backward reads.
 
@@ -59,15 +53,14 @@ def restore_residuals(
       chunk: the layers.
       times: the number of layers.
       side: the layers' further inputs.
-      residuals, inputs: the buffers, [slots, 1, ...].
-      slots: as for :func:`forward`.
+      stage, slots: as for :func:`forward`.
     """
 
     def one(i: jax.Array, residuals: Buffers) -> Buffers:
         # A single layer is loop-invariant, and XLA would hoist its work out of the loop.
-        (x,) = held(read(inputs, slots["b_inputs"][i], 0), i)
+        (x,) = held(read(stage.layer_inputs, slots["b_inputs"][i], 0), i)
         _, kept = chunk.kept(x, side, i)
         return [write(b, leaf, slots["a_residuals"][i], 0) for b, leaf in zip(residuals, kept, strict=True)]
 
-    found: Buffers = jax.lax.fori_loop(0, times, one, residuals)
+    found: Buffers = jax.lax.fori_loop(0, times, one, stage.residuals)
     return found

@@ -160,10 +160,8 @@ class Carried(Chunk):
             (cotangent, sums, pool), i = carried, self.times - 1 - back
             # No chunk has read the last chunk's carry. The slot still holds the cotangent of another microbatch.
             later = [jnp.where(last, 0, x) for x in read(pool, slot.back, i)]
-            past = read(buffers.carry, slot.carry, i)
-            pull = self._backward_of(
-                self._weights(i), side, past, slot.chunk, read(buffers.kept, slot.kept, i), cotangent
-            )
+            past, kept = read(buffers.carry, slot.carry, i), read(buffers.kept, slot.kept, i)
+            pull = self._backward_of(self._weights(i), side, past, slot.chunk, kept, cotangent)
             floats = [x for x in past if _floats(x)]
             own = [self._own_part(x, leaf, slot.chunk) for x, leaf in zip(later, floats, strict=True)]
             grads, before, more = pull((cotangent, own))

@@ -200,10 +200,8 @@ class Chunk:
         """Returns the backward of a layer with the stored residuals; the forward of its ``jax.vjp`` is dead code."""
         (_, extras), (leaves, structure), known = self._vjp(weights, jnp.zeros_like(like), side)
         rest = iter(kept)
-        pull: Callable[..., tuple[Any, jax.Array]] = jax.tree.unflatten(
-            structure,
-            [leaf if there else keys_again(next(rest), leaf) for leaf, there in zip(leaves, known, strict=True)],
-        )
+        leaves = [leaf if there else keys_again(next(rest), leaf) for leaf, there in zip(leaves, known, strict=True)]
+        pull: Callable[..., tuple[Any, jax.Array]] = jax.tree.unflatten(structure, leaves)
         if ADDED not in extras:
             return lambda cotangent: pull((cotangent, None))
 

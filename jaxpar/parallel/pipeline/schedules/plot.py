@@ -44,10 +44,8 @@ def picture(schedule: ScheduleSpec, path: Any, costs: Mapping[str, float] | None
 
 def _operations(found: Simulated) -> float:
     """Returns the total time as a multiple of the shortest operation."""
-    shortest = min(
-        (span.end - span.start for spans in found.spans for span in spans if span.end > span.start), default=1
-    )
-    return found.time / shortest
+    durations = (span.end - span.start for spans in found.spans for span in spans if span.end > span.start)
+    return found.time / min(durations, default=1)
 
 
 def shade(kind: str, chunk: int, chunks: int) -> tuple[float, ...]:

@@ -110,13 +110,11 @@ def replay(schedule: Schedule, kept: Kept, recompute: tuple[int, ...], counts: n
         )
 
     def write(stage: int, name: str, slot: int, label: tuple[int, int, int]) -> None:
+        what = f"stage {stage} writes {name} of layer {label[2]} to slot {slot}"
         if slot not in range(sizes[name]):
-            fail(f"stage {stage} writes {name} of layer {label[2]} to slot {slot} of {sizes[name]}")
+            fail(f"{what} of {sizes[name]}")
         if (name, slot) in held[stage]:
-            fail(
-                f"stage {stage} writes {name} of layer {label[2]} to slot {slot}, which still holds "
-                f"{held[stage][name, slot]}"
-            )
+            fail(f"{what}, which still holds {held[stage][name, slot]}")
         held[stage][name, slot] = label
 
     def take(stage: int, name: str, slot: int, label: tuple[int, int, int]) -> None:

@@ -109,7 +109,7 @@ class _Writer:
     def _allocate(self) -> None:
         schedule, forward_only = self.schedule, self.schedule.forward_only
         lives: dict[str, list[list[Live]]] = {
-            name: [[] for _ in range(self.pieces.stages)] for name in ("act", "cot", "res", "own", "carry", "back")
+            name: [[] for _ in range(self.pieces.stages)] for name in _BUFFERS.values()
         }
         for microbatch in range(schedule.microbatches):
             for piece in range(self.pieces.count):
