@@ -183,18 +183,12 @@ def _sharded(
     q_spec, kv_spec = PartitionSpec(*sharding.q), PartitionSpec(*sharding.kv)
     rows, head_axes = sharding.q[0], (*sharding.q[2], *plan.heads)
     segments, prefix, bias, key = array_options.segments, array_options.prefix, array_options.bias, array_options.key
+    of_bias = [axes if bias is not None and bias.shape[dim] > 1 else None for dim, axes in enumerate((rows, head_axes))]
     specs = AttentionArrays(
         segments=segments and (PartitionSpec(*sharding.q[:2]), PartitionSpec(*sharding.kv[:2])),
         prefix=PartitionSpec(rows if prefix is not None and len(prefix) == batch else None),
         slopes=PartitionSpec(head_axes),
-        bias=None
-        if bias is None
-        else PartitionSpec(
-            rows if bias.shape[0] > 1 else None,
-            head_axes if bias.shape[1] > 1 else None,
-            None if plan.full_queries else plan.ring,
-            None,
-        ),
+        bias=None if bias is None else PartitionSpec(*of_bias, None if plan.full_queries else plan.ring, None),
         sinks=PartitionSpec(sharding.q[2]),
         key=PartitionSpec(rows) if key is not None and key.ndim == 2 else PartitionSpec(),
         sequences=PartitionSpec(rows),
@@ -218,9 +212,8 @@ def _sharded(
     if jax.sharding.AxisType.Explicit in layout.mesh.axis_types:  # shard_map does not reshard under Explicit axes
         place = lambda spec, x: None if x is None else with_sharding(layout.mesh, x, spec)
         array_options = jax.tree.map(place, specs, array_options)
-    return jax.shard_map(local, in_specs=in_specs, out_specs=q_spec, axis_names=free, check_vma=False)(
-        q, k, v, array_options
-    )
+    run = jax.shard_map(local, in_specs=in_specs, out_specs=q_spec, axis_names=free, check_vma=False)
+    return run(q, k, v, array_options)
 
 
 def _by_kernel(plan: AttentionPlan, arrays: Arrays, segments: Segments, kernel: Kernel) -> jax.Array:
@@ -279,10 +272,8 @@ def _dense(
     if supported and no_options and _is_plain(rules, q) and options.get("order") in (None, "contiguous"):
         return jax.nn.dot_product_attention(q, k, v, is_causal=True)
     order: Any = "contiguous" if options.get("order") is None else options["order"]
-    at = [
-        _positions(order, x.shape[1], ring_size, what)
-        for x, what in ((q, "the queries' sequence"), (k, "the keys' sequence"))
-    ]
+    names = ("the queries' sequence", "the keys' sequence")
+    at = [_positions(order, x.shape[1], ring_size, what) for x, what in zip((q, k), names, strict=True)]
     extras = array_options.of_tiles(q.shape[2], k.shape[2], first_head)
     start = offset if array_options.offset is None else array_options.offset
     o, lse = dense(rules, q, k, v, (at[0] + start, at[1]), array_options.segments, extras)

@@ -112,9 +112,8 @@ def attention_local(
         plan = replace(plan, engine="tpu" if kernel in ("splash", "tiles") else "jax")
     plan = ordered(plan, options, (q.shape[1], k.shape[1]))
     check_heads(q.shape[2], exchange_size, heads)
-    array_options = array_options._replace(
-        slopes=_own_heads(array_options.slopes, heads, 0), bias=_own_heads(array_options.bias, heads, 1)
-    )
+    slopes, bias = _own_heads(array_options.slopes, heads, 0), _own_heads(array_options.bias, heads, 1)
+    array_options = array_options._replace(slopes=slopes, bias=bias)
     first_head: Any = 0
     if rules.dropout:
         array_options, first_head = _add_sequence_indices(q, array_options, axes, batch_axis, q_heads_axis)

@@ -101,16 +101,9 @@ class Balance:
         table = ["  ".join(cell.rjust(n) for cell, n in zip(row, wide, strict=True)) for row in rows]
         how = f"{self.impl}, {self.order}" if self.impl != "ulysses" else self.impl
         hops = f", {self.visible.shape[1]} hops" if self.visible.shape[1] > 1 else ""
-        return "\n".join(
-            [
-                f"{describe(self.mask)}: {self.seq:,} tokens over {self.ways} devices, {how}, tiles of {self.block}",
-                *table,
-                (
-                    f"critical path{hops}: {self.ratio:.3f} × the mean in visible scores, {self.tile_ratio:.3f} × in "
-                    f"computed tiles"
-                ),
-            ]
-        )
+        title = f"{describe(self.mask)}: {self.seq:,} tokens over {self.ways} devices, {how}, tiles of {self.block}"
+        path = f"{self.ratio:.3f} × the mean in visible scores, {self.tile_ratio:.3f} × in computed tiles"
+        return "\n".join([title, *table, f"critical path{hops}: {path}"])
 
 
 def balance(

@@ -131,12 +131,8 @@ def select_here(requested: str, q: Any, k: Any, sharding: QKVSharding, **options
 def _supports_split_kv(sharding: QKVSharding) -> bool:
     """Whether ``split_kv`` applies: the keys' sequence is sharded over axes over which the queries are replicated."""
     q_axes = {axis for axes in sharding.q for axis in axes}
-    return (
-        bool(sharding.kv[1])
-        and not sharding.q[1]
-        and not q_axes & set(sharding.kv[1])
-        and sharding.q[0] == sharding.kv[0]
-    )
+    replicated = not sharding.q[1] and not q_axes & set(sharding.kv[1])
+    return bool(sharding.kv[1]) and replicated and sharding.q[0] == sharding.kv[0]
 
 
 def _describe_costs(ranked: list[tuple[str, Cost]], links: Links | None) -> str:

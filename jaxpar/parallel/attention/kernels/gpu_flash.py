@@ -55,14 +55,8 @@ def mha(
     block = max(BACKWARD, BLOCK * 256 // max(256, wide * q_BSHD.dtype.itemsize))
     padded = up(seq, block) if seq > block else max(LEAST, 1 << (seq - 1).bit_length())
     block, backward = min(block, padded), min(BACKWARD, padded)
-    sizes = library.BlockSizes(
-        block_q=block,
-        block_k=block,
-        block_q_dkv=backward,
-        block_kv_dkv=backward,
-        block_q_dq=backward,
-        block_kv_dq=backward,
-    )
+    names = ("block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
+    sizes = library.BlockSizes(block_q=block, block_k=block, **dict.fromkeys(names, backward))
     k, v = (jnp.repeat(x, heads // x.shape[2], axis=2) for x in (k_BSKD, v_BSKD))
     q, k, v = (pad(x, padded, wide) for x in (q_BSHD, k, v))
     causal = rules.mask.causal
