@@ -36,6 +36,7 @@ _OPTIONS = {
 }
 
 type BucketSize = str | int | tuple[int, ...]
+type Cross = Callable[[jax.Array, tuple[str, ...]], jax.Array]
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ def in_groups(
     parts: Sequence[Parts],
     layered: Sequence[bool],
     groups: Sequence[tuple[int, int]],
-    cross: Callable[[jax.Array, tuple[str, ...]], jax.Array],
+    cross: Cross,
     *,
     gathers: bool,
 ) -> list[jax.Array]:
@@ -170,12 +171,7 @@ def in_groups(
     return [jnp.concatenate(found) if len(found) > 1 else found[0] for found in pieces.values()]
 
 
-def _group(
-    arrays: Sequence[jax.Array],
-    parts: Sequence[Parts],
-    cross: Callable[[jax.Array, tuple[str, ...]], jax.Array],
-    gathers: bool,
-) -> list[jax.Array]:
+def _group(arrays: Sequence[jax.Array], parts: Sequence[Parts], cross: Cross, gathers: bool) -> list[jax.Array]:
     sharded = [_sharded_dim(part) for part in parts]
     groups_by_kind: dict[Any, list[int]] = {}
     for i, x in enumerate(arrays):

@@ -390,10 +390,8 @@ def _describe(value: Any) -> str:
 def _describe_entry(entry: Mapping[str, Any] | None) -> str:
     if entry is None:
         return "nothing"
-    return (
-        f"{entry.get('dtype', 'bytes')}{entry.get('shape', [entry['rows'], entry['row_bytes']])} "
-        f"{entry.get('spec', '')}"
-    ).strip()
+    shape = entry.get("shape", [entry["rows"], entry["row_bytes"]])
+    return f"{entry.get('dtype', 'bytes')}{shape} {entry.get('spec', '')}".strip()
 
 
 def _link(source: Path, target: Path) -> None:

@@ -106,15 +106,11 @@ def _fetch(names: Names, host: Any, placeholder: Any) -> jax.Array:
     return _constrain(names, jax.device_put(host, DEVICE), "params").astype(placeholder.dtype)
 
 
-def _forward(names: Names, host: Any, placeholder: Any) -> tuple[jax.Array, None]:
-    return _fetch(names, host, placeholder), None
-
-
 def _backward(names: Names, _: None, grad: jax.Array) -> tuple[None, jax.Array]:
     return None, _constrain(names, grad, "gradients")
 
 
-_fetch.defvjp(_forward, _backward)
+_fetch.defvjp(lambda names, host, placeholder: (_fetch(names, host, placeholder), None), _backward)
 
 
 def _constrain(names: Names, x: jax.Array, role: str) -> jax.Array:

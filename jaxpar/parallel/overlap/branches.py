@@ -111,22 +111,20 @@ def interleave_branches(
     return tuple(chain.x for chain in chains)
 
 
+@dataclass(eq=False)
 class _Chain:
     """One part on its way through the branches: four steps per branch, two of compute and two of communication."""
 
-    def __init__(
-        self,
-        branches: Sequence[Branch],
-        plan: BranchCollectives,
-        block: Any,
-        x: jax.Array,
-        side: Any,
-        previous: _Chain | None,
-    ):
-        self.branches, self.plan, self.block, self.side = branches, plan, block, side
-        self.previous, self.carries = previous, [None] * len(branches)
-        self.x, self.steps = x, 4 * len(branches) - 1
-        self.now: Any = plan.gather_seq(branches[0].before(block, x))
+    branches: Sequence[Branch]
+    plan: BranchCollectives
+    block: Any
+    x: jax.Array
+    side: Any
+    previous: _Chain | None
+
+    def __post_init__(self) -> None:
+        self.carries, self.steps = [None] * len(self.branches), 4 * len(self.branches) - 1
+        self.now: Any = self.plan.gather_seq(self.branches[0].before(self.block, self.x))
 
     def take(self, step: int) -> bool:
         """Runs a step; returns whether a later step uses ``now``, so that it belongs to the barrier."""

@@ -54,6 +54,7 @@ INSIDE, RESIDUAL = ("batch", "seq", "embed"), ("batch", "residual_seq", "embed")
 
 type BatchLayer = Callable[[Any, jax.Array, Any], jax.Array]
 type PartRows = jax.Array | tuple[jax.Array, ...]
+type _NamedArray = tuple[jax.Array, tuple[str | None, ...] | None]
 
 
 def interleave_batches(
@@ -106,9 +107,8 @@ def interleave_batches(
 
     @numbering
     def run(block: Any, x: PartRows, side: Any) -> Any:
-        layout, given_parts = current_layout(), isinstance(x, tuple)
-        plan = _SplitPlan.of(layout, dim, with_permutes=not callable(layer))
-        plan.check_split(count)
+        given_parts = isinstance(x, tuple)
+        plan = _SplitPlan.of(dim, count, with_permutes=not callable(layer))
         shape = plan.full_shape(x)
         plan.check_parts(shape, count)
         leaves, build = _weights(block)
@@ -146,8 +146,7 @@ def cut(x: jax.Array, count: int = 2, *, dim: Cut = "batch") -> tuple[jax.Array,
       ConfigError: as :func:`interleave_batches`.
     """
     check_count(count, dim)
-    plan = _SplitPlan.of(current_layout(), dim, with_permutes=dim == "seq")
-    plan.check_split(count)
+    plan = _SplitPlan.of(dim, count, with_permutes=dim == "seq")
     plan.check_parts(x.shape, count)
     in_specs, out_specs = (plan.row_spec,), (plan.row_spec,) * count
     parts: tuple[jax.Array, ...] = plan.inside(lambda x: plan.parted(x, count), in_specs, out_specs)(x)
@@ -156,7 +155,7 @@ def cut(x: jax.Array, count: int = 2, *, dim: Cut = "batch") -> tuple[jax.Array,
 
 def join(parts: tuple[jax.Array, ...], *, dim: Cut = "batch") -> jax.Array:
     """Joins the parts that :func:`cut` made."""
-    plan = _SplitPlan.of(current_layout(), dim, with_permutes=dim == "seq")
+    plan = _SplitPlan.of(dim, 1, with_permutes=dim == "seq")
     in_specs = (plan.row_spec,) * len(parts)
     joined: jax.Array = plan.inside(lambda *xs: plan.joined(xs), in_specs, plan.row_spec)(*parts)
     return joined
@@ -177,8 +176,7 @@ def order_of_halves(seq: int, count: int = 2) -> np.ndarray[Any, np.dtype[np.int
     [0, 1, 4, 5, 2, 3, 6, 7]
     """
     check_count(count, "seq")
-    plan = _SplitPlan.of(current_layout(), "seq", with_permutes=True)
-    plan.check_split(count)
+    plan = _SplitPlan.of("seq", count, with_permutes=True)
     plan.check_parts((0, seq), count)
     at = np.arange(seq, dtype=np.int32).reshape(count, plan.ways(plan.permute_axes), -1)
     return at.swapaxes(0, 1).reshape(-1)
@@ -263,15 +261,23 @@ class _SplitPlan:
     splits: bool
 
     @classmethod
-    def of(cls, layout: Layout, dim: Cut, *, with_permutes: bool) -> _SplitPlan:
+    def of(cls, dim: Cut, count: int, *, with_permutes: bool) -> _SplitPlan:
+        """Returns the plan for ``count`` parts under the ambient layout.
+
+        Raises:
+          ConfigError: the rules do not allow this split.
+        """
+        layout = current_layout()
         rows, seq, residual = axes_of(layout, "batch"), seq_axes(layout), axes_of(layout, "residual_seq")
         manual = jax.sharding.get_abstract_mesh().manual_axes
         free = lambda axes: tuple(axis for axis in axes if axis not in manual)
         permute_axes = tuple(axis for axis in residual if axis not in (*seq, *rows))
         fits = with_permutes and residual[: len(seq)] == seq
-        return cls(layout, dim, free(rows), free(seq), free(permute_axes) if fits else (), bool(seq or residual))
+        plan = cls(layout, dim, free(rows), free(seq), free(permute_axes) if fits else (), bool(seq or residual))
+        plan._check_split(count)
+        return plan
 
-    def check_split(self, count: int) -> None:
+    def _check_split(self, count: int) -> None:
         if count > 1 and not self.splits and self.layout.mesh.size > 1:
             sizes = ", ".join(f"{axis} {size}" for axis, size in self.layout.sizes.items() if size > 1)
             raise ConfigError(
@@ -422,9 +428,7 @@ class _SplitPlan:
         return math.prod(self.layout.sizes[axis] for axis in axes)
 
 
-def _weights(
-    block: Any,
-) -> tuple[list[tuple[jax.Array, tuple[str | None, ...] | None]], Callable[[list[jax.Array]], Any]]:
+def _weights(block: Any) -> tuple[list[_NamedArray], Callable[[list[jax.Array]], Any]]:
     """Returns a block's arrays with their logical dims, and a function that builds a block from such arrays.
 
     Raises:

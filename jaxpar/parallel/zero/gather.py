@@ -154,7 +154,7 @@ def _times(
     if plan is not None:
         y = product(x, _join_columns(ws, num_shards), plan)
     elif wide is not None:
-        y = _summed_wide((dims, num_shards, shapes), summed, wide, precision, x, *ws)
+        y = _summed_wide(((dims, num_shards, shapes), summed, wide, precision), x, *ws)
     else:
         y = times(x, checkpoint_name(_gather(dims, num_shards, shapes, *ws), GATHERED), summed, precision)
     y = y if precision.gather is None and precision.reduce is None else checkpoint_name(y, PRODUCT)
@@ -241,10 +241,6 @@ def _gather_one(w: jax.Array, *dims: str | None) -> jax.Array:
     return hint(gathered, *dims)
 
 
-def _forward(dims: _Dims, num_shards: int, shapes: _Shapes, *ws: jax.Array) -> tuple[jax.Array, None]:
-    return _gather(dims, num_shards, shapes, *ws), None
-
-
 def _backward(dims: _Dims, num_shards: int, shapes: _Shapes, _: None, grad: jax.Array) -> tuple[jax.Array, ...]:
     return _split_joined(num_shards, shapes, hint(grad, *dims, role="gradients"))
 
@@ -258,30 +254,26 @@ def _split_joined(num_shards: int, shapes: _Shapes, grad: jax.Array) -> tuple[ja
     return tuple(part.reshape(shape) for part, shape in zip(parts, shapes, strict=True))
 
 
-_gather.defvjp(_forward, _backward)
+_gather.defvjp(lambda dims, num_shards, shapes, *ws: (_gather(dims, num_shards, shapes, *ws), None), _backward)
 
-type _Group = tuple[_Dims, int, _Shapes]
+type _WideSum = tuple[tuple[_Dims, int, _Shapes], int, Any, Precision]
+"""The arguments of a gather, the number of summed dims, the dtype of the sums, and the precision."""
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _summed_wide(
-    group: _Group, summed: int, wide: Any, precision: Precision, x: jax.Array, *ws: jax.Array
-) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _summed_wide(how: _WideSum, x: jax.Array, *ws: jax.Array) -> jax.Array:
     """Returns the product with gathered weights; their gradient is summed over devices in ``wide``, then rounded."""
-    return _forward_wide(group, summed, wide, precision, x, *ws)[0]
+    return _forward_wide(how, x, *ws)[0]
 
 
-def _forward_wide(
-    group: _Group, summed: int, wide: Any, precision: Precision, x: jax.Array, *ws: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+def _forward_wide(how: _WideSum, x: jax.Array, *ws: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    group, summed, _, precision = how
     w = checkpoint_name(_gather(*group, *ws), GATHERED)
     return times(x, w, summed, precision), (x, w)
 
 
-def _backward_wide(
-    group: _Group, summed: int, wide: Any, precision: Precision, saved: tuple[jax.Array, jax.Array], dy: jax.Array
-) -> tuple[jax.Array, ...]:
-    (x, w), (dims, num_shards, shapes) = saved, group
+def _backward_wide(how: _WideSum, saved: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.Array, ...]:
+    (x, w), ((dims, num_shards, shapes), summed, wide, precision) = saved, how
     dx = input_grad(dy, w, summed, precision).astype(x.dtype)
     grad = weight_grad(x, dy, summed, precision, wide)
     # Without the barrier the compiler rounds before it sums.

@@ -90,10 +90,8 @@ def route(
         raise LayoutError(problems)
     batch = rows.axes[0]
     kept = {axis for dim in used.axes for axis in dim}
-    parts, grad_parts = (
-        gather_reduce.parts_of(resolved, tuple(axis for axis in batch if axis not in kept))
-        for resolved in (stored, grad)
-    )
+    free = tuple(axis for axis in batch if axis not in kept)
+    parts, grad_parts = (gather_reduce.parts_of(resolved, free) for resolved in (stored, grad))
     sharded = [axes for axes in parts.dims if axes]
     devices = math.prod(layout.sizes[axis] for axes in sharded for axis in axes)
     if not batch or (devices == 1 and precision.reduce != INT8):
@@ -163,10 +161,6 @@ def _product(plan: Route, x: jax.Array, w: jax.Array, kept: Any) -> jax.Array:
     return checkpoint_name(y, fp8_matmul.PRODUCT)
 
 
-def _forward(plan: Route, x: jax.Array, w: jax.Array, kept: Any) -> tuple[jax.Array, Any]:
-    return _product(plan, x, w, kept), (x, w, kept)
-
-
 def _backward(plan: Route, saved: Any, dy: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
     x, w, kept = saved
     dtype, w_in, rows = w.dtype, w if kept is None else kept, PartitionSpec(plan.batch)
@@ -182,7 +176,7 @@ def _backward(plan: Route, saved: Any, dy: jax.Array) -> tuple[jax.Array, jax.Ar
     return dx, dw, None
 
 
-_product.defvjp(_forward, _backward)
+_product.defvjp(lambda plan, *arrays: (_product(plan, *arrays), arrays), _backward)
 
 
 def _manual(plan: Route, f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
