@@ -54,32 +54,32 @@ def manual_gradients(
       LayoutError: the devices and microbatches do not divide the batch's rows.
       ModelError: ``loss_fn`` changes carried float arrays, which would then differ between devices.
     """
-    axes, precision, scale, fusion = (
-        batch_axes(layout),
-        config.precision,
-        scale_of(state, config.precision),
-        config.fusion,
-    )
+    axes, precision, fusion = batch_axes(layout), config.precision, config.fusion
+    scale = scale_of(state, precision)
     ways = math.prod(layout.sizes[axis] for axis in axes)
     stored = each_parameter(state, lambda path, w: parts_of(resolved_of(layout, state, path, w, "params"), axes))
     wanted = each_parameter(state, lambda path, w: parts_of(resolved_of(layout, state, path, w, "gradients"), axes))
     pieces_of(batch, config.grad_accum_steps, ways, 1)  # only to raise with the global shapes
 
+    def index() -> Any:
+        """Returns the index of this device's part of the batch."""
+        return jax.lax.axis_index(axes) if axes else 0
+
     def local(params: Any, rest: Any, key: Any, step: Any, scale: Any, batch: Any) -> tuple[Any, jax.Array, Any]:
         weights = _cross(state, params, stored, fusion, ("gather",), lambda w, parts: gather(w, parts, precision))
-        first = _index(layout, axes) * config.grad_accum_steps
+        first = index() * config.grad_accum_steps
 
         def run(weights: Any, rest: Any, batch: Any, n: Any) -> Any:
             here = replace(seen_by(state, rest, key, first + n), step=step)
-            rows = microbatch_rows(rows_of(batch), config.grad_accum_steps, n, index=lambda: _index(layout, axes))
+            rows = microbatch_rows(rows_of(batch), config.grad_accum_steps, n, index=index)
             with batch_rows(rows):
                 return value_and_grad(loss_of(loss_fn, here, batch), scale)(weights)
 
         pieces = pieces_of(batch, config.grad_accum_steps, 1, 0)
         _check_alike(run, weights, rest, jax.tree.map(lambda x: x[0], pieces))
-        own = _own_keys(rest, _index(layout, axes))
+        own = _own_keys(rest, index())
         (loss, metrics, grads), weight, own = sums_of(run, weights, own, pieces, config.grad_accum_steps)
-        rest = _first_keys(own, _index(layout, axes), axes)
+        rest = _first_keys(own, index(), axes)
         if config.per_device_grads:
             grads = jax.tree.map(lambda g: at_least_fp32(g)[None], grads)
         else:
@@ -150,14 +150,6 @@ def _cross(
 
 def spec_of(tree: Any) -> Any:
     return jax.tree.map(lambda parts: parts.spec, tree)
-
-
-def _index(layout: Layout, axes: Axes) -> Any:
-    """Returns the index of this device's part of the batch."""
-    index: Any = 0
-    for axis in axes:
-        index = index * layout.sizes[axis] + jax.lax.axis_index(axis)
-    return index
 
 
 def _is_key(x: Any) -> bool:

@@ -74,7 +74,6 @@ class InFlightCall:
       options: the pipeline's options.
       window: the schedule of the call's ticks.
       state: holds the parameters that the call's own batch is computed with.
-      previous: the parameters that the previous batch is computed with.
       counts: ``[stages, 1]``, the number of layers of each stage, if the stacks are padded to the largest stage;
         ``None``: as ``options`` says.
     """
@@ -85,7 +84,6 @@ class InFlightCall:
     options: Asynchronous
     window: AsyncSchedule
     state: TrainState
-    previous: Any
     counts: np.ndarray | None = None
 
     def prepared(self, batch: Any) -> Any:
@@ -105,6 +103,12 @@ class InFlightCall:
         batch = self.split.prepare(self.state.params, batch, self.config.precision)
         check_rows(self.layout, batch, self.window.batch)
         return batch
+
+    def of_batch(self, batch: Any | None) -> tuple[Any, jax.Array]:
+        """Returns the call's own prepared batch (without one, the batch in flight), and which batches exist: int32 [2]."""
+        state: Any = self.state
+        exists = jnp.stack([state.flight["pending"], jnp.asarray(batch is not None, jnp.int32)])
+        return state.flight["batch"] if batch is None else self.prepared(batch), exists
 
     @functools.cached_property
     def split(self) -> ModelSplit:
@@ -136,11 +140,15 @@ class InFlightCall:
         found: tuple[jax.Array, Any] = jax.vjp(f, others)
         return found
 
-    def ticks(self, before: Any, batch: Any, x: jax.Array) -> tuple[AsyncRunner, jax.Array]:
-        """Returns the runner of the call's ticks for two prepared batches, and its input from the own batch."""
+    def ticks(self, previous: Any, before: Any, batch: Any) -> tuple[AsyncRunner, jax.Array]:
+        """Returns the runner of the call's ticks for two prepared batches, and its input from the own batch.
+
+        ``previous`` are the parameters that the batch ``before`` is computed with.
+        """
         split, count = self.split, self.window.batch
+        x, _ = self.before(self.state.params, batch)
         new, (pieces, fed) = self.transfer.scatter_to_stages(self.state.params, given_of(batch), x, count)
-        old, (pieces_before, _) = self.transfer.scatter_to_stages(self.previous, given_of(before), x, count)
+        old, (pieces_before, _) = self.transfer.scatter_to_stages(previous, given_of(before), x, count)
         numbers = jnp.broadcast_to(jnp.arange(2 * count, dtype=jnp.int32) // count, (fed.shape[0], 2 * count))
         others = jax.tree.map(lambda a, b: jnp.stack([a, b]), split.others(old), split.others(new))
         program = numbered(self.program(head_of(split, None)))
@@ -230,59 +238,43 @@ def split_over(layout: Layout, dims: Any, role: str, shape: tuple[int, ...], man
 
 
 @numbering
-def start(
-    layout: Layout, loss_fn: Any, state: TrainState, batch: Any, config: StepConfig, options: Asynchronous
-) -> InFlight:
-    """Returns a state with empty buffers for the microbatches in flight.
+def start(call: InFlightCall, batch: Any) -> InFlight:
+    """Returns the call's state with empty buffers for the microbatches in flight.
 
     Args:
-      layout, loss_fn: as for :func:`jaxpar.pipeline.pipedream_train_step`.
-      state: as :func:`jaxpar.init` returns it.
+      call: a call on a state as :func:`jaxpar.init` returns it.
       batch: a batch with the shapes and dtypes of those to come.
-      config: the step's arguments.
-      options: the pipeline's options.
     """
+    state = call.state
     zeros = jax.tree.map(jnp.zeros_like, state.params)
-    call = InFlightCall(layout, loss_fn, config, options, options.schedule, state, zeros)
     batch = call.prepared(batch)
-    x, _ = call.before(state.params, batch)
-    ticks, fed = call.ticks(batch, batch, x)
+    ticks, fed = call.ticks(zeros, batch, batch)
     nothing_yet = ticks.nothing_in_flight(jnp.concatenate([fed, fed], 1))
     batch = jax.tree.map(jnp.zeros_like, batch)
     none = jnp.zeros((), jnp.int32)
     flight = {"pending": none, "batch": batch, "previous": zeros, "in_flight": nothing_yet}
-    flight["layers"] = {call.sizes: none}
-    parts = {field.name: getattr(state, field.name) for field in fields(TrainState)}
-    return InFlight(**parts, flight=call.placed(flight))
+    flight = call.placed({**flight, "layers": {call.sizes: none}})
+    return InFlight(**{**vars(state), "flight": flight})
 
 
 @numbering
-def two_versions(
-    layout: Layout, loss_fn: Any, state: InFlight, batch: Any | None, config: StepConfig, options: Asynchronous
-) -> tuple[GradientResult, dict[str, Any]]:
+def two_versions(call: InFlightCall, batch: Any | None) -> tuple[GradientResult, dict[str, Any]]:
     """Runs one call of ``pipedream_2bw``.
 
     Args:
-      layout, loss_fn: as for :func:`jaxpar.pipeline.pipedream_train_step`.
-      state: what :func:`start` or the previous call returned.
+      call: a call on the state that :func:`start` or the previous call returned.
       batch: the call's own batch; ``None`` to finish the previous one only.
-      config: the step's arguments.
-      options: the pipeline's options.
 
     Returns:
       Loss and metrics of the microbatches whose loss this call computed, with the gradients of the previous batch; and
       the new ``flight``.
     """
-    flight, full = state.flight, options.schedule
-    window = full if batch is not None else full.flush()
-    call = InFlightCall(layout, loss_fn, config, options, window, state, flight["previous"])
-    own = flight["batch"] if batch is None else call.prepared(batch)
+    state: Any = call.state
+    flight, own, exists = state.flight, *call.of_batch(batch)
     _, back = call.before(flight["previous"], flight["batch"])
-    x, _ = call.before(state.params, own)
-    ticks, fed = call.ticks(flight["batch"], own, x)
-    exists = jnp.stack([flight["pending"], jnp.asarray(batch is not None, jnp.int32)])
+    ticks, fed = call.ticks(flight["previous"], flight["batch"], own)
     # The window begins where the previous call's batch began.
-    rotation = (state.step - 1) % (full.delay + 1) * window.batch
+    rotation = (state.step - 1) % (call.options.schedule.delay + 1) * call.window.batch
     done, in_flight = ticks.run(flight["in_flight"], fed, exists, rotation)
 
     split = call.split

@@ -165,9 +165,7 @@ def with_padded_stages(call: InFlightCall) -> InFlightCall:
     if counts is None:
         return call
     state = replace(call.state, params=in_stages(call, call.state.params))
-    return replace(
-        call, state=state, previous=state.params, options=replace(call.options, layers_per_stage=()), counts=counts
-    )
+    return replace(call, state=state, options=replace(call.options, layers_per_stage=()), counts=counts)
 
 
 def in_stages(call: InFlightCall, params: Any, *, back: bool = False) -> Any:

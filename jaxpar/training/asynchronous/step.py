@@ -24,7 +24,7 @@ from jaxpar.parallel.pipeline.staged_loss import PipelineLoss
 from jaxpar.parallel.precision.policy import PrecisionLike
 from jaxpar.sharding.layout import Layout, tracing_under
 from jaxpar.training.asynchronous import in_flight, weight_stashing
-from jaxpar.training.asynchronous.in_flight import InFlight, two_versions
+from jaxpar.training.asynchronous.in_flight import InFlight, InFlightCall
 from jaxpar.training.loss import Metrics
 from jaxpar.training.microbatches import GradReduction, StepConfig, WeightGather
 from jaxpar.training.model import leaves_with_paths, show
@@ -201,11 +201,17 @@ class PipedreamStep:
         """Lowers the call, like any jitted function; without a batch, lowers :meth:`flush`."""
         return self._flush.lower(state) if batch is None else self._step.lower(state, batch)
 
+    def _call(self, state: TrainState, batch: Any) -> InFlightCall:
+        """Returns a call on ``state``; without a batch, one that finishes everything in flight."""
+        full = self.pipeline.schedule
+        window = full if batch is not None else full.flush()
+        return InFlightCall(self.layout, self.loss_fn, self.config, self.pipeline, window, state)
+
     def _started(self, state: TrainState, batch: Any) -> InFlight:
         _check_state(state, self.pipeline)
         start = in_flight.start if self.pipeline.name == "pipedream_2bw" else weight_stashing.start
         with tracing_under(self.layout), precision_scope(self.config.precision):
-            return start(self.layout, self.loss_fn, state, batch, self.config, self.pipeline)
+            return start(self._call(state, batch), batch)
 
     def _stepped(self, state: InFlight, batch: Any) -> tuple[InFlight, Metrics]:
         _check_state(state, self.pipeline)
@@ -223,7 +229,7 @@ class PipedreamStep:
             if self.pipeline.name == "pipedream":
                 return self._every_microbatch(state, batch)
             with precision_scope(self.config.precision):
-                found, flight = two_versions(self.layout, self.loss_fn, state, batch, self.config, self.pipeline)
+                found, flight = in_flight.two_versions(self._call(state, batch), batch)
             grads, norm = clipped(found.grads, self.clip_norm)
             finite = jnp.isfinite(norm)
             ready = state.flight["pending"] == 1
@@ -241,9 +247,8 @@ class PipedreamStep:
 
     def _every_microbatch(self, state: InFlight, batch: Any) -> tuple[InFlight, Metrics]:
         with precision_scope(self.config.precision):
-            new, metrics = weight_stashing.every_stage(
-                self.layout, self.loss_fn, state, batch, self.config, self.pipeline, skips=self.skip_nonfinite
-            )
+            call = self._call(state, batch)
+            new, metrics = weight_stashing.every_stage(call, batch, skips=self.skip_nonfinite)
         new = replace(new, step=state.step + (batch is not None))
         check_same(state, new)
         # No rule places the per-stage optimizer states; weight_stashing shards them like their parameters' moments.

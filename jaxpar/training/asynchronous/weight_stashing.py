@@ -9,7 +9,7 @@ has a gradient is updated: each stage's layers, the parameters before them and t
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -24,38 +24,30 @@ from jaxpar.parallel.pipeline.executor.layer_placement import AXIS
 from jaxpar.parallel.pipeline.executor.primitives import pick, put
 from jaxpar.parallel.pipeline.executor.program import GLOBAL_FIELDS, Head
 from jaxpar.parallel.pipeline.executor.tick_context import TickContext
-from jaxpar.parallel.pipeline.options import Asynchronous
 from jaxpar.parallel.pipeline.schedules.table import FIELDS
-from jaxpar.sharding.layout import Layout, manual_axes
+from jaxpar.sharding.layout import manual_axes
 from jaxpar.sharding.rules import Axes
 from jaxpar.training.asynchronous.in_flight import InFlight, InFlightCall
 from jaxpar.training.asynchronous.stage_groups import GROUPS, Groups, groups_of, in_stages, with_padded_stages
 from jaxpar.training.loss import Metrics
-from jaxpar.training.microbatches import StepConfig, means_of, unscaled
+from jaxpar.training.microbatches import means_of, unscaled
 from jaxpar.training.pipeline.gradients import head_of
 from jaxpar.training.pipeline.stage_functions import Given, given_of, listed, read_by_layer_inputs
 from jaxpar.training.pipeline.transfer import row_axes
-from jaxpar.training.state import TrainState
 from jaxpar.utils.arrays import accumulator, at_least_fp32
 
 _B_ON, _HEADS = FIELDS.index("b_on"), GLOBAL_FIELDS.index("heads")
 
 
 @numbering
-def start(
-    layout: Layout, loss_fn: Any, state: TrainState, batch: Any, config: StepConfig, options: Asynchronous
-) -> InFlight:
-    """Returns a state with empty buffers for the microbatches in flight, and an initial optimizer state for each stage.
+def start(call: InFlightCall, batch: Any) -> InFlight:
+    """Returns the call's state with empty buffers for the microbatches in flight, and each stage's optimizer state.
 
     Args:
-      layout, loss_fn: as for :func:`jaxpar.pipeline.pipedream_train_step`.
-      state: as :func:`jaxpar.init` returns it.
+      call: a call on a state as :func:`jaxpar.init` returns it.
       batch: a batch with the shapes and dtypes of those to come.
-      config: the step's arguments.
-      options: the pipeline's options.
     """
-    call = InFlightCall(layout, loss_fn, config, options, options.schedule, state, state.params)
-    batch, sizes = call.prepared(batch), call.sizes
+    state, batch, sizes = call.state, call.prepared(batch), call.sizes
     call = with_padded_stages(call)
     groups, params = groups_of(call, batch), call.state.params
     run = _Run(call, groups, batch, batch)
@@ -65,13 +57,12 @@ def start(
     tick, fed = run.tick(params, call.split.stack(params), first, pieces, jnp.asarray(0))
     empty_batch = jax.tree.map(jnp.zeros_like, batch)
     versions = {name: run.ring(part) for name, part in run.kept(params).items()}
-    late = jax.tree.map(lambda w: jnp.zeros((options.stages, *w.shape), accumulator(w)), groups.of_tied(params))
+    late = jax.tree.map(lambda w: jnp.zeros((call.options.stages, *w.shape), accumulator(w)), groups.of_tied(params))
     none = jnp.zeros((), jnp.int32)
     flight = {"pending": none, "batch": empty_batch, "versions": versions, "late": late, "layers": {sizes: none}}
     flight["in_flight"] = tick.nothing_in_flight(fed)
-    parts = {field.name: getattr(state, field.name) for field in fields(TrainState)}
-    parts["opt_state"] = groups.placed(groups.start(params))
-    return InFlight(**parts, flight=run.placed(flight))
+    changed = {"opt_state": groups.placed(groups.start(params)), "flight": run.placed(flight)}
+    return InFlight(**{**vars(state), **changed})
 
 
 @dataclass(frozen=True)
@@ -244,35 +235,19 @@ def _mean(head: Head, axes: Axes) -> Head:
 
 
 @numbering
-def every_stage(
-    layout: Layout,
-    loss_fn: Any,
-    state: InFlight,
-    batch: Any | None,
-    config: StepConfig,
-    options: Asynchronous,
-    *,
-    skips: bool,
-) -> tuple[InFlight, Metrics]:
+def every_stage(call: InFlightCall, batch: Any | None, *, skips: bool) -> tuple[InFlight, Metrics]:
     """Runs one call of ``pipedream``.
 
     Args:
-      layout, loss_fn: as for :func:`jaxpar.pipeline.pipedream_train_step`.
-      state: what :func:`start` or the previous call returned.
+      call: a call on the state that :func:`start` or the previous call returned.
       batch: the call's own batch; ``None`` to finish the previous one only.
-      config: the step's arguments.
-      options: the pipeline's options.
       skips: skip updates whose gradients are not finite.
 
     Returns:
       The new state, whose ``step`` is unchanged, and metrics.
     """
-    flight, full = state.flight, options.schedule
-    call = InFlightCall(
-        layout, loss_fn, config, options, full if batch is not None else full.flush(), state, state.params
-    )
-    own = flight["batch"] if batch is None else call.prepared(batch)
-    exists = jnp.stack([flight["pending"], jnp.asarray(batch is not None, jnp.int32)])
+    state: Any = call.state
+    own, exists = call.of_batch(batch)
     even = with_padded_stages(call)
-    new, metrics = _Run(even, groups_of(even, own), flight["batch"], own)(state, exists, skips)
+    new, metrics = _Run(even, groups_of(even, own), state.flight["batch"], own)(state, exists, skips)
     return replace(new, params=in_stages(call, new.params, back=True)), metrics
