@@ -14,13 +14,4 @@ from jaxpar.data.loader import Batches, batches, eval_batches
 from jaxpar.data.sources import Text, load_text
 from jaxpar.data.windows import Batch
 
-__all__ = [
-    "Batch",
-    "Batches",
-    "Text",
-    "batches",
-    "bigram_entropy",
-    "eval_batches",
-    "load_text",
-    "unigram_entropy",
-]
+__all__ = ["Batch", "Batches", "Text", "batches", "bigram_entropy", "eval_batches", "load_text", "unigram_entropy"]

@@ -112,14 +112,8 @@ def load_text(
             f"{len(documents)} (heldout_fraction={heldout_fraction}, seed={seed}), and both parts need at least one. "
             f"Remedy: {'raise' if train else 'lower'} heldout_fraction, change seed, or split the text into more files."
         )
-    return Text(
-        name=name,
-        train=_joined(train),
-        heldout=_joined(heldout),
-        vocab=256,
-        files=len(documents),
-        heldout_files=len(heldout),
-    )
+    files, heldout_files = len(documents), len(heldout)
+    return Text(name, _joined(train), _joined(heldout), vocab=256, files=files, heldout_files=heldout_files)
 
 
 def _documents(

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxpar import attention
 from jaxpar.errors import ConfigError
+from jaxpar.models.llama.config import LlamaConfig
+from jaxpar.models.llama.layers import Block, Rope
 from jaxpar.parallel.attention.context import TokenOrder
 from jaxpar.parallel.overlap.branches import Branch
 from jaxpar.parallel.overlap.interleave import interleave_batches, order_of_halves
 from jaxpar.training.remat import OUTPUT
-
-if TYPE_CHECKING:
-    from jaxpar.models.llama.config import LlamaConfig
-    from jaxpar.models.llama.layers import Block, Rope
 
 HALVES = "halves"
 """Name of the token order for copies that are sequence halves

@@ -94,10 +94,7 @@ class Attention(nnx.Module):
         (v,) = sharded_dot(x_BSE, (self.v[...], kv_dims), **self.options)
         q, k, v = (checkpoint_name(x, "qkv") for x in (rotate(q, rope), rotate(k, rope), v))
         o_BSHD: jax.Array = self.context(q, k, v, order, documents_BS) if attend is None else attend(q, k, v)
-        if half:
-            return o_BSHD
-        (y_BSE,) = sharded_dot(o_BSHD, (self.o[...], ("heads", "head_dim", "embed")), summed=2, **self.options)
-        return y_BSE
+        return o_BSHD if half else self.output(o_BSHD)
 
     def output(self, o_BSHD: jax.Array) -> jax.Array:
         """Apply the output projection to ``o_BSHD`` [batch, seq, heads, head_dim]; returns [batch, seq, embed]."""
@@ -124,10 +121,7 @@ class SwiGLU(nnx.Module):
         gate, up = sharded_dot(x_BSE, (self.gate[...], dims), (self.up[...], dims), **self.options)
         gate, up = hint(gate, "batch", "seq", "mlp"), hint(up, "batch", "seq", "mlp")
         hidden = checkpoint_name(jax.nn.silu(gate) * up, "mlp_hidden")
-        if half:
-            return hidden
-        (y_BSE,) = sharded_dot(hidden, (self.down[...], ("mlp", "embed")), **self.options)
-        return y_BSE
+        return hidden if half else self.output(hidden)
 
     def output(self, hidden_BSF: jax.Array) -> jax.Array:
         """Apply the down projection to ``hidden_BSF`` [batch, seq, mlp]; returns [batch, seq, embed]."""

@@ -87,20 +87,15 @@ def staged_next_token_loss(config: LlamaConfig) -> PipelineLoss:
 
 
 def _check(config: LlamaConfig, recompute: RematPolicy) -> None:
-    regather, residual = config.reshard_after_forward, "activations between layers are sharded by 'residual_seq'"
-    unsupported = (
-        ("remat.layers", list(recompute.layers), "all layers share one program, so all of them recompute alike"),
-        ("remat.slice_activation", recompute.slice_activation, residual),
-    )
-    for key, value, why in unsupported:
-        if value:
-            raise _unsupported(key, value, why)
-    if regather is not True:
-        raise _unsupported("reshard_after_forward", regather, "weights are gathered once per step and kept")
-
-
-def _unsupported(key: str, value: Any, why: str) -> ConfigError:
-    return ConfigError(f"pipeline: {key} is {value}, but under a pipeline {why}. Remedy: leave {key} out.")
+    layers, residual = list(recompute.layers), "activations between layers are sharded by 'residual_seq'"
+    regather, gathered = config.reshard_after_forward, "weights are gathered once per step and kept"
+    for key, value, fits, why in (
+        ("remat.layers", layers, not layers, "all layers share one program, so all of them recompute alike"),
+        ("remat.slice_activation", recompute.slice_activation, not recompute.slice_activation, residual),
+        ("reshard_after_forward", regather, regather is True, gathered),
+    ):
+        if not fits:
+            raise ConfigError(f"pipeline: {key} is {value}, but under a pipeline {why}. Remedy: leave {key} out.")
 
 
 def _prepared(config: LlamaConfig, batch: TokenBatch) -> TokenBatch:

@@ -31,31 +31,26 @@ def carried_block(config: LlamaConfig, recompute: RematPolicy) -> ChunkedLayer:
     """Returns the layer of one chunk: ``(block, x, rope, documents, carry, chunk) -> (x, carry)``."""
     context = config.context
 
-    def run(
-        block: Block, x_BSE: jax.Array, rope: Rope, documents_BS: jax.Array | None, carry: ChunkCarry, chunk: jax.Array
-    ) -> tuple[jax.Array, ChunkCarry]:
-        start = chunk * x_BSE.shape[1]
-        found: ChunkCarry = {}
-
-        def attend(q_BSHD: jax.Array, k_BSKD: jax.Array, v_BSKD: jax.Array) -> jax.Array:
-            parts: dict[str, Any] = {"keys": k_BSKD, "values": v_BSKD, "documents": documents_BS}
-            for name, full in carry.items():
-                found[name] = jax.lax.dynamic_update_slice_in_dim(full, parts[name], start, 1)
-            segments = None if documents_BS is None else (documents_BS, found["documents"])
-            # Slots after this chunk may hold another microbatch's keys. The causal mask hides them from every query.
-            options: dict[str, Any] = {"impl": context.impl, "block": context.block, "segment_ids": segments}
-            return attention(q_BSHD, found["keys"], found["values"], q_offset=start, **options)
-
-        y_BSE = block(x_BSE, rope, None, documents_BS, attend)
-        return y_BSE, found
-
     def layer(
         block: Block, x_BSE: jax.Array, rope: Rope, documents_BS: jax.Array | None, carry: ChunkCarry, chunk: jax.Array
     ) -> tuple[jax.Array, ChunkCarry]:
-        rematerialized = remat(recompute, config.reshard_after_forward, _never_save_carry)
-        result: tuple[jax.Array, ChunkCarry] = rematerialized(
-            lambda block, x_BSE, carry: run(block, x_BSE, rope, documents_BS, carry, chunk)
-        )(block, x_BSE, carry)
+        @remat(recompute, config.reshard_after_forward, _never_save_carry)
+        def run(block: Block, x_BSE: jax.Array, carry: ChunkCarry) -> tuple[jax.Array, ChunkCarry]:
+            start = chunk * x_BSE.shape[1]
+            found: ChunkCarry = {}
+
+            def attend(q_BSHD: jax.Array, k_BSKD: jax.Array, v_BSKD: jax.Array) -> jax.Array:
+                parts: dict[str, Any] = {"keys": k_BSKD, "values": v_BSKD, "documents": documents_BS}
+                for name, full in carry.items():
+                    found[name] = jax.lax.dynamic_update_slice_in_dim(full, parts[name], start, 1)
+                segments = None if documents_BS is None else (documents_BS, found["documents"])
+                # Slots after this chunk may hold another microbatch's keys. The causal mask hides them.
+                options: dict[str, Any] = {"impl": context.impl, "block": context.block, "segment_ids": segments}
+                return attention(q_BSHD, found["keys"], found["values"], q_offset=start, **options)
+
+            return block(x_BSE, rope, None, documents_BS, attend), found
+
+        result: tuple[jax.Array, ChunkCarry] = run(block, x_BSE, carry)
         return result
 
     return layer
