@@ -90,7 +90,8 @@ class CheckpointManager:
         self._asynchronous, self._verify, self._tell = asynchronous, verify, tell
         self._lock: Lock | None = None
         self._saving: tuple[int, Saving] | None = None
-        self._saved: int | None = None
+        self.saved: int | None = None
+        """The last step that this manager saved completely; call :meth:`wait` first."""
         self._bad: set[int] = set()
         self._last, self._retry = time.monotonic(), float("inf")
         try:
@@ -181,18 +182,13 @@ class CheckpointManager:
         except CheckpointError as error:
             self._failed(step, str(error))
             return False
-        self._retry, self._saved = float("inf"), step
+        self._retry, self.saved = float("inf"), step
         self._bad.discard(step)
         try:
             self._clear(step)
         except CheckpointError as error:  # extra steps do no harm
             self._tell(f"checkpoint: {error}")
         return True
-
-    @property
-    def saved(self) -> int | None:
-        """The last step that this manager saved completely; call :meth:`wait` first."""
-        return self._saved
 
     def restore(
         self, step: int, like: Any, *, only: Sequence[str] = (), rename: Mapping[str, str] | None = None
@@ -250,8 +246,8 @@ class CheckpointManager:
     def forget(self, after: int) -> None:
         """Delete the steps after ``after``, which a run that rolls back discards; failures are reported by ``tell``."""
         self.wait()
-        if self._saved is not None and self._saved > after:
-            self._saved = None
+        if self.saved is not None and self.saved > after:
+            self.saved = None
         for step in self.steps() if jax.process_index() == 0 else []:
             if step > after:
                 self._delete(self.directory / str(step))
@@ -278,7 +274,7 @@ class CheckpointManager:
 
     def _failed(self, step: int | None, text: str) -> None:
         self._retry = time.monotonic() + RETRY
-        last = f"Step {self._saved} is kept" if self._saved is not None else "Earlier checkpoints are kept"
+        last = f"Step {self.saved} is kept" if self.saved is not None else "Earlier checkpoints are kept"
         what = "checkpoint" if step is None else f"checkpoint of step {step} not saved"
         self._tell(f"{what}: {text} {last}; the next attempt is in {RETRY:g} s.")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
-from jaxpar.checkpoint.manifest import Bounds, Manifest, TensorRecord, read
+from jaxpar.checkpoint.manifest import Bounds, Manifest, Piece, TensorRecord, read
 from jaxpar.checkpoint.match import Source, match
 from jaxpar.checkpoint.snapshot import Leaf, bounds, leaves_of
-from jaxpar.checkpoint.verify import check_values, load, wrong_step
+from jaxpar.checkpoint.verify import read_piece, wrong_step
 from jaxpar.errors import CheckpointError, DamagedError
 
 _WORKERS = 4
@@ -110,12 +109,12 @@ def _fill(
 ) -> None:
     """Fill blocks of a tensor, keyed by their bounds, from the checkpoint's pieces."""
     tasks = [
-        functools.partial(_piece, root, manifest, path, tensor, piece, targets)
+        (path, tensor, piece, targets)
         for path, tensor, some in _plan(source, blocks)
         for piece in tensor.pieces()
         if (targets := [(at, block) for at, block in some.items() if _meet(at, piece[1])])
     ]
-    for _ in pool.map(lambda task: task(), tasks):
+    for _ in pool.map(lambda task: _copy(root, manifest, *task), tasks):
         pass
 
 
@@ -133,21 +132,16 @@ def _plan(
             yield path, tensor, dict(blocks)
 
 
-def _piece(
-    root: Path,
-    manifest: Manifest,
-    path: str,
-    tensor: TensorRecord,
-    piece: tuple[str, Bounds, int],
-    targets: list[tuple[Bounds, np.ndarray]],
-) -> None:
+type Targets = list[tuple[Bounds, np.ndarray]]
+
+
+def _copy(root: Path, manifest: Manifest, path: str, tensor: TensorRecord, piece: Piece, targets: Targets) -> None:
     """Read and verify one piece and copy it into the targets; a target that is exactly this piece is read in place."""
-    name, at, total = piece
+    at = piece[1]
     shape = tuple(stop - start for start, stop in at)
     exact = next((b for target, b in targets if target == at and shape == tensor.chunk and b.flags.c_contiguous), None)
     buffer = np.empty(tensor.piece_bytes, np.uint8) if exact is None else exact.reshape(-1).view(np.uint8)
-    load(root, name, manifest, path, memoryview(buffer))
-    check_values(root / name, path, buffer, tensor, at, total, manifest.files[name][1])
+    read_piece(root, manifest, path, tensor, piece, buffer)
     values = buffer.view(targets[0][1].dtype).reshape(tensor.chunk)
     for target, block in targets:
         if block is not exact:

@@ -8,12 +8,11 @@ temporary folder and renames it when everything is in it.
 from __future__ import annotations
 
 import errno
-import functools
 import os
 import shutil
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -151,18 +150,15 @@ def begin(
     if disk is not None:
         disk.snapshot(here / DISK)
     kept = [Leaf(leaf.path, copy, leaf.key) for leaf, copy in zip(leaves, copies, strict=True)]
-    work = functools.partial(_finish, here, target, kept, dims_of(state), head, verify)
-    saving = Saving(target)
-    if jax.process_count() > 1:
-        # orbax first synchronizes the processes; from a background thread that could interleave with a step's
-        # collectives.
-        wait_for_arrays = write_arrays(here, kept)
-        work = functools.partial(work, wait_for_arrays)
+    saving, dims = Saving(target), dims_of(state)
+    # orbax first synchronizes the processes; from a background thread that could interleave with a step's collectives.
+    arrays_written = write_arrays(here, kept) if jax.process_count() > 1 else None
 
     def run() -> None:
         try:
             with _SAVE_LOCK, _as_checkpoint_error(target, "cannot write"):
-                work()
+                (arrays_written or write_arrays(here, kept))()
+                _finish(here, target, kept, dims, head, verify)
         except BaseException as error:  # noqa: BLE001 (`Saving.wait` raises it)
             saving._error = error
             if jax.process_index() == 0:  # a partial save must not keep a full disk full
@@ -174,16 +170,9 @@ def begin(
 
 
 def _finish(
-    here: Path,
-    target: Path,
-    leaves: list[Leaf],
-    dims: Mapping[str, Any],
-    head: Manifest,
-    verify: bool,
-    wait_for_arrays: Callable[[], None] | None = None,
+    here: Path, target: Path, leaves: list[Leaf], dims: Mapping[str, Any], head: Manifest, verify: bool
 ) -> None:
-    """Write the arrays, the checksums and the manifest, then rename the folder; runs in the background."""
-    (wait_for_arrays or write_arrays(here, leaves))()
+    """Write the checksums and the manifest of written arrays, then rename the folder; runs in the background."""
     tensors, files = dict[str, TensorRecord](), dict[str, tuple[int, int]]()
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
         entries = [entry(here, leaf, dims.get(leaf.path)) for leaf in leaves]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxpar.checkpoint.manifest import NAME, Bounds, Manifest, TensorRecord, read
+from jaxpar.checkpoint.manifest import NAME, Bounds, Manifest, Piece, TensorRecord, read
 from jaxpar.checkpoint.validate import inside, opened
 from jaxpar.errors import CheckpointError, DamagedError
 
@@ -62,17 +62,18 @@ def problems_of(
         manifest = manifest or read(root)
     except CheckpointError as error:
         return [str(error)]
-    owners = {
-        name: (path, tensor, total, bounds)
-        for path, tensor in manifest.tensors.items()
-        for name, bounds, total in tensor.pieces()
-    }
+    tensors = manifest.tensors.items()
+    owners = {piece[0]: (path, tensor, piece) for path, tensor in tensors for piece in tensor.pieces()}
 
     def look(name: str) -> str | None:
         if name not in owners:
             return file_problem(root, name, manifest)
-        path, tensor, total, bounds = owners[name]
-        return piece_problem(root, name, manifest, path, tensor, bounds, total)
+        path, tensor, piece = owners[name]
+        try:
+            read_piece(root, manifest, path, tensor, piece, np.empty(tensor.piece_bytes, np.uint8))
+        except DamagedError as error:
+            return str(error)
+        return None
 
     found = [wrong_step(root, manifest, step)] if step is not None and manifest.step not in (None, step) else []
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
@@ -182,26 +183,16 @@ def file_problem(root: Path, name: str, manifest: Manifest) -> str | None:
     return f"{file} was changed after it was written: its checksum is {found:08x}, expected {total:08x}."
 
 
-def piece_problem(
-    root: Path, name: str, manifest: Manifest, path: str, tensor: TensorRecord, bounds: Bounds, total: int
-) -> str | None:
-    """Returns the problem of a file that holds a piece of a tensor, in its bytes or its values, or ``None``."""
-    buffer = np.empty(tensor.piece_bytes, np.uint8)
-    try:
-        load(root, name, manifest, path, memoryview(buffer))
-        check_values(root / name, path, buffer, tensor, bounds, total, manifest.files[name][1])
-    except DamagedError as error:
-        return str(error)
-    return None
-
-
-def load(root: Path, name: str, manifest: Manifest, path: str, into: memoryview) -> None:
-    """Read a piece's file into memory and verify its checksum.
+def read_piece(
+    root: Path, manifest: Manifest, path: str, tensor: TensorRecord, piece: Piece, buffer: np.ndarray
+) -> None:
+    """Read the file of a tensor's piece into ``buffer``, and verify its bytes and its values.
 
     Raises:
       DamagedError: with the name of the tensor and the file.
     """
-    size, total = manifest.files[name]
+    name, bounds, of_values = piece
+    (size, total), into = manifest.files[name], memoryview(buffer)
     try:
         with opened(locate(root, name)) as f:
             there = os.fstat(f.fileno()).st_size
@@ -220,6 +211,7 @@ def load(root: Path, name: str, manifest: Manifest, path: str, into: memoryview)
             f"{root / name}, which holds {path}, was changed after it was written: its checksum is "
             f"{found & 0xFFFFFFFF:08x}, expected {total:08x}."
         )
+    check_values(root / name, path, buffer, tensor, bounds, of_values, total)
 
 
 def check_values(
