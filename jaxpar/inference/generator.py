@@ -151,7 +151,8 @@ class Generator:
         cache, kept = placement.placed_cache(self._short, self._cache())
         self._tensors = [*weights, *kept]
         self.abstract = self._abstract(cache)
-        self._multiprocess = _processes(layout.mesh) > 1
+        devices = layout.mesh.devices.flat if isinstance(layout.mesh, jax.sharding.Mesh) else ()
+        self._multiprocess = len({device.process_index for device in devices}) > 1
         # With several processes tokens are replicated, so that each process can read all of them.
         replicated = NamedSharding(layout.mesh, PartitionSpec()) if self._multiprocess else None
         self.prefill = jax.jit(self._prefill, out_shardings=(None, replicated))
@@ -407,13 +408,6 @@ class Generator:
         num_shards = math.lcm(*(shards_of(self.layout, dim) for dim in self.cached.sequence))
         # Twice the number of shards, because a zigzag ring splits each shard in two.
         return -(-max(_MIN_PADDED, 1 << (longest - 1).bit_length()) // (2 * num_shards)) * 2 * num_shards
-
-
-def _processes(mesh: Any) -> int:
-    """Returns how many processes hold the devices of a mesh; 1 for an abstract mesh."""
-    if not isinstance(mesh, jax.sharding.Mesh):
-        return 1
-    return len({device.process_index for device in mesh.devices.flat})
 
 
 def with_cache(layout: Layout) -> Layout:
