@@ -26,7 +26,7 @@ from jaxpar.parallel.offload.disk_io import Staging
 from jaxpar.parallel.offload.disk_store import Entry, Store
 from jaxpar.sharding.layout import Layout, to_spec, tracing_under, with_sharding
 from jaxpar.training.gradients import place_gradients
-from jaxpar.training.loss import Metrics
+from jaxpar.training.loss import LossFn, Metrics
 from jaxpar.training.offload.disk_state import LeafGroup, MomentLeaf, disk_of, groups_of, is_stored, offered, zeros
 from jaxpar.training.state import TrainState, place
 from jaxpar.training.step import check_same, keep_unless_finite, measure, place_state, step_config
@@ -39,12 +39,7 @@ _ALIGN = 64  # bytes; JAX makes a CPU array of a buffer aligned like this withou
 
 
 def gradient_step(
-    layout: Layout,
-    loss_fn: Callable[..., Any],
-    *,
-    clip_norm: float | None = None,
-    skip_nonfinite: bool = True,
-    **options: Any,
+    layout: Layout, loss_fn: LossFn, *, clip_norm: float | None = None, skip_nonfinite: bool = True, **options: Any
 ) -> jax.stages.Wrapped:
     """Returns the first program of :func:`disk_offloaded_train_step`.
 
@@ -80,7 +75,7 @@ def gradient_step(
 
 def disk_offloaded_train_step(
     layout: Layout,
-    loss_fn: Callable[..., Any],
+    loss_fn: LossFn,
     state: TrainState,
     *,
     ahead: int = AHEAD,

@@ -9,7 +9,7 @@ over all microbatches, and one reduction follows (a reduce-scatter where the gra
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -26,21 +26,10 @@ from jaxpar.parallel.precision.fp8_matmul import PRODUCT
 from jaxpar.parallel.precision.policy import FP8, INT8, Precision
 from jaxpar.sharding.layout import Layout, manual_axes, to_spec, with_sharding
 from jaxpar.sharding.resolve import Resolved
-from jaxpar.training.loss import key_of, loss_of
+from jaxpar.training import microbatches
+from jaxpar.training.loss import LossFn, key_of, loss_of
 from jaxpar.training.manual_gradients import manual_gradients, spec_of
-from jaxpar.training.microbatches import (
-    GradientResult,
-    StepConfig,
-    each_parameter,
-    means_of,
-    pieces_of,
-    resolved_of,
-    scale_of,
-    seen_by,
-    sums_of,
-    unscaled,
-    value_and_grad,
-)
+from jaxpar.training.microbatches import GradientResult, StepConfig
 from jaxpar.training.model import show, to_path
 from jaxpar.training.pipeline.gradients import pipeline_gradients
 from jaxpar.training.state import TrainState
@@ -48,9 +37,7 @@ from jaxpar.utils.jaxprs import has_checkpoint_name
 
 
 @numbering
-def gradients(
-    layout: Layout, loss_fn: Callable[..., Any], state: TrainState, batch: Any, config: StepConfig
-) -> GradientResult:
+def gradients(layout: Layout, loss_fn: LossFn, state: TrainState, batch: Any, config: StepConfig) -> GradientResult:
     """Returns loss, metrics, carried variables and gradients of ``state``'s parameters on ``batch``.
 
     Args:
@@ -91,20 +78,22 @@ def gradients(
         return _by_compiler(layout, loss_fn, state, batch, config)
 
 
-def _by_compiler(
-    layout: Layout, loss_fn: Callable[..., Any], state: TrainState, batch: Any, config: StepConfig
-) -> GradientResult:
+def _by_compiler(layout: Layout, loss_fn: LossFn, state: TrainState, batch: Any, config: StepConfig) -> GradientResult:
     """Returns gradients that the compiler reduces where they arise."""
-    weights, compute, scale = state.params, config.precision.computing, scale_of(state, config.precision)
+    weights, precision = state.params, config.precision
+    compute, scale = precision.computing, microbatches.scale_of(state, precision)
     if config.weight_gather == "per_step":
-        weights = each_parameter(state, lambda path, w: _whole(layout, state, path, w, config.precision))
-        weights = jax.tree.map(compute, weights)
+        roles = (microbatches.resolved_tree(layout, state, weights, role) for role in ("params", "activations"))
+        whole = lambda w, stored, used: precision.computing(_whole(layout, w, stored, used, precision))
+        weights = jax.tree.map(whole, weights, *roles)
         compute = lambda w: w
 
     def run(weights: Any, rest: Any, batch: Any, n: Any) -> tuple[Any, Any]:
-        here = state if n is None else seen_by(state, rest, state.key, n)
-        trained, whole = split(waiting(dict(state.metadata.dims), weights, layout))
-        grad = value_and_grad(lambda w: loss_of(loss_fn, here, batch)(jax.tree.map(compute, whole(w))), scale)
+        here = state if n is None else microbatches.seen_by(state, rest, state.key, n)
+        trained, merge = split(waiting(dict(state.metadata.dims), weights, layout))
+        grad = microbatches.value_and_grad(
+            lambda w: loss_of(loss_fn, here, batch)(jax.tree.map(compute, merge(w))), scale
+        )
         rows = None if n is None else microbatch_rows(rows_of(batch), config.grad_accum_steps, n, ways=ways)
         with batch_rows(rows):
             (loss, (metrics, rest)), grads = grad(trained)
@@ -115,12 +104,12 @@ def _by_compiler(
     if config.grad_accum_steps == 1:
         (loss, (metrics, rest)), grads = run(weights, state.variables, batch, None)
     else:
-        pieces = pieces_of(batch, config.grad_accum_steps, ways, 1)
+        pieces = microbatches.pieces_of(batch, config.grad_accum_steps, ways, 1)
         pieces = jax.tree.map(lambda x: with_sharding(layout.mesh, x, PartitionSpec(None, axes)), pieces)
         place = lambda grads: place_gradients(layout, state, grads)
-        sums, weight, rest = sums_of(run, weights, state.variables, pieces, config.grad_accum_steps, place)
-        loss, metrics, grads = means_of(sums, weight)
-    return GradientResult(loss, metrics, rest, unscaled(state, grads, scale))
+        sums, weight, rest = microbatches.sums_of(run, weights, state.variables, pieces, config.grad_accum_steps, place)
+        loss, metrics, grads = microbatches.means_of(sums, weight)
+    return GradientResult(loss, metrics, rest, microbatches.unscaled(state, grads, scale))
 
 
 def rows_apart(layout: Layout, batch: Any) -> Any:
@@ -222,12 +211,7 @@ def _check_fusion(config: StepConfig) -> None:
 
 
 def _check_handed(
-    layout: Layout,
-    loss_fn: Callable[..., Any],
-    state: TrainState,
-    batch: Any,
-    config: StepConfig,
-    crossing: Sequence[str],
+    layout: Layout, loss_fn: LossFn, state: TrainState, batch: Any, config: StepConfig, crossing: Sequence[str]
 ) -> None:
     """Raises if ``precision`` sets a dtype that only ``sharded_dot`` uses, and the model never calls it."""
     precision = config.precision
@@ -249,25 +233,22 @@ def place_gradients(layout: Layout, state: TrainState, grads: Any) -> Any:
       LayoutError: the rules cannot place a gradient.
     """
 
-    def one(keys: Any, grad: jax.Array) -> jax.Array:
-        resolved = resolved_of(layout, state, to_path(keys), grad, "gradients")
+    def one(grad: jax.Array, resolved: Resolved) -> jax.Array:
         if resolved.problems:
             raise LayoutError(resolved.problems)
         return with_sharding(layout.mesh, grad, to_spec(resolved))
 
-    return jax.tree_util.tree_map_with_path(one, grads)
+    return jax.tree.map(one, grads, microbatches.resolved_tree(layout, state, grads, "gradients"))
 
 
 def _sharded(layout: Layout, state: TrainState) -> bool:
     """Whether an axis of the batch also shards parameters, so that a device holds only parts of them."""
-    axes = set(batch_axes(layout))
-    used = lambda path, w: {axis for dim in resolved_of(layout, state, path, w, "params").axes for axis in dim}
-    return any(jax.tree.leaves(each_parameter(state, lambda path, w: bool(axes & used(path, w)))))
+    axes, found = set(batch_axes(layout)), microbatches.resolved_tree(layout, state, state.params, "params")
+    return any(axes.intersection(dim) for resolved in jax.tree.leaves(found) for dim in resolved.axes)
 
 
-def _whole(layout: Layout, state: TrainState, path: Sequence[Any], w: jax.Array, precision: Precision) -> jax.Array:
+def _whole(layout: Layout, w: jax.Array, stored: Resolved, used: Resolved, precision: Precision) -> jax.Array:
     """Gathers a weight over the axes that shard its storage but not its use."""
-    stored, used = (resolved_of(layout, state, path, w, role) for role in ("params", "activations"))
     if used.problems:
         raise LayoutError(used.problems)
     if stored.axes != used.axes and precision.gather == INT8:

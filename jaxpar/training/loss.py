@@ -15,9 +15,11 @@ from jaxpar.parallel.offload.host_weights import waiting
 from jaxpar.training.state import TrainState
 
 Metrics = dict[str, Any]
+type LossFn = Callable[..., Any]
+"""``loss_fn(model, batch)``, with an argument ``key`` if it draws random numbers; see :func:`jaxpar.train_step`."""
 
 
-def loss_of(loss_fn: Callable[..., Any], state: TrainState, batch: Any) -> Callable[[Any], tuple[jax.Array, Any]]:
+def loss_of(loss_fn: LossFn, state: TrainState, batch: Any) -> Callable[[Any], tuple[jax.Array, Any]]:
     """Returns ``params -> (loss, (aux, carried))``, the form that ``jax.value_and_grad`` differentiates.
 
     Args:

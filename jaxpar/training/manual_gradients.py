@@ -18,27 +18,16 @@ from jaxpar.parallel.collectives.gather_reduce import Parts, batch_axes, gather,
 from jaxpar.sharding.layout import Layout, current_layout, manual_axes
 from jaxpar.sharding.names import LAYERS
 from jaxpar.sharding.rules import Axes
-from jaxpar.training.loss import loss_of
-from jaxpar.training.microbatches import (
-    GradientResult,
-    StepConfig,
-    each_parameter,
-    means_of,
-    pieces_of,
-    resolved_of,
-    scale_of,
-    seen_by,
-    sums_of,
-    unscaled,
-    value_and_grad,
-)
+from jaxpar.training import microbatches
+from jaxpar.training.loss import LossFn, loss_of
+from jaxpar.training.microbatches import GradientResult, StepConfig
 from jaxpar.training.model import leaves_with_paths, show
 from jaxpar.training.state import TrainState
 from jaxpar.utils.arrays import at_least_fp32
 
 
 def manual_gradients(
-    layout: Layout, loss_fn: Callable[..., Any], state: TrainState, batch: Any, config: StepConfig
+    layout: Layout, loss_fn: LossFn, state: TrainState, batch: Any, config: StepConfig
 ) -> GradientResult:
     """Returns gradients summed per device and reduced once, or not at all (``config.per_device_grads``).
 
@@ -55,11 +44,11 @@ def manual_gradients(
       ModelError: ``loss_fn`` changes carried float arrays, which would then differ between devices.
     """
     axes, precision, fusion = batch_axes(layout), config.precision, config.fusion
-    scale = scale_of(state, precision)
+    scale = microbatches.scale_of(state, precision)
     ways = math.prod(layout.sizes[axis] for axis in axes)
-    stored = each_parameter(state, lambda path, w: parts_of(resolved_of(layout, state, path, w, "params"), axes))
-    wanted = each_parameter(state, lambda path, w: parts_of(resolved_of(layout, state, path, w, "gradients"), axes))
-    pieces_of(batch, config.grad_accum_steps, ways, 1)  # only to raise with the global shapes
+    roles = (microbatches.resolved_tree(layout, state, state.params, role) for role in ("params", "gradients"))
+    stored, wanted = (jax.tree.map(lambda resolved: parts_of(resolved, axes), tree) for tree in roles)
+    microbatches.pieces_of(batch, config.grad_accum_steps, ways, 1)  # only to raise with the global shapes
 
     def index() -> Any:
         """Returns the index of this device's part of the batch."""
@@ -70,15 +59,15 @@ def manual_gradients(
         first = index() * config.grad_accum_steps
 
         def run(weights: Any, rest: Any, batch: Any, n: Any) -> Any:
-            here = replace(seen_by(state, rest, key, first + n), step=step)
+            here = replace(microbatches.seen_by(state, rest, key, first + n), step=step)
             rows = microbatch_rows(rows_of(batch), config.grad_accum_steps, n, index=index)
             with batch_rows(rows):
-                return value_and_grad(loss_of(loss_fn, here, batch), scale)(weights)
+                return microbatches.value_and_grad(loss_of(loss_fn, here, batch), scale)(weights)
 
-        pieces = pieces_of(batch, config.grad_accum_steps, 1, 0)
+        pieces = microbatches.pieces_of(batch, config.grad_accum_steps, 1, 0)
         _check_alike(run, weights, rest, jax.tree.map(lambda x: x[0], pieces))
         own = _own_keys(rest, index())
-        (loss, metrics, grads), weight, own = sums_of(run, weights, own, pieces, config.grad_accum_steps)
+        (loss, metrics, grads), weight, own = microbatches.sums_of(run, weights, own, pieces, config.grad_accum_steps)
         rest = _first_keys(own, index(), axes)
         if config.per_device_grads:
             grads = jax.tree.map(lambda g: at_least_fp32(g)[None], grads)
@@ -98,10 +87,10 @@ def manual_gradients(
         manual = manual_axes(layout, axes)
         local = jax.shard_map(local, in_specs=specs, out_specs=results, axis_names=manual, check_vma=False)
     sums, weight, rest = local(*arguments)
-    loss, metrics, grads = means_of(sums, weight)
+    loss, metrics, grads = microbatches.means_of(sums, weight)
     if config.per_device_grads:  # so that their mean, not their sum, is the gradient
         grads = jax.tree.map(lambda g: g * ways, grads)
-    return GradientResult(loss, metrics, rest, unscaled(state, grads, scale))
+    return GradientResult(loss, metrics, rest, microbatches.unscaled(state, grads, scale))
 
 
 def _cross(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -90,17 +90,16 @@ def unscaled(state: TrainState, grads: Any, scale: jax.Array | None) -> Any:
     return grads if scale is None else jax.tree.map(lambda g: (at_least_fp32(g) / scale).astype(g.dtype), grads)
 
 
-def resolved_of(layout: Layout, state: TrainState, path: Sequence[Any], x: Any, role: str) -> Resolved:
-    """Returns the sharding of an array with a parameter's path and dims under ``role``, such as its gradient."""
-    names = dict(state.metadata.dims).get(("params", *path), (None,) * x.ndim)
-    name = show(("params", *path))
-    name = f"gradient of {name}" if role == "gradients" else name
-    return layout.resolve(names, x.shape, role=role, dtype=x.dtype, path=name)
+def resolved_tree(layout: Layout, state: TrainState, tree: Any, role: str) -> Any:
+    """Returns a tree of :class:`Resolved`: how ``role`` shards the parameters, or a tree like them (gradients)."""
+    dims = dict(state.metadata.dims)
 
+    def one(keys: Any, x: Any) -> Resolved:
+        path = ("params", *to_path(keys))
+        name = f"gradient of {show(path)}" if role == "gradients" else show(path)
+        return layout.resolve(dims.get(path, (None,) * x.ndim), x.shape, role=role, dtype=x.dtype, path=name)
 
-def each_parameter(state: TrainState, f: Callable[[Sequence[Any], jax.Array], Any]) -> Any:
-    """Returns the tree of ``f(path, w)`` over all parameters."""
-    return jax.tree_util.tree_map_with_path(lambda keys, w: f(to_path(keys), w), state.params)
+    return jax.tree_util.tree_map_with_path(one, tree)
 
 
 def seen_by(state: TrainState, variables: Any, key: Any, n: Any) -> TrainState:
@@ -121,9 +120,7 @@ def pieces_of(batch: Any, count: int, num_shards: int, dim: int) -> Any:
       LayoutError: ``ways * count`` does not divide the rows of some arrays; the error lists all of them.
     """
 
-    undivided = undivided_by(batch, num_shards * count)
-    if undivided:
-        raise LayoutError(uncut_rows(undivided, count, num_shards, "grad_accum_steps"))
+    check_rows_divide(batch, count, num_shards, "grad_accum_steps")
 
     def one(x: jax.Array) -> jax.Array:
         if dim == 0:
@@ -131,15 +128,6 @@ def pieces_of(batch: Any, count: int, num_shards: int, dim: int) -> Any:
         return x.reshape(num_shards, count, -1, *x.shape[1:]).swapaxes(0, 1).reshape(count, -1, *x.shape[1:])
 
     return jax.tree.map(one, batch)
-
-
-def undivided_by(batch: Any, number: int) -> list[str]:
-    """Lists the batch's arrays, with their shapes, that are scalars or whose dim 0 is not a multiple of ``number``."""
-    return [
-        f"{show(('batch', *path))} {list(x.shape)}"
-        for path, x in leaves_with_paths(batch)
-        if x.ndim == 0 or x.shape[0] % number
-    ]
 
 
 def sums_of(
@@ -230,21 +218,28 @@ def _check_carried(before: Any, after: Any) -> None:
         )
 
 
-def uncut_rows(arrays: Sequence[str], count: int, ways: int, where: str) -> str:
-    """Reports arrays of a batch that cannot be split into ``count`` equal microbatches on each of ``ways`` devices.
+def check_rows_divide(batch: Any, count: int, ways: int, where: str) -> None:
+    """Raises if an array of a batch cannot be split into ``count`` equal microbatches on each of ``ways`` devices.
 
     ``where`` is the option that sets the number of microbatches.
+
+    Raises:
+      LayoutError: the error lists all scalars, and all arrays whose dim 0 is not a multiple of ``ways * count``.
     """
-    number, several = ways * count, len(arrays) > 1
-    dims = "their first dims are not multiples" if several else "its first dim is not a multiple"
+    number, leaves = ways * count, leaves_with_paths(batch)
+    arrays = [(path, x.shape) for path, x in leaves if x.ndim == 0 or x.shape[0] % number]
+    if not arrays:
+        return
+    shown = ", ".join(f"{show(('batch', *path))} {list(shape)}" for path, shape in arrays)
+    dims = "their first dims are not multiples" if len(arrays) > 1 else "its first dim is not a multiple"
+    if count == 1 and where != "pipeline":
+        raise LayoutError(
+            f"{shown} cannot be split evenly over {ways} devices: {dims} of {number}. Remedy: pad the rows to a "
+            f"multiple of {number} and mask the padding out of the loss, or drop the remainder."
+        )
     into = f"the {count} microbatches of the pipeline" if where == "pipeline" else f"{count} microbatches ({where})"
     other = "a schedule of fewer microbatches" if where == "pipeline" else f"another {where}"
-    if count == 1 and where != "pipeline":
-        return (
-            f"{', '.join(arrays)} cannot be split evenly over {ways} devices: {dims} of {number}. Remedy: pad the rows "
-            f"to a multiple of {number} and mask the padding out of the loss, or drop the remainder."
-        )
-    return (
-        f"{', '.join(arrays)} cannot be split into {into} over {ways} devices: {dims} of {number}. Remedy: use a batch "
-        f"of a multiple of {number} rows, or {other}."
+    raise LayoutError(
+        f"{shown} cannot be split into {into} over {ways} devices: {dims} of {number}. Remedy: use a batch of a "
+        f"multiple of {number} rows, or {other}."
     )

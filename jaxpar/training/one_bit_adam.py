@@ -350,17 +350,13 @@ def _moments(
     devices: int,
     count: jax.Array,
     grads: _Arrays,
-    mu: _Arrays,
-    nu: _Arrays,
-    worker: _Arrays,
-    server: _Arrays,
-) -> tuple[_Arrays, _Arrays, _Arrays, _Arrays]:
-    """Returns the new moments and compression errors of one device's shards."""
+    *state: _Arrays,
+) -> tuple[_Arrays, ...]:
+    """Returns the new moments and compression errors, for those in ``state``, of one device's shards."""
+    mu, nu, worker, server = state
     grads = [at_least_fp32(g[0]) for g in grads]
     large, small = ([i for i, flag in enumerate(packed) if flag is want] for want in (True, False))
-    index: Any = 0
-    for axis in axes:
-        index = index * jax.lax.axis_size(axis) + jax.lax.axis_index(axis)
+    index: Any = jax.lax.axis_index(axes) if axes else 0
 
     def momentum(m: jax.Array, g: jax.Array) -> jax.Array:
         return settings.b1 * m + (1 - settings.b1) * g

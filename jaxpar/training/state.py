@@ -27,8 +27,7 @@ from jaxpar.sharding.hardware.topology import platform_of
 from jaxpar.sharding.layout import Layout, to_spec, tracing_under
 from jaxpar.sharding.names import LAYERS, Names
 from jaxpar.sharding.resolve import Resolved, ResolvedDim
-from jaxpar.training.model import Kind, MakeModel, Path, leaves_with_paths, show
-from jaxpar.training.model.build import build
+from jaxpar.training.model import Kind, MakeModel, Path, build, leaves_with_paths, show
 from jaxpar.training.model.fixed_order import FIXED, ONE_CODE, Causes
 from jaxpar.training.optimizers import with_slow_parameters
 from jaxpar.training.self_reducing import SelfReducing

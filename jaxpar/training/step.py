@@ -23,7 +23,7 @@ from jaxpar.parallel.pipeline.schedules.schedule import Schedule
 from jaxpar.parallel.precision.policy import Precision, PrecisionLike
 from jaxpar.sharding.layout import Layout, to_spec, tracing_under, with_sharding
 from jaxpar.training.gradients import gradients, rows_apart
-from jaxpar.training.loss import Metrics, loss_of
+from jaxpar.training.loss import LossFn, Metrics, loss_of
 from jaxpar.training.microbatches import GradientResult, GradReduction, StepConfig, WeightGather
 from jaxpar.training.model import leaves_with_paths, show
 from jaxpar.training.offload.host_update import update as streaming_update
@@ -37,7 +37,7 @@ from jaxpar.utils.checks import is_count
 
 def train_step(
     layout: Layout,
-    loss_fn: Callable[..., Any],
+    loss_fn: LossFn,
     *,
     grad_accum_steps: int = 1,
     weight_gather: WeightGather = "per_use",
@@ -155,12 +155,7 @@ def train_step(
 
 
 def measure(
-    layout: Layout,
-    loss_fn: Callable[..., Any],
-    state: TrainState,
-    batch: Any,
-    config: StepConfig,
-    clip_norm: float | None,
+    layout: Layout, loss_fn: LossFn, state: TrainState, batch: Any, config: StepConfig, clip_norm: float | None
 ) -> tuple[GradientResult, Any, jax.Array, jax.Array]:
     """Returns a batch's results, the clipped gradients, their norm before (L2, fp32), and whether all is finite."""
     found = gradients(layout, loss_fn, state, batch, config)
@@ -169,7 +164,7 @@ def measure(
 
 
 def value_of(
-    layout: Layout, loss_fn: Callable[..., Any], state: TrainState, batch: Any, config: StepConfig
+    layout: Layout, loss_fn: LossFn, state: TrainState, batch: Any, config: StepConfig
 ) -> Callable[[Any], jax.Array]:
     """Returns ``params -> loss`` with the step's own keys, microbatches, precision, ZeRO stage and pipeline.
 
@@ -193,7 +188,7 @@ def value_of(
 
 def updated(
     layout: Layout,
-    loss_fn: Callable[..., Any],
+    loss_fn: LossFn,
     state: TrainState,
     batch: Any,
     grads: Any,
@@ -273,11 +268,7 @@ def _check_supported(tx: SelfReducing, config: StepConfig, clip_norm: float | No
 
 
 def eval_step(
-    layout: Layout,
-    loss_fn: Callable[..., Any],
-    *,
-    precision: PrecisionLike = None,
-    pipeline: Pipeline | Schedule | None = None,
+    layout: Layout, loss_fn: LossFn, *, precision: PrecisionLike = None, pipeline: Pipeline | Schedule | None = None
 ) -> jax.stages.Wrapped:
     """Returns a jitted ``evaluate(state, batch) -> metrics`` for ``loss_fn``, without gradients or donation.
 

@@ -105,7 +105,7 @@ class InFlightCall:
         return batch
 
     def of_batch(self, batch: Any | None) -> tuple[Any, jax.Array]:
-        """Returns the call's own prepared batch (without one, the batch in flight), and which batches exist: int32 [2]."""
+        """Returns the call's own batch, prepared (without one, the batch in flight), and which batches exist [2]."""
         state: Any = self.state
         exists = jnp.stack([state.flight["pending"], jnp.asarray(batch is not None, jnp.int32)])
         return state.flight["batch"] if batch is None else self.prepared(batch), exists
@@ -116,7 +116,7 @@ class InFlightCall:
 
     @functools.cached_property
     def transfer(self) -> StageTransfer:
-        return StageTransfer.of(self.layout, self.split, self.state, self.config.precision, self.options)
+        return StageTransfer.of(self.layout, self.split, self.config.precision, self.options)
 
     @property
     def sizes(self) -> str:

@@ -5,9 +5,9 @@ PipeDream (Harlap et al. 2018, arXiv:1806.03377) and PipeDream-2BW (Narayanan et
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -25,7 +25,7 @@ from jaxpar.parallel.precision.policy import PrecisionLike
 from jaxpar.sharding.layout import Layout, tracing_under
 from jaxpar.training.asynchronous import in_flight, weight_stashing
 from jaxpar.training.asynchronous.in_flight import InFlight, InFlightCall
-from jaxpar.training.loss import Metrics
+from jaxpar.training.loss import LossFn, Metrics
 from jaxpar.training.microbatches import GradReduction, StepConfig, WeightGather
 from jaxpar.training.model import leaves_with_paths, show
 from jaxpar.training.offload.disk_state import disk_of
@@ -38,7 +38,7 @@ from jaxpar.utils.arrays import describe
 
 def pipedream_train_step(
     layout: Layout,
-    loss_fn: Callable[..., Any],
+    loss_fn: LossFn,
     pipeline: Asynchronous,
     *,
     grad_accum_steps: int = 1,
@@ -93,6 +93,7 @@ def pipedream_train_step(
     return PipedreamStep(layout, loss_fn, pipeline, config, clip_norm, skip_nonfinite, donate)
 
 
+@dataclass(eq=False)
 class PipedreamStep:
     """The step that :func:`pipedream_train_step` returns.
 
@@ -115,25 +116,19 @@ class PipedreamStep:
     sums over all parameters therefore sums over one stage's.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        loss_fn: Callable[..., Any],
-        pipeline: Asynchronous,
-        config: StepConfig,
-        clip_norm: float | None,
-        skip_nonfinite: bool,
-        donate: bool,
-    ):
-        self.layout, self.loss_fn, self.pipeline, self.config = layout, loss_fn, pipeline, config
-        self.clip_norm, self.skip_nonfinite = clip_norm, skip_nonfinite
-        donated = (0,) if donate else ()
-        options = config.fusion.compiler_options(layout) if isinstance(layout.mesh, Mesh) else {}
+    layout: Layout
+    loss_fn: LossFn
+    pipeline: Asynchronous
+    config: StepConfig
+    clip_norm: float | None
+    skip_nonfinite: bool
+    donate: bool
+
+    def __post_init__(self) -> None:
+        options = self.config.fusion.compiler_options(self.layout) if isinstance(self.layout.mesh, Mesh) else {}
+        jit = functools.partial(jax.jit, donate_argnums=(0,) if self.donate else (), compiler_options=options or None)
         self._start = jax.jit(self._started)
-        self._step = jax.jit(self._stepped, donate_argnums=donated, compiler_options=options or None)
-        self._flush = jax.jit(
-            lambda state: self._stepped(state, None), donate_argnums=donated, compiler_options=options or None
-        )
+        self._step, self._flush = jit(self._stepped), jit(lambda state: self._stepped(state, None))
 
     def start(self, state: TrainState, batch: Any) -> InFlight:
         """Returns ``state`` with room for the microbatches in flight; only the shapes of ``batch`` matter.

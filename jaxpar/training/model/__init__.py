@@ -2,7 +2,7 @@
 
 ``read`` takes anything that ``make_model`` returns (an NNX module, a Linen variable dict, a tagged pytree) and returns
 ``ModelParts``: plain nested dicts of arrays, so that every optax transform, mask and label function sees ordinary
-pytrees.
+pytrees. ``build`` first makes the model, with initial parameters that are equal in every layout.
 """
 
 from __future__ import annotations
@@ -10,11 +10,15 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from jaxpar.errors import ModelError
 from jaxpar.training.model import pytree
+from jaxpar.training.model.fixed_order import Causes, in_fixed_order
 from jaxpar.training.model.parts import Kind, MakeModel, ModelParts, Path, Tagged, leaves_with_paths, show, tag, to_path
 
-__all__ = ["Kind", "MakeModel", "ModelParts", "Path", "Tagged", "leaves_with_paths", "read", "show", "tag", "to_path"]
+__all__ = ["Kind", "MakeModel", "ModelParts", "Path", "Tagged", "leaves_with_paths", "show", "tag", "to_path"]
 
 
 def read(model: Any) -> ModelParts:
@@ -31,15 +35,66 @@ def read(model: Any) -> ModelParts:
       ModelError: no parameters, or a Linen module instead of its variables.
       AnnotationError: a malformed annotation.
     """
-    nnx = sys.modules.get("flax.nnx")
-    if nnx is not None and isinstance(model, nnx.Module):
+    if _is_module(model, "nnx"):
         from jaxpar.training.model import nnx_module
 
         return nnx_module.read(model)
-    linen = sys.modules.get("flax.linen")
-    if linen is not None and isinstance(model, linen.Module):
+    if _is_module(model, "linen"):
         raise ModelError(
             f"make_model returned the Linen module {type(model).__name__}, which holds no arrays. Remedy: return its "
             "variables, as in make_model = lambda key: module.init(key, example_input)."
         )
     return pytree.read(model)
+
+
+def _is_module(model: Any, api: str) -> bool:
+    """Whether ``model`` is a module of Flax's ``nnx`` or ``linen``, which are not imported for other models."""
+    flax = sys.modules.get(f"flax.{api}")
+    return flax is not None and isinstance(model, flax.Module)
+
+
+def build(make_model: MakeModel, key: jax.Array) -> tuple[ModelParts, dict[str, Causes]]:
+    """Returns the model's parts, and the order-dependent primitives of each parameter that has any, by path.
+
+    Args:
+      make_model: returns the model.
+      key: the PRNG key that ``make_model`` receives.
+
+    Raises:
+      ModelError: ``make_model`` is not a function, or the model has a parameter that has no gradient.
+    """
+    static: list[tuple[Any, Any]] = []
+
+    def arrays(key: jax.Array) -> tuple[Any, Any]:
+        parts = read(_call(make_model, key))
+        _check_trainable(parts.params)
+        static.append((parts.dims, parts.kind))
+        return parts.params, parts.variables
+
+    (params, variables), found = in_fixed_order(arrays, key)
+    paths = [show(("params", *path)) for path, _ in leaves_with_paths(params)]
+    causes = {path: names for path, names in zip(paths, found, strict=True) if names}
+    return ModelParts(params, variables, *static[0]), causes
+
+
+def _call(make_model: MakeModel, key: jax.Array) -> Any:
+    if not callable(make_model) or _is_module(make_model, "nnx") or _is_module(make_model, "linen"):
+        raise ModelError(
+            "make_model must be a function of a PRNG key, so that the model can be built in place, got "
+            f"{type(make_model).__name__}. Remedy: make_model = lambda key: Model(rngs=nnx.Rngs(key))."
+        )
+    return make_model(key)
+
+
+def _check_trainable(params: Any) -> None:
+    for keys, leaf in leaves_with_paths({"params": params}):
+        path = show(keys)
+        try:
+            dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+        except TypeError:
+            raise ModelError(f"{path} must be an array, got {type(leaf).__name__}.") from None
+        if not jnp.issubdtype(dtype, jnp.inexact):
+            raise ModelError(
+                f"{path} has dtype {dtype}, which has no gradient. Remedy: keep it out of the parameters (another "
+                f"nnx.Variable type, another Linen collection, or a closure)."
+            )

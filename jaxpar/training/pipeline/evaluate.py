@@ -15,15 +15,8 @@ from jaxpar.parallel.precision.policy import Precision
 from jaxpar.sharding.layout import Layout
 from jaxpar.training.loss import Metrics, key_of
 from jaxpar.training.microbatches import means_of, weighted_sum
+from jaxpar.training.pipeline import stage_functions
 from jaxpar.training.pipeline.gradients import check_pipeline, join
-from jaxpar.training.pipeline.stage_functions import (
-    check_rows,
-    context_of,
-    embed_batch,
-    embedding_of,
-    given_of,
-    run_head,
-)
 from jaxpar.training.pipeline.transfer import ModelSplit, StageTransfer
 from jaxpar.training.state import TrainState
 
@@ -50,17 +43,17 @@ def evaluate_pipeline(
     check_pipeline(layout, loss_fn, state, options)
     split = ModelSplit(state, loss_fn)
     batch = split.prepare(state.params, batch, precision)
-    check_rows(layout, batch, schedule.microbatches)
+    stage_functions.check_rows(layout, batch, schedule.microbatches)
     in_ticks, x = options.embedding == "per_microbatch", None
     if not in_ticks:
         others = jax.tree.map(precision.computing, split.others(state.params))
-        x = embed_batch(layout, split, others, batch)
-    transfer = StageTransfer.of(layout, split, state, precision, options)
-    given = given_of(batch, loss_fn.rows(batch, key_of(state)))
+        x = stage_functions.embed_batch(layout, split, others, batch)
+    transfer = StageTransfer.of(layout, split, precision, options)
+    given = stage_functions.given_of(batch, loss_fn.rows(batch, key_of(state)))
     weights, (pieces, fed) = transfer.scatter_to_stages(state.params, given, x, schedule.microbatches)
     fields = {"schedule": schedule, "head": _head(split), "join": join}
-    fields |= {"embedding": embedding_of(split)} if in_ticks else {}
-    context = context_of(transfer, weights, pieces, fed, **fields)
+    fields |= {"embedding": stage_functions.embedding_of(split)} if in_ticks else {}
+    context = stage_functions.context_of(transfer, weights, pieces, fed, **fields)
     (loss, metrics), weight = transfer.summed(run_ticks(context, fed).sums)
     loss, metrics, _ = means_of((loss, metrics, ()), weight)
     return {"loss": loss, **metrics}
@@ -70,7 +63,7 @@ def _head(split: ModelSplit) -> Head:
     """Returns the head of one microbatch, which gives its contribution to all sums."""
 
     def head(weights: Any, piece: Any, y: jax.Array) -> tuple[Any, Any]:
-        loss, metrics, weight = run_head(split, weights, y, piece)
+        loss, metrics, weight = stage_functions.run_head(split, weights, y, piece)
         return (weighted_sum((loss, metrics), weight, metrics), weight), ((), jnp.stack([weight, weight]))
 
     return head

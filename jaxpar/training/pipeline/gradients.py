@@ -30,15 +30,7 @@ from jaxpar.sharding.layout import Layout
 from jaxpar.training.loss import check_names, key_of
 from jaxpar.training.microbatches import GradientResult, StepConfig, counted, means_of, scale_of, unscaled, weighted_sum
 from jaxpar.training.model import leaves_with_paths, show
-from jaxpar.training.pipeline.stage_functions import (
-    check_rows,
-    context_of,
-    embed_batch,
-    embedding_of,
-    given_of,
-    read_by,
-    run_head,
-)
+from jaxpar.training.pipeline import stage_functions
 from jaxpar.training.pipeline.transfer import ModelSplit, StageTransfer
 from jaxpar.training.state import TrainState
 
@@ -62,21 +54,21 @@ def pipeline_gradients(
     schedule, precision, scale = options.schedule, config.precision, scale_of(state, config.precision)
     split = ModelSplit(state, loss_fn)
     batch = split.prepare(state.params, batch, precision)
-    check_rows(layout, batch, schedule.microbatches // schedule.sequence_chunks)
+    stage_functions.check_rows(layout, batch, schedule.microbatches // schedule.sequence_chunks)
     _check_chunks(layout, loss_fn, batch, options)
 
     others = jax.tree.map(precision.computing, split.others(state.params))
-    embed = lambda others: embed_batch(layout, split, others, batch)
+    embed = lambda others: stage_functions.embed_batch(layout, split, others, batch)
     in_ticks = options.embedding == "per_microbatch"
     x, pull = (jax.eval_shape(embed, others), None) if in_ticks else jax.vjp(embed, others)
     check_chunks(x, schedule)
 
-    transfer = StageTransfer.of(layout, split, state, precision, options)
-    given = given_of(batch, loss_fn.rows(batch, key_of(state)))
+    transfer = StageTransfer.of(layout, split, precision, options)
+    given = stage_functions.given_of(batch, loss_fn.rows(batch, key_of(state)))
     weights, (pieces, fed) = transfer.scatter_to_stages(
         state.params, given, None if in_ticks else x, schedule.microbatches
     )
-    context = context_of(
+    context = stage_functions.context_of(
         transfer,
         weights,
         pieces,
@@ -91,7 +83,7 @@ def pipeline_gradients(
         layer_slots=transfer.residual_slots(options),
         recompute=options.recompute,
         carry=_carry(split, schedule.sequence_chunks),
-        embedding=embedding_of(split) if in_ticks else None,
+        embedding=stage_functions.embedding_of(split) if in_ticks else None,
     )
     grads, (sums, weight, head_grads), fed = run(context, fed)
     sums, weight, grads, x = transfer.gather_from_stages(split.join(grads, head_grads), sums, weight, fed)
@@ -247,7 +239,7 @@ def _carry(split: ModelSplit, chunks: int) -> SequenceCarry | None:
         call = lambda model: split.loss_fn.chunk_carry(model, piece.batch)
         zeros = lambda w: jnp.zeros(w.shape, w.dtype)  # only the result's shape matters
         others = jax.tree.map(zeros, split.others(split.shapes))
-        read_by(split, "chunk_carry", call, others)
+        stage_functions.read_by(split, "chunk_carry", call, others)
         return call(split.model_of(others))
 
     def carried(w: Any, x: jax.Array, side: LayerInputs, carry: Any, chunk: jax.Array) -> tuple[jax.Array, Any]:
@@ -261,7 +253,7 @@ def head_of(split: ModelSplit, scale: Any) -> Head:
     """Returns the head of one microbatch: its contribution to all sums, and the cotangent of its input."""
 
     def loss_of(weights: Any, y: jax.Array, piece: Any) -> tuple[jax.Array, Any]:
-        loss, metrics, weight = run_head(split, weights, y, piece)
+        loss, metrics, weight = stage_functions.run_head(split, weights, y, piece)
         scaled = at_least_fp32(loss) * weight * (1 if scale is None else scale)
         return scaled, (loss, metrics, weight)
 

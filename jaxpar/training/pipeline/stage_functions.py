@@ -24,7 +24,7 @@ from jaxpar.parallel.pipeline.executor.stage import StageLayer
 from jaxpar.parallel.pipeline.executor.tick_context import TickContext
 from jaxpar.sharding.layout import Layout
 from jaxpar.training.loss import Metrics, unpack
-from jaxpar.training.microbatches import uncut_rows, undivided_by
+from jaxpar.training.microbatches import check_rows_divide
 from jaxpar.training.model import leaves_with_paths, show, to_path
 from jaxpar.training.model.parts import Path
 from jaxpar.training.pipeline.transfer import ModelSplit, StageTransfer, row_axes
@@ -214,24 +214,23 @@ def listed(paths: Iterable[Path]) -> str:
 
 
 def _call_part(split: ModelSplit, what: str, call: Callable[[Any], Any], others: Any) -> Any:
-    """Returns ``call(model)`` for a model without its layers; ``call`` is a part of the loss."""
+    """Returns ``call(model)`` for a model without its layers; ``call`` is a part of the loss.
+
+    Raises:
+      ModelError: it assigns to the model's variables; a pipeline carries none between microbatches.
+    """
     read_by(split, what, call, others)
-    model = split.model_of(others)
+    model, before = split.model_of(others), split.state.variables
     found = call(model)
-    _check_carried(what, split, model)
-    return found
-
-
-def _check_carried(what: str, split: ModelSplit, model: Any) -> None:
-    """Raises if a part of the loss assigns to the model's variables; a pipeline carries none between microbatches."""
-    now = split.kind.carried(model, split.variables, None)
-    pairs = zip(leaves_with_paths(now), jax.tree.leaves(split.variables), strict=True)
+    now = split.state.metadata.kind.carried(model, before, None)
+    pairs = zip(leaves_with_paths(now), jax.tree.leaves(before), strict=True)
     changed = [show(("variables", *path)) for (path, new), old in pairs if new is not old]
     if changed:
         raise ModelError(
             f"PipelineLoss({what}=...) changed {', '.join(changed)}, but a pipeline carries no variables. Remedy: use "
             "a model that changes none; for random numbers in layers, set PipelineLoss(keys=True)."
         )
+    return found
 
 
 def check_rows(layout: Layout, batch: Any, microbatches: int) -> None:
@@ -241,8 +240,7 @@ def check_rows(layout: Layout, batch: Any, microbatches: int) -> None:
       LayoutError: the arrays, with the numbers that do not divide.
     """
     num_shards = math.prod(layout.sizes[axis] for axis in batch_axes(layout))
-    if undivided := undivided_by(batch, num_shards * microbatches):
-        raise LayoutError(uncut_rows(undivided, microbatches, num_shards, "pipeline"))
+    check_rows_divide(batch, microbatches, num_shards, "pipeline")
     for path, x in leaves_with_paths(batch):
         _, *seq = row_axes(layout, x)
         parts = math.prod(layout.sizes[axis] for axes in seq for axis in axes)

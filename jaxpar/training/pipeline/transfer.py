@@ -23,8 +23,9 @@ from jaxpar.parallel.pipeline.schedules.residual_slots import Kept, kept_of
 from jaxpar.parallel.pipeline.staged_loss import PipelineLoss, stacked_part
 from jaxpar.parallel.precision.policy import Precision
 from jaxpar.sharding.layout import Layout, hint, manual_axes
+from jaxpar.sharding.resolve import Resolved
 from jaxpar.sharding.rules import Axes
-from jaxpar.training.microbatches import each_parameter, pieces_of, resolved_of
+from jaxpar.training.microbatches import pieces_of, resolved_tree
 from jaxpar.training.model import show, to_path
 from jaxpar.training.model.parts import Path
 from jaxpar.training.state import TrainState
@@ -58,19 +59,13 @@ class StageTransfer:
 
     @classmethod
     def of(
-        cls,
-        layout: Layout,
-        split: ModelSplit,
-        state: TrainState,
-        precision: Precision,
-        options: Pipeline | Asynchronous,
+        cls, layout: Layout, split: ModelSplit, precision: Precision, options: Pipeline | Asynchronous
     ) -> StageTransfer:
         """Returns the transfers for a state.
 
         Args:
           layout: the ambient layout.
           split: the state's parameters.
-          state: supplies the parameters' shapes and dims.
           precision: dtypes of the gathers and reductions.
           options: the pipeline's options.
 
@@ -79,7 +74,7 @@ class StageTransfer:
             stages cannot get theirs.
         """
         axes = (*batch_axes(layout), *seq_axes(layout))
-        params, grads = (_leaf_shardings(layout, state, role, axes) for role in ("params", "gradients"))
+        params, grads = (_leaf_shardings(layout, split.state, role, axes) for role in ("params", "gradients"))
         scattered = options.grad_reduction != "per_step"
         for sharding in jax.tree.leaves(split.stack(grads)):
             first = sharding.parts(axes).dims[0]
@@ -248,10 +243,9 @@ class ModelSplit:
     """A state's parameters, as the stack of layers and all others, and the loss that reads them."""
 
     def __init__(self, state: TrainState, loss_fn: PipelineLoss):
-        self.loss_fn, self.path = loss_fn, loss_fn.path
-        self.kind, self.variables = state.metadata.kind, state.variables
+        self.state, self.loss_fn, self.path = state, loss_fn, loss_fn.path
         self.shapes = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, w.dtype), state.params)
-        self.model = lambda params: self.kind.merge(params, self.variables)
+        self.model = lambda params: state.metadata.kind.merge(params, state.variables)
         _, self.block = stacked_part(self.model(self.shapes), self.path)
         self.names = dict(state.metadata.dims)
         self.read: dict[str, frozenset[Path]] = {}
@@ -325,17 +319,17 @@ def _leaf_shardings(layout: Layout, state: TrainState, role: str, axes: Axes) ->
       LayoutError: a dim is sharded over ``pipeline`` after another axis.
     """
 
-    def one(path: Any, w: jax.Array) -> LeafSharding:
-        found = parts_of(resolved_of(layout, state, path, w, role), (*axes, AXIS)).dims
+    def one(keys: Any, resolved: Resolved) -> LeafSharding:
+        found = parts_of(resolved, (*axes, AXIS)).dims
         for dim, names in enumerate(found):
             if AXIS in names[1:]:
                 raise LayoutError(
-                    f"{show(('params', *path))}: dim {dim} is sharded over {listing(names)}, but a pipeline's stages "
-                    f"must come first. Remedy: use a rule with {AXIS!r} before {names[0]!r}."
+                    f"{show(('params', *to_path(keys)))}: dim {dim} is sharded over {listing(names)}, but a pipeline's "
+                    f"stages must come first. Remedy: use a rule with {AXIS!r} before {names[0]!r}."
                 )
         return LeafSharding(found)
 
-    return each_parameter(state, one)
+    return jax.tree_util.tree_map_with_path(one, resolved_tree(layout, state, state.params, role))
 
 
 def _layers(split: ModelSplit, options: Pipeline | Asynchronous) -> Layers:
