@@ -25,7 +25,7 @@ NAME, SCHEMA = "manifest.json", 1
 ARRAYS, DISK = "arrays", "disk"
 """Subfolders of a checkpoint for orbax's arrays and for the files of an optimizer state on disk."""
 type Bounds = tuple[tuple[int, int], ...]
-type Piece = tuple[str, Bounds, int]
+type TensorPiece = tuple[str, Bounds, int]
 """A piece of a tensor: its file relative to the checkpoint's folder, its bounds, the checksum of its values."""
 _MOST_BYTES, _MOST_DIMS, _MOST_SIZE, _MOST_PIECE = 1 << 30, 32, 1 << 48, 1 << 30
 _KEYS = ("checksum", "files", "layout", "metadata", "schema", "step", "tensors", "versions")
@@ -73,7 +73,7 @@ class TensorRecord:
             bounds = tuple((i * step, min(i * step + step, size)) for i, size, step in dims)
             yield f"{self.folder}/{'.'.join(map(str, at)) or '0'}", bounds
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[TensorPiece]:
         """Like :meth:`grid`, with each piece's checksum."""
         for (name, bounds), total in zip(self.grid(), self.sums, strict=True):
             yield name, bounds, total

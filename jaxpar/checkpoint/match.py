@@ -72,12 +72,8 @@ def match(
         found[path] = source
     unused = [name for name in named if name not in used and (not only or any(_below(name, prefix) for prefix in only))]
     extra = [f"{name} {_described(named[name])}" for name in unused]
-    kinds = (
-        ("missing in the checkpoint", missing),
-        ("only in the checkpoint", extra),
-        ("of another shape or dtype", other),
-    )
-    lines = [line for title, texts in kinds if texts for line in _listed(title, texts)]
+    lines = [*_listed("missing in the checkpoint", missing), *_listed("only in the checkpoint", extra)]
+    lines += _listed("of another shape or dtype", other)
     if lines:
         remedy = (
             "Remedy: use the model and optimizer of the checkpoint, rename= for other names, or only= for a part, "

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
-from jaxpar.checkpoint.manifest import Bounds, Manifest, Piece, TensorRecord, read
+from jaxpar.checkpoint.manifest import Bounds, Manifest, TensorPiece, TensorRecord, read
 from jaxpar.checkpoint.match import Source, match
 from jaxpar.checkpoint.snapshot import Leaf, bounds, leaves_of
 from jaxpar.checkpoint.verify import read_piece, wrong_step
@@ -135,7 +135,9 @@ def _plan(
 type Targets = list[tuple[Bounds, np.ndarray]]
 
 
-def _copy(root: Path, manifest: Manifest, path: str, tensor: TensorRecord, piece: Piece, targets: Targets) -> None:
+def _copy(
+    root: Path, manifest: Manifest, path: str, tensor: TensorRecord, piece: TensorPiece, targets: Targets
+) -> None:
     """Read and verify one piece and copy it into the targets; a target that is exactly this piece is read in place."""
     at = piece[1]
     shape = tuple(stop - start for start, stop in at)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxpar.checkpoint.manifest import NAME, Bounds, Manifest, Piece, TensorRecord, read
+from jaxpar.checkpoint.manifest import NAME, Bounds, Manifest, TensorPiece, TensorRecord, read
 from jaxpar.checkpoint.validate import inside, opened
 from jaxpar.errors import CheckpointError, DamagedError
 
@@ -184,7 +184,7 @@ def file_problem(root: Path, name: str, manifest: Manifest) -> str | None:
 
 
 def read_piece(
-    root: Path, manifest: Manifest, path: str, tensor: TensorRecord, piece: Piece, buffer: np.ndarray
+    root: Path, manifest: Manifest, path: str, tensor: TensorRecord, piece: TensorPiece, buffer: np.ndarray
 ) -> None:
     """Read the file of a tensor's piece into ``buffer``, and verify its bytes and its values.
 
