@@ -175,28 +175,19 @@ def _check_dtypes(config: StepConfig) -> None:
     The compiler gathers the weights after the cast to the compute dtype, and reduces the gradients in the dtype it
     computed.
     """
-    precision, by_compiler = (
-        config.precision,
-        {"reduce"} if config.weight_gather == "per_step" else {"reduce", "gather"},
-    )
-    computed = precision.compute or "float32"
-    for name in sorted(by_compiler):
+    precision, per_step = config.precision, "grad_reduction='per_step' (ZeRO stage 1)"
+    computed, either = precision.compute or "float32", f"{per_step} or weight_gather='per_step' (stages 1 and 2)"
+    by_compiler = [("reduce", "reduces gradients where they arise, in a dtype no narrower", per_step)]
+    if config.weight_gather != "per_step":
+        by_compiler.insert(0, ("gather", "gathers weights where they are used, in a dtype no wider", either))
+    for name, what, ways in by_compiler:
         value = getattr(precision, name)
         if value in (None, INT8, precision.compute) or (name == "reduce" and precision.compute is None):
             continue  # Precision.summing compares it with the model's own dtype
-        wider = jnp.promote_types(value, computed) == jnp.dtype(value)
-        if wider is (name == "gather"):
-            what = "reduces gradients where they arise" if name == "reduce" else "gathers weights where they are used"
-            ways = "grad_reduction='per_step' (ZeRO stage 1)" + (
-                "" if name == "reduce" else " or weight_gather='per_step' (stages 1 and 2)"
-            )
-            kept = (
-                f"in a dtype no {'wider' if wider else 'narrower'} than the compute dtype "
-                f"({precision.compute or 'that of the model'})"
-            )
+        if (jnp.promote_types(value, computed) == jnp.dtype(value)) is (name == "gather"):
             raise ConfigError(
-                f"precision: {name} is {value}, but the compiler {what}, {kept}. Remedy: set {ways}, or leave "
-                f"precision.{name} out."
+                f"precision: {name} is {value}, but the compiler {what} than the compute dtype "
+                f"({precision.compute or 'that of the model'}). Remedy: set {ways}, or leave precision.{name} out."
             )
 
 

@@ -157,14 +157,7 @@ def sums_of(
 
     def weighted(variables: Any, piece: Any, n: Any) -> tuple[Any, Any]:
         (loss, (metrics, variables)), grads = run(weights, variables, piece, n)
-        for name, value in metrics.items():
-            if jnp.shape(value):
-                raise ModelError(
-                    f"loss_fn returned the metric {name!r} of shape {jnp.shape(value)}, but metrics are averaged over "
-                    "microbatches and must be scalars. Remedy: return its mean, or set grad_accum_steps=1 and leave "
-                    "grad_reduction out."
-                )
-        weight = jnp.asarray(metrics.get("weight", 1), jnp.float32)
+        weight = weight_of(metrics, "loss_fn", ", or set grad_accum_steps=1 and leave grad_reduction out")
         return (weighted_sum((loss, metrics, grads), weight, metrics), weight), variables
 
     def one(carry: Any, xs: Any) -> tuple[Any, None]:
@@ -183,6 +176,21 @@ def sums_of(
         carry = (((loss, metrics, place(grads)), weight), variables)
         ((sums, weight), variables), _ = jax.lax.scan(one, carry, (jnp.arange(count), pieces))
     return sums, weight, variables
+
+
+def weight_of(metrics: Metrics, source: str, instead: str = "") -> jax.Array:
+    """Returns the weight of a microbatch, the metric ``weight`` or 1.
+
+    Raises:
+      ModelError: a metric is not a scalar.
+    """
+    for name, value in metrics.items():
+        if jnp.shape(value):
+            raise ModelError(
+                f"{source} returned the metric {name!r} of shape {jnp.shape(value)}, but metrics are averaged over "
+                f"microbatches and must be scalars. Remedy: return its mean{instead}."
+            )
+    return jnp.asarray(metrics.get("weight", 1), jnp.float32)
 
 
 def weighted_sum(tree: Any, weight: jax.Array, metrics: Metrics) -> Any:

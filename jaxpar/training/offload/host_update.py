@@ -33,6 +33,7 @@ _ELEMENTWISE = frozenset((
 _INNER = ("jaxpr", "call_jaxpr")
 
 type Apply = Callable[..., tuple[list[Any], list[Any]]]
+type Specs = Mapping[Path, PartitionSpec]
 
 
 def update(layout: Layout, state: TrainState, grads: Any, finite: jax.Array, extra: dict[str, Any]) -> tuple[Any, Any]:
@@ -128,11 +129,7 @@ def _by_layers(
 
 
 def _check_same_specs(
-    params: Mapping[Path, Any],
-    hosted_params: set[Path],
-    stacks: set[Path],
-    param_specs: Mapping[Path, PartitionSpec],
-    state_specs: Mapping[Path, PartitionSpec],
+    params: Mapping[Path, Any], hosted_params: set[Path], stacks: set[Path], param_specs: Specs, state_specs: Specs
 ) -> None:
     """Raises if parameters in host memory need resharding, or their stacks differ in length; one loop updates all."""
     for path in params:

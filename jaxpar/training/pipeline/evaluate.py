@@ -13,7 +13,7 @@ from jaxpar.parallel.pipeline.executor.run import run_ticks
 from jaxpar.parallel.pipeline.options import Pipeline
 from jaxpar.parallel.precision.policy import Precision
 from jaxpar.sharding.layout import Layout
-from jaxpar.training.loss import Metrics, key_of
+from jaxpar.training.loss import Metrics
 from jaxpar.training.microbatches import means_of, weighted_sum
 from jaxpar.training.pipeline import stage_functions
 from jaxpar.training.pipeline.gradients import check_pipeline, join
@@ -49,11 +49,9 @@ def evaluate_pipeline(
         others = jax.tree.map(precision.computing, split.others(state.params))
         x = stage_functions.embed_batch(layout, split, others, batch)
     transfer = StageTransfer.of(layout, split, precision, options)
-    given = stage_functions.given_of(batch, loss_fn.rows(batch, key_of(state)))
-    weights, (pieces, fed) = transfer.scatter_to_stages(state.params, given, x, schedule.microbatches)
-    fields = {"schedule": schedule, "head": _head(split), "join": join}
-    fields |= {"embedding": stage_functions.embedding_of(split)} if in_ticks else {}
-    context = stage_functions.context_of(transfer, weights, pieces, fed, **fields)
+    embedding = stage_functions.embedding_of(split) if in_ticks else None
+    fields = {"head": _head(split), "join": join, "embedding": embedding}
+    context, fed = stage_functions.context_of(transfer, schedule, batch, x, **fields)
     (loss, metrics), weight = transfer.summed(run_ticks(context, fed).sums)
     loss, metrics, _ = means_of((loss, metrics, ()), weight)
     return {"loss": loss, **metrics}

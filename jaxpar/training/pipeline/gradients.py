@@ -27,7 +27,7 @@ from jaxpar.parallel.pipeline.executor.sequence_chunks import SequenceCarry, che
 from jaxpar.parallel.pipeline.options import Asynchronous, Pipeline
 from jaxpar.parallel.pipeline.staged_loss import PipelineLoss, with_extras
 from jaxpar.sharding.layout import Layout
-from jaxpar.training.loss import check_names, key_of
+from jaxpar.training.loss import check_names
 from jaxpar.training.microbatches import GradientResult, StepConfig, counted, means_of, scale_of, unscaled, weighted_sum
 from jaxpar.training.model import leaves_with_paths, show
 from jaxpar.training.pipeline import stage_functions
@@ -64,16 +64,11 @@ def pipeline_gradients(
     check_chunks(x, schedule)
 
     transfer = StageTransfer.of(layout, split, precision, options)
-    given = stage_functions.given_of(batch, loss_fn.rows(batch, key_of(state)))
-    weights, (pieces, fed) = transfer.scatter_to_stages(
-        state.params, given, None if in_ticks else x, schedule.microbatches
-    )
-    context = stage_functions.context_of(
+    context, fed = stage_functions.context_of(
         transfer,
-        weights,
-        pieces,
-        fed,
-        schedule=schedule,
+        schedule,
+        batch,
+        None if in_ticks else x,
         head=head_of(split, scale),
         activation_checkpointing=options.activation_checkpointing,
         independent=options.executor == "independent",

@@ -22,11 +22,11 @@ from jaxpar.parallel.pipeline.executor.layer_placement import AXIS
 from jaxpar.parallel.pipeline.executor.program import Embedding, PipelineProgram
 from jaxpar.parallel.pipeline.executor.stage import StageLayer
 from jaxpar.parallel.pipeline.executor.tick_context import TickContext
+from jaxpar.parallel.pipeline.schedules.schedule import Schedule
 from jaxpar.sharding.layout import Layout
-from jaxpar.training.loss import Metrics, unpack
-from jaxpar.training.microbatches import check_rows_divide
-from jaxpar.training.model import leaves_with_paths, show, to_path
-from jaxpar.training.model.parts import Path
+from jaxpar.training.loss import Metrics, key_of, unpack
+from jaxpar.training.microbatches import check_rows_divide, weight_of
+from jaxpar.training.model import Path, leaves_with_paths, show, to_path
 from jaxpar.training.pipeline.transfer import ModelSplit, StageTransfer, row_axes
 
 
@@ -50,12 +50,16 @@ def given_of(batch: Any, keys: Any = None) -> Given:
     return Given(batch, keys, None if rows is None else jnp.arange(rows, dtype=jnp.int32))
 
 
-def context_of(transfer: StageTransfer, weights: Any, pieces: Given, x: jax.Array | None, **fields: Any) -> TickContext:
-    """Returns the program with these ``fields`` and its arrays, as ``scatter_to_stages`` returned them."""
-    split, others = transfer.split, transfer.split.others(weights)
-    program = program_of(transfer, **fields)
+def context_of(
+    transfer: StageTransfer, schedule: Schedule, batch: Any, x: jax.Array | None, **fields: Any
+) -> tuple[TickContext, Any]:
+    """Returns the program with these ``fields`` on a prepared batch, and the first layer's input ``x`` in the ticks."""
+    split, state = transfer.split, transfer.split.state
+    given = given_of(batch, split.loss_fn.rows(batch, key_of(state)))
+    weights, (pieces, fed) = transfer.scatter_to_stages(state.params, given, x, schedule.microbatches)
+    program, others = program_of(transfer, schedule=schedule, **fields), split.others(weights)
     read = layer_input_weights(transfer, others, pieces.batch)
-    return TickContext.of(program, x, split.stack(weights), others, pieces, read)
+    return TickContext.of(program, fed, split.stack(weights), others, pieces, read), fed
 
 
 def program_of(transfer: StageTransfer, **fields: Any) -> PipelineProgram:
@@ -164,13 +168,7 @@ def run_head(split: ModelSplit, weights: Any, y: jax.Array, piece: Given) -> tup
             "PipelineLoss(head=...) returned a third value (updates), but a pipeline carries no variables. Remedy: "
             "return loss or (loss, aux)."
         )
-    for name, value in metrics.items():
-        if jnp.shape(value):
-            raise ModelError(
-                f"PipelineLoss(head=...) returned the metric {name!r} of shape {jnp.shape(value)}, but metrics are "
-                "averaged over microbatches and must be scalars. Remedy: return its mean."
-            )
-    return loss, metrics, jnp.asarray(metrics.get("weight", 1), jnp.float32)
+    return loss, metrics, weight_of(metrics, "PipelineLoss(head=...)")
 
 
 def read_by(split: ModelSplit, what: str, call: Callable[[Any], Any], others: Any) -> frozenset[Path]:

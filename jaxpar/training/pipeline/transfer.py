@@ -26,8 +26,7 @@ from jaxpar.sharding.layout import Layout, hint, manual_axes
 from jaxpar.sharding.resolve import Resolved
 from jaxpar.sharding.rules import Axes
 from jaxpar.training.microbatches import pieces_of, resolved_tree
-from jaxpar.training.model import show, to_path
-from jaxpar.training.model.parts import Path
+from jaxpar.training.model import Path, show, to_path
 from jaxpar.training.state import TrainState
 
 
