@@ -126,16 +126,10 @@ def _source(leaf: Leaf, named: Mapping[str, TensorRecord], stacks: Mapping[str, 
     if leaf.path in named:
         return Source(((leaf.path, named[leaf.path]),))
     rows = stacks.get(leaf.path, {})
+    found = [Source(((stack, named[stack]),), row=row) for stack, row in _rows(leaf.path) if stack in named]
     if leaf.shape and rows and sorted(rows) == list(range(leaf.shape[0])):
-        source = Source(tuple((rows[i], named[rows[i]]) for i in range(leaf.shape[0])), stacked=True)
-        if _fits(leaf, source):
-            return source
-    for stack, row in _rows(leaf.path):
-        if stack in named:
-            source = Source(((stack, named[stack]),), row=row)
-            if _fits(leaf, source):
-                return source
-    return None
+        found.insert(0, Source(tuple((rows[i], named[rows[i]]) for i in sorted(rows)), stacked=True))
+    return next((source for source in found if _fits(leaf, source)), None)
 
 
 def _fits(leaf: Leaf, source: Source) -> bool:

@@ -7,7 +7,6 @@ import re
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -114,19 +113,13 @@ def steps_in(folder: str | os.PathLike[str]) -> list[int]:
     Raises:
       CheckpointError: the folder exists but cannot be read, so an empty list would be wrong.
     """
-    with _readable(Path(folder)):
-        return sorted(int(p.name) for p in _entries(Path(folder)) if STEP.fullmatch(p.name) and (p / NAME).is_file())
+    return sorted(int(name) for name, complete in _subfolders(Path(folder)) if complete)
 
 
 def unfinished_in(folder: str | os.PathLike[str]) -> list[str]:
     """Returns folders of steps without a manifest, and leftovers of interrupted saves. Raises as :func:`steps_in`."""
-    with _readable(Path(folder)):
-        found = [p for p in _entries(Path(folder)) if p.is_dir()]
-        return sorted(
-            p.name
-            for p in found
-            if re.match(r"[0-9]+(\.|$)", p.name) and not (STEP.fullmatch(p.name) and (p / NAME).is_file())
-        )
+    found = _subfolders(Path(folder))
+    return sorted(name for name, complete in found if not complete and re.match(r"[0-9]+(\.|$)", name))
 
 
 def health(folder: str | os.PathLike[str]) -> Iterator[Health]:
@@ -256,17 +249,13 @@ def unreadable(file: Path, error: Exception, path: str = "") -> str:
     return f"{what} cannot be read: {getattr(error, 'strerror', None) or error}."
 
 
-def _entries(folder: Path) -> list[Path]:
+def _subfolders(folder: Path) -> list[tuple[str, bool]]:
+    """Returns the names of the subfolders, and whether each is the folder of a step and has a manifest."""
     try:
-        return list(folder.iterdir())
+        names = [p.name for p in folder.iterdir() if p.is_dir()]
+        return [(name, bool(STEP.fullmatch(name)) and (folder / name / NAME).is_file()) for name in names]
     except (FileNotFoundError, NotADirectoryError):
         return []
-
-
-@contextmanager
-def _readable(folder: Path) -> Iterator[None]:
-    try:
-        yield
     except OSError as error:
         text = f"{folder} cannot be read: {error.strerror}."
         raise CheckpointError(f"{text} Remedy: grant read permission on it and on its step folders.") from error

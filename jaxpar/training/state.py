@@ -223,8 +223,7 @@ def _abstract(
     tensors = place(layout, shapes)
     if problems := problems_of(layout, tensors):
         raise LayoutError(problems)
-    missing = no_layers(tx, any(tensor.host and tensor.role == "params" for tensor in tensors))
-    if missing:
+    if missing := no_layers(tx, any(tensor.host and tensor.role == "params" for tensor in tensors)):
         raise ConfigError(missing)
     simulated = isinstance(layout.mesh, Mesh) and platform_of(layout.mesh) == "cpu"
     if simulated and any(tensor.host for tensor in tensors):
@@ -455,10 +454,10 @@ def _unannotated(tensors: Sequence[tuple[str, Sequence[int]]], most: int = 4) ->
     """Reports all parameters without names as one problem: usually, either all have names or none has."""
     shown = ", ".join(f"{path} {list(shape)}" for path, shape in tensors[:most])
     rest = f" and {len(tensors) - most} more" if len(tensors) > most else ""
-    what = f"{shown} has" if len(tensors) == 1 else f"{len(tensors)} parameters have"
-    which = "" if len(tensors) == 1 else f": {shown}{rest}"
-    it = "it" if len(tensors) == 1 else "them"
+    what, it = f"{len(tensors)} parameters have no logical dims: {shown}{rest}", "them"
+    if len(tensors) == 1:
+        what, it = f"{shown} has no logical dims", "it"
     return (
-        f"{what} no logical dims{which}. Remedy: annotate {it} (jaxpar.nnx.axes, jaxpar.linen.axes, jp.tag), or allow "
+        f"{what}. Remedy: annotate {it} (jaxpar.nnx.axes, jaxpar.linen.axes, jp.tag), or allow "
         f"replication with unannotated='replicate' in the rules; over(axis) and jp.Zero then still shard {it}."
     )

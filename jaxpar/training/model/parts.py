@@ -48,11 +48,9 @@ class Kind(Protocol):
 
     def merge(self, params: Any, variables: Any) -> Any:
         """Returns the model that ``loss_fn`` receives."""
-        ...
 
     def carried(self, model: Any, variables: Any, updates: Any) -> Any:
         """Returns the carried arrays after ``loss_fn(model, batch)``, whose third value, if any, is ``updates``."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -149,8 +149,7 @@ def groups_of(layout: Layout, state: TrainState) -> list[LeafGroup]:
             "disk_offloaded_train_step: the optimizer's state is in memory. Remedy: pass jp.offload.to_disk(tx, "
             "path=...) instead of tx, also to jp.init; or use jp.train_step."
         )
-    text = refusal(state)
-    if text is not None:
+    if text := refusal(state):
         raise ConfigError(text)
     tensors = [tensor for tensor in place(layout, in_memory(state)) if tensor.role == "opt_state"]
     owned = [(owner, tensors[i], is_stored(x)) for i, (_, x, owner) in enumerate(_owned(state))]

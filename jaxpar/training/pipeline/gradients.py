@@ -103,11 +103,9 @@ def check_trained(
             f"pipeline: the schedule {options.schedule.name!r} has no backward passes, so it cannot train. Remedy: use "
             "'1f1b'."
         )
-    other_sizes = {
-        axis: size for axis, size in layout.sizes.items() if size > 1 and axis not in (AXIS, *batch_axes(layout))
-    }
-    if options.executor == "independent" and other_sizes:
-        other_axes = ", ".join(f"{axis} {size}" for axis, size in other_sizes.items())
+    used = (AXIS, *batch_axes(layout))
+    other_axes = ", ".join(f"{a} {size}" for a, size in layout.sizes.items() if size > 1 and a not in used)
+    if options.executor == "independent" and other_axes:
         raise ConfigError(
             "pipeline: executor is 'independent', in which each stage runs loops of its own length, but the mesh has "
             f"{other_axes}: layers contain collectives over these axes, so some stages would wait for others forever. "

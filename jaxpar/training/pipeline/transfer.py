@@ -332,13 +332,13 @@ def _leaf_shardings(layout: Layout, state: TrainState, role: str, axes: Axes) ->
 
 
 def _layers(split: ModelSplit, options: Pipeline | Asynchronous) -> Layers:
-    """Returns which piece of the pipeline has which layers of the stack."""
-    total, pieces = jax.tree.leaves(split.stack(split.shapes))[0].shape[0], options.schedule.pieces
-    _check_layers(total, pieces.count, options.layers_per_stage, "/".join(split.path))
-    return Layers(total, pieces, options.layers_per_stage or (total // pieces.count,) * pieces.count)
+    """Returns which piece of the pipeline has which layers of the stack.
 
-
-def _check_layers(total: int, pieces: int, layers: tuple[int, ...], where: str) -> None:
+    Raises:
+      ConfigError: ``layers_per_stage`` does not fit the stack, or is missing where equal pieces do not.
+    """
+    total, pieces = jax.tree.leaves(split.stack(split.shapes))[0].shape[0], options.schedule.pieces.count
+    layers, where = options.layers_per_stage, "/".join(split.path)
     if not layers and total % pieces:
         low, more = divmod(total, pieces)
         balanced = (*(low + 1,) * more, *(low,) * (pieces - more))
@@ -353,6 +353,7 @@ def _check_layers(total: int, pieces: int, layers: tuple[int, ...], where: str) 
             f"has {total} layers and the schedule has {pieces} pieces of at least one layer each. Remedy: give "
             f"{pieces} numbers that sum to {total}."
         )
+    return Layers(total, options.schedule.pieces, layers or (total // pieces,) * pieces)
 
 
 def _replaced(tree: Any, path: tuple[str, ...], value: Any) -> Any:
