@@ -169,9 +169,7 @@ def begin(
     return saving
 
 
-def _finish(
-    here: Path, target: Path, leaves: list[Leaf], dims: Mapping[str, Any], head: Manifest, verify: bool
-) -> None:
+def _finish(here: Path, target: Path, leaves: list[Leaf], dims: dict[str, Any], head: Manifest, verify: bool) -> None:
     """Write the checksums and the manifest of written arrays, then rename the folder; runs in the background."""
     tensors, files = dict[str, TensorRecord](), dict[str, tuple[int, int]]()
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
