@@ -19,7 +19,7 @@ from jaxpar.inference.cached_model import DecoderFns, Stack
 from jaxpar.inference.kv_cache import cached_attention, fill_cache, init_cache
 from jaxpar.models.embedding import lookup
 from jaxpar.models.llama.config import LlamaConfig
-from jaxpar.models.llama.layers import Block, rope_table
+from jaxpar.models.llama.layers import Block, TokenInfo, rope_table
 from jaxpar.models.llama.model import Llama
 from jaxpar.parallel.pipeline.staged_loss import stacked_part
 
@@ -88,7 +88,7 @@ def cached_llama(config: LlamaConfig, *, weights: str | None = None, cache: str 
 
 def _prompts(config: LlamaConfig, cache_dtype: Any, layers: Any, x_BSE: jax.Array, slots: int) -> tuple[jax.Array, Any]:
     """Run full prompts through the layers; return the last activations and the key/value cache in ``cache_dtype``."""
-    rope = rope_table(jax.lax.broadcasted_iota(jnp.int32, x_BSE.shape[:2], 1), config)
+    tokens = TokenInfo(rope_table(jax.lax.broadcasted_iota(jnp.int32, x_BSE.shape[:2], 1), config))
     leaves, block_of = layers
 
     def layer(x_BSE: jax.Array, leaves: Any) -> tuple[jax.Array, Any]:
@@ -99,7 +99,7 @@ def _prompts(config: LlamaConfig, cache_dtype: Any, layers: Any, x_BSE: jax.Arra
             cache.update(keys=fill_cache(k, slots, cache_dtype), values=fill_cache(v, slots, cache_dtype))
             return block.attention.context(q, k, v, None)
 
-        return block(x_BSE, rope, attend=attend), cache
+        return block(x_BSE, tokens, attend), cache
 
     return jax.lax.scan(layer, x_BSE, leaves)
 
@@ -108,7 +108,7 @@ def _token(
     config: LlamaConfig, layers: Any, x_BSE: jax.Array, at_B: jax.Array, cache: Any, group: Any
 ) -> tuple[jax.Array, Any]:
     """Run one token of each row through the layers; return the last activations and the updated cache."""
-    rope = rope_table(at_B[:, None], config)
+    tokens = TokenInfo(rope_table(at_B[:, None], config))
     leaves, block_of = layers
 
     def layer(carry: Any, layer_input: Any) -> tuple[Any, None]:
@@ -120,7 +120,7 @@ def _token(
             o, updated["cache"] = cached_attention(q, k, v, cache, number, at_B, group)
             return o
 
-        return (block_of(leaves)(x_BSE, rope, attend=attend), updated["cache"]), None
+        return (block_of(leaves)(x_BSE, tokens, attend), updated["cache"]), None
 
     numbers = jnp.arange(jax.tree.leaves(leaves)[0].shape[0], dtype=jnp.int32)
     # Carry the full cache through the scan: as a stacked output, every step would copy it.

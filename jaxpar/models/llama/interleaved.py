@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from jaxpar import attention
 from jaxpar.errors import ConfigError
 from jaxpar.models.llama.config import LlamaConfig
-from jaxpar.models.llama.layers import Block, Rope
-from jaxpar.parallel.attention.context import TokenOrder
+from jaxpar.models.llama.layers import Block, Rope, TokenInfo
 from jaxpar.parallel.overlap.branches import Branch
 from jaxpar.parallel.overlap.interleave import interleave_batches, order_of_halves
 from jaxpar.training.remat import OUTPUT
@@ -30,21 +29,17 @@ def halves_order(*arrays_BS: jax.Array) -> tuple[str, jax.Array, tuple[jax.Array
     return HALVES, jnp.asarray(at)[None], tuple(x[:, at] for x in arrays_BS)
 
 
-def interleaved_block(
-    config: LlamaConfig, rope: Rope, order: TokenOrder, documents_BS: jax.Array | None
-) -> Callable[[Block, Any], Any]:
+def interleaved_block(config: LlamaConfig, tokens: TokenInfo) -> Callable[[Block, Any], Any]:
     """Returns a block that runs on ``config.copies`` parts of each device's rows or tokens.
 
     Args:
       config: of the model; ``copies_dim`` is the dim that is split.
-      rope: cosines and sines of the rotary angles.
-      order: the name of the token order, or ``None`` for the natural one.
-      documents_BS: document of each token [batch, seq] int, or ``None``.
+      tokens: positions, order and documents of the tokens; the order is a name or ``None``.
 
     Raises:
-      ConfigError: ``order`` is an array that came with the batch.
+      ConfigError: the order is an array that came with the batch.
     """
-    if order is not None and not isinstance(order, str):
+    if tokens.order is not None and not isinstance(tokens.order, str):
         raise ConfigError(
             f"overlap.ways is {config.copies}, which does not support parallel.context.load_balance: balanced. Remedy: "
             "load_balance: zigzag, or overlap: {ways: 1}."
@@ -52,7 +47,7 @@ def interleaved_block(
 
     def mixed(block: Block, h_BSE: jax.Array, side: Side) -> jax.Array:
         rope, documents_BS = side
-        return block.attention(h_BSE, rope, order, documents_BS, half=True)
+        return block.attention(h_BSE, TokenInfo(rope, tokens.order, documents_BS), half=True)
 
     def carried(
         block: Block, h_BSE: jax.Array, side: Side, carry: KeyValueCarry | None
@@ -69,7 +64,7 @@ def interleaved_block(
             options["segment_ids"] = None if documents_BS is None else (documents_BS, documents)
             return attention(q_BSHD, keys, values, q_offset=before, **options)
 
-        return block.attention(h_BSE, rope, None, documents_BS, attend, half=True), seen[0]
+        return block.attention(h_BSE, TokenInfo(rope), attend, half=True), seen[0]
 
     attention_branch = Branch(
         before=lambda block, x_BSE: block.attention_norm(x_BSE),
@@ -85,7 +80,7 @@ def interleaved_block(
         name=OUTPUT,
     )
     run = interleave_batches((attention_branch, mlp_branch), config.copies, dim=config.copies_dim)
-    return lambda block, x_BSE: run(block, x_BSE, (rope, documents_BS))
+    return lambda block, x_BSE: run(block, x_BSE, (tokens.rope, tokens.documents_BS))
 
 
 def _append(before: Any, x_BS: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,22 @@ from jaxpar.training.remat import OUTPUT
 
 type Rope = tuple[jax.Array, jax.Array]
 """Cosines and sines of the rotary angles, as :func:`rope_table` returns them."""
+
+
+class TokenInfo(NamedTuple):
+    """What the layers know of the tokens besides their activations.
+
+    Attributes:
+      rope: rotary angles of the tokens.
+      order: the order in which the tokens are sharded over the sequence; ``None`` for the natural one.
+      documents_BS: document of each token [batch, seq] int; tokens attend within their document.
+    """
+
+    rope: Rope
+    order: TokenOrder = None
+    documents_BS: jax.Array | None = None
+
+
 type Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """``attend(q, k, v) -> o``: queries and output [batch, seq, heads, head_dim], keys and values
 [batch, seq, kv_heads, head_dim]."""
@@ -64,22 +80,13 @@ class Attention(nnx.Module):
         self.context = c.context
 
     def __call__(
-        self,
-        x_BSE: jax.Array,
-        rope: Rope,
-        order: TokenOrder,
-        documents_BS: jax.Array | None,
-        attend: Attend | None = None,
-        *,
-        half: bool = False,
+        self, x_BSE: jax.Array, tokens: TokenInfo, attend: Attend | None = None, *, half: bool = False
     ) -> jax.Array:
         """Apply attention to ``x_BSE`` [batch, seq, embed].
 
         Args:
           x_BSE: the normed residual stream.
-          rope: rotary angles of the tokens.
-          order: the order in which the tokens are sharded over the sequence; ``None`` for the natural one.
-          documents_BS: document of each token [batch, seq] int; tokens attend within their document.
+          tokens: positions, order and documents of the tokens.
           attend: replaces the attention itself, for example to use a cache.
           half: stop before the output projection, which :meth:`output` applies.
 
@@ -92,9 +99,12 @@ class Attention(nnx.Module):
         (q,) = sharded_dot(x_BSE, (self.q[...], ("embed", "heads", "head_dim")), **self.options)
         (k,) = sharded_dot(x_BSE, (self.k[...], kv_dims), **self.options)
         (v,) = sharded_dot(x_BSE, (self.v[...], kv_dims), **self.options)
-        q, k, v = (checkpoint_name(x, "qkv") for x in (rotate(q, rope), rotate(k, rope), v))
-        o_BSHD: jax.Array = self.context(q, k, v, order, documents_BS) if attend is None else attend(q, k, v)
-        return o_BSHD if half else self.output(o_BSHD)
+        q, k, v = (checkpoint_name(x, "qkv") for x in (rotate(q, tokens.rope), rotate(k, tokens.rope), v))
+        o_BSHD: jax.Array = attend(q, k, v) if attend else self.context(q, k, v, tokens.order, tokens.documents_BS)
+        if half:
+            return o_BSHD
+        (y_BSE,) = sharded_dot(o_BSHD, (self.o[...], ("heads", "head_dim", "embed")), summed=2, **self.options)
+        return y_BSE
 
     def output(self, o_BSHD: jax.Array) -> jax.Array:
         """Apply the output projection to ``o_BSHD`` [batch, seq, heads, head_dim]; returns [batch, seq, embed]."""
@@ -121,7 +131,10 @@ class SwiGLU(nnx.Module):
         gate, up = sharded_dot(x_BSE, (self.gate[...], dims), (self.up[...], dims), **self.options)
         gate, up = hint(gate, "batch", "seq", "mlp"), hint(up, "batch", "seq", "mlp")
         hidden = checkpoint_name(jax.nn.silu(gate) * up, "mlp_hidden")
-        return hidden if half else self.output(hidden)
+        if half:
+            return hidden
+        (y_BSE,) = sharded_dot(hidden, (self.down[...], ("mlp", "embed")), **self.options)
+        return y_BSE
 
     def output(self, hidden_BSF: jax.Array) -> jax.Array:
         """Apply the down projection to ``hidden_BSF`` [batch, seq, mlp]; returns [batch, seq, embed]."""
@@ -141,17 +154,10 @@ class Block(nnx.Module):
         self.mlp_norm = RMSNorm(config)
         self.mlp = SwiGLU(config, rngs)
 
-    def __call__(
-        self,
-        x_BSE: jax.Array,
-        rope: Rope,
-        order: TokenOrder = None,
-        documents_BS: jax.Array | None = None,
-        attend: Attend | None = None,
-    ) -> jax.Array:
+    def __call__(self, x_BSE: jax.Array, tokens: TokenInfo, attend: Attend | None = None) -> jax.Array:
         residual = ("batch", "residual_seq", "embed")
         h_BSE = hint(self.attention_norm(x_BSE), "batch", "seq", "embed")
-        x_BSE += checkpoint_name(hint(self.attention(h_BSE, rope, order, documents_BS, attend), *residual), OUTPUT)
+        x_BSE += checkpoint_name(hint(self.attention(h_BSE, tokens, attend), *residual), OUTPUT)
         h_BSE = hint(self.mlp_norm(x_BSE), "batch", "seq", "embed")
         return x_BSE + checkpoint_name(hint(self.mlp(h_BSE), *residual), OUTPUT)
 

@@ -21,7 +21,7 @@ from jaxpar import hint
 from jaxpar.models.embedding import lookup
 from jaxpar.models.llama.config import NAMES, LlamaConfig, halved
 from jaxpar.models.llama.interleaved import HALVES, halves_order, interleaved_block
-from jaxpar.models.llama.layers import Block, RMSNorm, Rope, _kernel, layer_shapes, rope_table
+from jaxpar.models.llama.layers import Block, RMSNorm, TokenInfo, _kernel, layer_shapes, rope_table
 from jaxpar.nnx import stacked
 from jaxpar.parallel.attention.context import TokenOrder
 from jaxpar.parallel.offload.host_weights import cut
@@ -106,13 +106,13 @@ class Llama(nnx.Module):
             positions_BS = jax.lax.broadcasted_iota(jnp.int32, tokens_BS.shape, 1)
         if halved(config) and order != HALVES:
             return self._in_halves(tokens_BS, positions_BS, documents_BS)
-        rope = rope_table(positions_BS, config)
+        tokens = TokenInfo(rope_table(positions_BS, config), order, documents_BS)
         x_BSE: Any = lookup(self.embedding[...], tokens_BS, dtype)
 
         blocks, recompute = _cast(self.blocks, dtype), RematPolicy.of(config.remat)
         x_BSE = cut_rows(x_BSE, config.copies, dim=config.copies_dim) if config.copies > 1 else x_BSE
         for first, last, recomputed in recompute.segments(config.layers):
-            layers = _stacked(recompute if recomputed else RematPolicy("none"), config, rope, order, documents_BS)
+            layers = _stacked(recompute if recomputed else RematPolicy("none"), config, tokens)
             x_BSE = layers(blocks if (first, last) == (0, config.layers) else _part(blocks, first, last), x_BSE)
         x_BSE = join_rows(x_BSE, dim=config.copies_dim) if config.copies > 1 else x_BSE
         return hint(self.norm(x_BSE), "batch", "seq", "embed")
@@ -130,9 +130,7 @@ class Llama(nnx.Module):
         return gather_weight(head_EV, "embed", "vocab", dtype=jnp.dtype(self.config.dtype))
 
 
-def _stacked(
-    recompute: RematPolicy, config: LlamaConfig, rope: Rope, order: TokenOrder, documents_BS: jax.Array | None
-) -> Callable[[Block, jax.Array], jax.Array]:
+def _stacked(recompute: RematPolicy, config: LlamaConfig, tokens: TokenInfo) -> Callable[[Block, jax.Array], jax.Array]:
     """Returns a function that scans over a stack of layers."""
     saved_dims = ("batch", "residual_seq", SAVED_EMBED if recompute.slice_activation else "embed")
     hint_all = lambda x_BSE, *dims: jax.tree.map(lambda x: hint(x, *dims), x_BSE)
@@ -141,8 +139,8 @@ def _stacked(
     def layer(block: Block, x_BSE: Any) -> Any:
         x_BSE = hint_all(x_BSE, "batch", "residual_seq", "embed") if recompute.slice_activation else x_BSE
         if config.copies > 1:
-            return interleaved_block(config, rope, order, documents_BS)(block, x_BSE)
-        return block(x_BSE, rope, order, documents_BS)
+            return interleaved_block(config, tokens)(block, x_BSE)
+        return block(x_BSE, tokens)
 
     @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry, transform_metadata=stacked("layers"))
     def layers(block: Block, x_BSE: Any) -> Any:

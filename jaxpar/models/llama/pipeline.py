@@ -12,7 +12,7 @@ from jaxpar.errors import ConfigError
 from jaxpar.models.embedding import lookup
 from jaxpar.models.llama.config import LlamaConfig, halved
 from jaxpar.models.llama.interleaved import halves_order, interleaved_block
-from jaxpar.models.llama.layers import Block, Rope, layer_shapes, rope_table
+from jaxpar.models.llama.layers import Block, Rope, TokenInfo, layer_shapes, rope_table
 from jaxpar.models.llama.model import Llama, remat
 from jaxpar.models.llama.sequence_chunks import ChunkCarry, carried_block, empty_carry
 from jaxpar.models.losses import linear_cross_entropy
@@ -52,9 +52,10 @@ def staged_next_token_loss(config: LlamaConfig) -> PipelineLoss:
         # Under a pipeline the layer sees the local part of the sequence, otherwise all of it.
         num_shards, in_halves = split_ways(), halved(config)
         order = None if in_halves else config.context.settled_order(*layer_shapes(config, x_BSE.shape[:2]), num_shards)
-        apply_block = lambda block, x_BSE: block(x_BSE, rope, order, documents_BS)
+        tokens = TokenInfo(rope, order, documents_BS)
+        apply_block = lambda block, x_BSE: block(x_BSE, tokens)
         if config.copies > 1:
-            apply_block = interleaved_block(config, rope, order, documents_BS)
+            apply_block = interleaved_block(config, tokens)
         run = remat(recompute, config.reshard_after_forward)(apply_block)
         y_BSE: jax.Array = run(block, x_BSE)
         return y_BSE

@@ -9,7 +9,7 @@ import jax
 
 from jaxpar import RematPolicy, attention
 from jaxpar.models.llama.config import LlamaConfig
-from jaxpar.models.llama.layers import Block, Rope, layer_shapes
+from jaxpar.models.llama.layers import Block, Rope, TokenInfo, layer_shapes
 from jaxpar.models.llama.model import remat
 
 type ChunkCarry = dict[str, Any]
@@ -48,7 +48,7 @@ def carried_block(config: LlamaConfig, recompute: RematPolicy) -> ChunkedLayer:
                 options: dict[str, Any] = {"impl": context.impl, "block": context.block, "segment_ids": segments}
                 return attention(q_BSHD, found["keys"], found["values"], q_offset=start, **options)
 
-            return block(x_BSE, rope, None, documents_BS, attend), found
+            return block(x_BSE, TokenInfo(rope), attend), found
 
         result: tuple[jax.Array, ChunkCarry] = run(block, x_BSE, carry)
         return result

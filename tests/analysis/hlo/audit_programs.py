@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxpar as jp
 from jaxpar.models.llama import Llama, LlamaConfig
-from jaxpar.models.llama.layers import Block, RMSNorm, rope_table
+from jaxpar.models.llama.layers import Block, RMSNorm, TokenInfo, rope_table
 from jaxpar.models.losses import next_token_loss
 from jaxpar.nnx import axes
 
@@ -38,10 +38,10 @@ class UnrolledLlama(nnx.Module):
     def hidden(self, tokens: jax.Array) -> jax.Array:
         dtype = jnp.dtype(self.config.dtype)
         positions = jax.lax.broadcasted_iota(jnp.int32, tokens.shape, 1)
-        rope = rope_table(positions, self.config)
+        tokens_info = TokenInfo(rope_table(positions, self.config))
         x = jp.hint(jnp.take(self.embedding[...].astype(dtype), tokens, axis=0), "batch", "seq", "embed")
         for block in self.blocks:
-            x = nnx.remat(Block.__call__)(block, x, rope) if self.config.remat == "full" else block(x, rope)
+            x = (nnx.remat(Block.__call__) if self.config.remat == "full" else Block.__call__)(block, x, tokens_info)
         return jp.hint(self.norm(x), "batch", "seq", "embed")
 
     def unembedding(self) -> jax.Array:
