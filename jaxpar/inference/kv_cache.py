@@ -7,7 +7,6 @@ rows of a group.
 from __future__ import annotations
 
 import math
-from collections.abc import Set as AbstractSet
 from typing import Any
 
 import jax
@@ -143,7 +142,12 @@ def cached_attention(
     moves = bool(kv_heads) and heads != kv_heads
     if moves:
         # One token's queries are smaller than all keys, so the queries move to their keys and the results move back.
-        _check_free(q_B1HD.shape[2], k_B1KD.shape[2], heads, kv_heads, free)
+        if not {*heads, *kv_heads} <= free:  # An enclosing shard_map has made axes of the heads manual.
+            raise LayoutError(
+                f"cached_attention: {q_B1HD.shape[2]} query heads are sharded over {listing(heads)} and "
+                f"{k_B1KD.shape[2]} key heads over {listing(kv_heads)}. These axes are manual here, so a device lacks "
+                "keys that its queries need. Remedy: use one rule for heads and kv_heads, or kv_heads: null."
+            )
         heads, q_spec = kv_heads, PartitionSpec(rows or None, None, kv_heads, cache_spec[4])
     if places[1].axes[2] != kv_heads:  # A first_of rule may resolve kv_heads differently next to the cache's slots.
         kv_spec = PartitionSpec(rows or None, None, kv_heads or None, cache_spec[4])
@@ -251,13 +255,3 @@ def _own_heads(x_BKT: jax.Array, heads: int, axes: Axes) -> jax.Array:
     # A key head appears twice where one of its queries has neighbours of other key heads on both sides.
     numbers = (first + jnp.arange(0, heads, neighbours, dtype=jnp.int32)) // group
     return jnp.take(x_BKT, numbers, axis=1, mode="clip")
-
-
-def _check_free(heads: int, kv_heads: int, axes: Axes, kv_axes: Axes, free: AbstractSet[str]) -> None:
-    """Raise if an enclosing ``shard_map`` has made axes of the heads manual, which keeps queries from their keys."""
-    if not {*axes, *kv_axes} <= free:
-        raise LayoutError(
-            f"cached_attention: {heads} query heads are sharded over {listing(axes)} and {kv_heads} key "
-            f"heads over {listing(kv_axes)}. These axes are manual here, so a device lacks keys that its "
-            "queries need. Remedy: use one rule for heads and kv_heads, or kv_heads: null."
-        )
