@@ -56,9 +56,8 @@ def gradients(layout: Layout, loss_fn: LossFn, state: TrainState, batch: Any, co
         if config.pipeline is not None:
             return pipeline_gradients(layout, loss_fn, state, batch, config, config.pipeline)
         hosted = _hosted(state, config)
-        by_hand = (
-            config.grad_reduction is None and config.grad_accum_steps > 1 and not hosted and not _sharded(layout, state)
-        )
+        own_choice = config.grad_reduction is None and config.grad_accum_steps > 1 and not hosted
+        by_hand = own_choice and not _sharded(layout, state)
         once_a_step = config.grad_reduction == "per_step" or config.per_device_grads or by_hand
         sharded = (lambda x: x) if once_a_step or config.grad_accum_steps > 1 else (lambda x: rows_apart(layout, x))
         batch = sharded(batch)

@@ -139,14 +139,12 @@ def check_update(params: Any, updates: Any, before: Any, after: Any) -> None:
     Raises:
       ModelError: with the paths of the parameters, or of the state's arrays.
     """
-    shapes, expected = (
-        {path: tuple(jnp.shape(x)) for path, x in leaves_with_paths(tree)} for tree in (updates, params)
-    )
+    shapes_of = lambda tree: {path: tuple(jnp.shape(x)) for path, x in leaves_with_paths(tree)}
+    shapes, expected = shapes_of(updates), shapes_of(params)
     wrong = [path for path, shape in expected.items() if shapes.get(path) != shape]
     if wrong:
-        shown = "; ".join(
-            f"{show(('params', *path))} {list(expected[path])}: {_describe(shapes.get(path))}" for path in wrong[:4]
-        )
+        given = {path: f"an update {list(shape)}" for path, shape in shapes.items()}
+        shown = "; ".join(f"{show(('params', *p))} {list(expected[p])}: {given.get(p, 'none')}" for p in wrong[:4])
         more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
         raise ModelError(
             f"the optimizer's updates do not have the shapes of their parameters ({shown}{more}). Remedy: use an "
@@ -160,7 +158,3 @@ def check_update(params: Any, updates: Any, before: Any, after: Any) -> None:
             "same arrays as this one. Remedy: use an optimizer whose init creates all of them (optax.monitor does "
             "not)."
         )
-
-
-def _describe(shape: tuple[int, ...] | None) -> str:
-    return "none" if shape is None else f"an update {list(shape)}"

@@ -67,11 +67,10 @@ class RematPolicy:
             )
         names = (*self.save_names, *self.offload_names)
         if bool(names) is not (self.policy == "save_names"):
-            problem = (
-                f"the policy {self.policy!r} takes no names" if names else "the policy 'save_names' requires names"
-            )
+            takes = "takes no names" if names else "requires names"
             raise ConfigError(
-                f"remat: {problem}. Remedy: set policy: save_names, with save_names or offload_names as lists."
+                f"remat: the policy {self.policy!r} {takes}. Remedy: set policy: save_names, with save_names or "
+                "offload_names as lists."
             )
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
