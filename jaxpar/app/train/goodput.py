@@ -73,7 +73,7 @@ class Goodput:
         return self.spent["steps"] / wall if wall else 0.0
 
     def record(self) -> dict[str, Any]:
-        """The account as JSON values, from which :meth:`take_up` continues."""
+        """The account as JSON values, from which :meth:`resume` continues."""
         wall = self.wall()
         spent = {cause: round(seconds, 6) for cause, seconds in self.spent.items()}
         return {"goodput": round(self.share(), 6), "wall_seconds": wall, "spent": spent, "began": self.began}
