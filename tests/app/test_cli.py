@@ -122,7 +122,7 @@ def test_verify_names_the_first_module_that_diverges(
         return right(self, x) * (1 + 1e-3 * (jp.current_layout().sizes["model"] - 1))
 
     monkeypatch.setattr(SwiGLU, "__call__", wrong)
-    assert main(["verify", str(QUICKSTART), "--steps", "1", *settings()]) == 1
+    assert main(["verify", str(QUICKSTART), "--steps", "1", *settings("model.layers=1")]) == 1
     screen = capsys.readouterr().out
     assert "NOT verified" in screen and "first module that diverges: Block.__call__ (layers.py:" in screen
     assert "(batch, residual_seq, embed), call 1: its activation differs by 1.0" in screen

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from profiles import few
 
 PREPARE = """
 import logging, re
@@ -127,7 +128,7 @@ def fresh(code: str) -> str:
 
 @pytest.mark.parametrize(
     ("code", "name"),
-    [(MODEL + TRAIN, "step"), (MODEL + EVALUATE, "evaluate"), (USER, "attend"), (LOCAL, "attend")],
+    few([(MODEL + TRAIN, "step"), (MODEL + EVALUATE, "evaluate"), (USER, "attend"), (LOCAL, "attend")], 2, names=2),
     ids=["train_step", "eval_step", "jit", "shard_map"],
 )
 def test_the_first_attention_inside_a_trace_costs_no_second_compilation(code: str, name: str) -> None:

@@ -95,7 +95,7 @@ def llama_on_one_device(layout_of: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("stage", "layout"), few([(1, "tp"), (2, "tp"), (3, "tp"), (1, "fsdp_tp"), (2, "fsdp_tp")], 2, names=2)
+    ("stage", "layout"), few([(1, "tp"), (2, "tp"), (3, "tp"), (1, "fsdp_tp"), (2, "fsdp_tp")], 1, names=2)
 )
 def test_stages_compose_with_tensor_parallelism(
     stage: int, layout: str, layout_of: Any, llama_on_one_device: dict[str, Any]

@@ -75,6 +75,7 @@ def test_gradients_do_not_depend_on_what_is_computed_again(name: str, gradients:
     assert max(gradient_gaps(gradients("none"), gradients(name)).values()) < 1e-5
 
 
+@pytest.mark.slow
 def test_the_less_is_kept_the_more_is_computed(compiled: Callable[[str], Any]) -> None:
     flops = {name: jp.audit(compiled(name)).matmul_flops for name in POLICIES}
     assert flops["no layer"] == flops["none"] < flops["dots"] < flops["full"]

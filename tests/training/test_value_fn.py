@@ -159,7 +159,7 @@ def one_step(mode: Mode, tx: Any, batches: list[Any]) -> tuple[Any, list[Any], A
     return first, found, state
 
 
-@pytest.mark.parametrize("name", few(MODES, 6))
+@pytest.mark.parametrize("name", few(MODES, 4))
 def test_the_offered_function_is_the_one_whose_value_is_reported(name: str) -> None:
     mode = MODES[name]
     first, (metrics,), after = one_step(mode, probe(), [batch_of(1)])

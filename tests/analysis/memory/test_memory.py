@@ -52,7 +52,7 @@ def test_at_least_thirty_points_are_within_a_tenth() -> None:
     assert len(POINTS) - len(MISSED) >= 30 and MISSED.keys() <= {point["name"] for point in POINTS}
 
 
-@pytest.mark.parametrize("point", few(POINTS, 12), ids=lambda point: point["name"])
+@pytest.mark.parametrize("point", few(POINTS, 8), ids=lambda point: point["name"])
 def test_the_estimate_is_within_a_tenth_of_the_compiler(point: dict[str, Any]) -> None:
     memory: Memory = SCRIPT["estimate_of"](point)
     assert memory.unknown == () and memory.total is not None

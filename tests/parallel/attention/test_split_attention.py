@@ -142,7 +142,7 @@ def test_tokens_may_lie_in_any_order(order: str, wanted: Callable[[str], list[np
     assert gap(in_place[:1], wanted(case)[:1]) <= 1e-5
 
 
-@pytest.mark.parametrize("impl", ["ring", "ulysses", "gather"])
+@pytest.mark.parametrize("impl", few(["ring", "ulysses", "gather"], 2))
 def test_fewer_queries_than_keys(impl: str) -> None:
     x, options = arrays(2, seq=8, keys=SEQ), {"q_offset": SEQ - 8}
     want = run(layout(data=1), "dense", x, options)
@@ -187,12 +187,16 @@ def in_16_bits() -> tuple[Callable[..., list[float]], list[float]]:
 
 @pytest.mark.parametrize(
     ("impl", "sizes"),
-    [
-        ("ring", {"context": 8}),
-        ("gather", {"context": 8}),
-        ("ulysses", {"ulysses": 8}),  # more devices than key heads
-        ("hybrid", {"context": 4, "ulysses": 2}),
-    ],
+    few(
+        [
+            ("ring", {"context": 8}),
+            ("gather", {"context": 8}),
+            ("ulysses", {"ulysses": 8}),  # more devices than key heads
+            ("hybrid", {"context": 4, "ulysses": 2}),
+        ],
+        2,
+        names=2,
+    ),
 )
 def test_the_error_of_16_bits_does_not_grow_with_the_devices(impl: str, sizes: dict[str, int], in_16_bits: Any) -> None:
     """Sums are in fp32 from the first hop to the last, so eight devices are as exact as one."""

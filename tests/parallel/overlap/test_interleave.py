@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from one_step import BOUND, LLAMA_RULES, check_grads, layout_of, one_step
+from profiles import few
 
 import jaxpar as jp
 from jaxpar.app.config import Loaded, RunConfig
@@ -85,7 +86,7 @@ def test_sequences_and_sums_cross_by_permutes(two_copies: Found) -> None:
     assert two_copies[2].count("all-to-all", "model") == 0
 
 
-@pytest.mark.parametrize("axis", ["context", "ulysses"])
+@pytest.mark.parametrize("axis", few(["context", "ulysses"], 1))
 def test_another_policy_of_recomputation_beside_a_ring_and_an_exchange_of_heads(axis: str, one_copy: Found) -> None:
     check_same(run({axis: 2, "model": 2}, 2, remat="save_outputs"), one_copy)
 
@@ -108,6 +109,7 @@ def test_halves_of_sequences_give_what_one_copy_gives(halves: Found, one_copy: F
     assert halves[2].wire_bytes("collective-permute", "model") > 0
 
 
+@pytest.mark.slow
 def test_halves_of_packed_sequences_of_one_row_inside_of_a_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
     """As over more devices of a torus: in a ring, pieces from the far end arrive in halves from both sides."""
     monkeypatch.setattr("jaxpar.parallel.overlap.interleave.MAX_DIRECT", 2)
