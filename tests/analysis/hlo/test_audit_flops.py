@@ -8,7 +8,7 @@ import audit_programs as programs
 import jax
 import jax.numpy as jnp
 import pytest
-from profiles import few_pairs
+from profiles import few
 
 import jaxpar as jp
 from jaxpar.analysis.hlo.flops import matmul_flops
@@ -21,7 +21,17 @@ FOUR_DIGITS = 5e-5
 
 @pytest.mark.parametrize(
     ("model", "remat"),
-    few_pairs([Llama, programs.UnrolledLlama], ["none", "full", "dots"], 3),
+    few(
+        [
+            (Llama, "none"),
+            (Llama, "full"),
+            (Llama, "dots"),
+            (programs.UnrolledLlama, "none"),
+            (programs.UnrolledLlama, "full"),
+        ],
+        3,
+        names=2,
+    ),
 )
 def test_a_llama_compiled_here_has_the_flops_of_the_formula(model, remat):
     config = LlamaConfig(**SMALL, remat=remat)
