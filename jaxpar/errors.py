@@ -104,6 +104,10 @@ class DamagedError(CheckpointError):
     """A checkpoint is damaged: a flipped bit, a missing or swapped file, or a manifest that contradicts itself."""
 
 
+class UnsavedError(CheckpointError):
+    """A run ended, or was stopped, and its last step could not be saved."""
+
+
 class LaunchError(JaxparError, RuntimeError):
     """The processes of a run cannot be started or found.
 

@@ -23,7 +23,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 from tyro.conf import Positional, UseAppendAction, arg
 
-from jaxpar.errors import ConfigError, JaxparError
+from jaxpar.app.launch import heartbeat
+from jaxpar.app.launch.exit_codes import ExitCode, last_line, report
+from jaxpar.errors import ConfigError
 
 if TYPE_CHECKING:
     from jaxpar.app.job import Job
@@ -91,7 +93,7 @@ class Explain:
 
 @dataclass(frozen=True)
 class Check(Explain):
-    """List all problems of a run's layout; exit 1 if there are any. Needs no devices.
+    """List all problems of a run's layout; the exit status is 0 only if there are none. Needs no devices.
 
     Attributes:
       strict: treat an unused rule as an error
@@ -371,7 +373,10 @@ def _golden(file: Path, found: Any) -> bool:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit status; a ``JaxparError`` prints only its message and returns 1."""
+    """Run a command and return its exit status; an error is printed as a short message, never as a traceback.
+
+    ``train`` prints its exit status in the last line.
+    """
     chosen: Any = tyro.cli(
         Train
         | Explain
@@ -385,11 +390,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Explained and proven parallelism for Flax models.",
         args=arguments,
     )
+    status, out = int(ExitCode.FAILED), sys.stderr
     try:
-        return int(chosen.run())
-    except JaxparError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
+        status, out = int(chosen.run()), sys.stdout
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 (no command prints a raw traceback)
+        status = report(error)
+    if isinstance(chosen, Train) and not heartbeat.listened():
+        print(last_line(status), file=out)
+    return status
 
 
 if __name__ == "__main__":

@@ -84,14 +84,14 @@ def test_explain_writes_text_json_and_html(tmp_path: Path, capsys: pytest.Captur
 def test_check_passes_or_lists_every_problem(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(QUICKSTART), *settings()]) == 0
     assert "no problem" in capsys.readouterr().out
-    assert main(["check", str(QUICKSTART), *settings("data.batch=6", "model.mlp=49", "rules.extra=model")]) == 1
+    assert main(["check", str(QUICKSTART), *settings("data.batch=6", "model.mlp=49", "rules.extra=model")]) == 2
     error = capsys.readouterr().err
     assert error.startswith("LayoutError:") and "49" in error and "'batch' has size 6" in error
     assert "the rule extra is not used by any tensor" in error
 
 
 def test_check_refuses_what_lies_whole_everywhere(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", str(QUICKSTART), "--max-replicated", "0.0001", *settings()]) == 1
+    assert main(["check", str(QUICKSTART), "--max-replicated", "0.0001", *settings()]) == 2
     assert "are replicated on all 8 devices, more than max_replicated=0.01%" in capsys.readouterr().err
 
 
@@ -100,7 +100,7 @@ def test_an_open_axis_needs_a_number_of_devices(tmp_path: Path, capsys: pytest.C
     file.write_text(
         yaml.safe_dump({"model": {"family": "llama"}, "layout": str(QUICKSTART.parent / "layouts/dp.yaml")})
     )
-    assert main(["check", str(file)]) == 1
+    assert main(["check", str(file)]) == 2
     assert capsys.readouterr().err == (
         "ConfigError: the mesh has an axis of -1, so the number of devices is unknown. Remedy: pass --devices N, or "
         "set cpu_devices.\n"
@@ -129,7 +129,7 @@ def test_verify_names_the_first_module_that_diverges(
 
 
 def test_verify_refuses_no_steps(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify", str(QUICKSTART), "--steps", "0", *settings()]) == 1
+    assert main(["verify", str(QUICKSTART), "--steps", "0", *settings()]) == 2
     assert capsys.readouterr().err == "ConfigError: verify: steps must be at least 1, got 0.\n"
 
 
@@ -137,5 +137,5 @@ def test_explain_estimates_memory_for_a_topology(capsys: pytest.CaptureFixture[s
     assert main(["explain", str(QUICKSTART), *settings(), "--topology", "v5e:4x2"]) == 0
     text = capsys.readouterr().out
     assert "memory at the peak of a step on a TPU v5 lite, estimated\n" in text
-    assert main(["explain", str(QUICKSTART), *settings(), "--topology", "v5e:2x2", "--devices", "8"]) == 1
+    assert main(["explain", str(QUICKSTART), *settings(), "--topology", "v5e:2x2", "--devices", "8"]) == 2
     assert "the mesh has 8 devices" in capsys.readouterr().err

@@ -20,6 +20,7 @@ from jaxpar.app.config import Loaded, load_run
 from jaxpar.app.generate.prompts import STDIN, as_bytes, read_prompts, write_answers
 from jaxpar.app.launch import heartbeat
 from jaxpar.app.launch.cluster_detection import Cluster
+from jaxpar.app.launch.exit_codes import ExitCode
 from jaxpar.app.launch.join import ProcessPlace, place_of
 from jaxpar.app.train.launch import LaunchOptions, Task, policy_of, reporting, set_up_devices, supervise
 from jaxpar.errors import JaxparError, LaunchError
@@ -154,7 +155,7 @@ def _read(command: Any, *, stdin: bool = True) -> list[str]:
 def _supervise(command: Any, loaded: Loaded, options: LaunchOptions, count: int) -> int:
     """Start ``count`` processes, and end all of them when one fails."""
     policy = dataclasses.replace(policy_of(loaded.config), restarts=None, elastic=False, signalled=True)
-    logs, status = Path(tempfile.mkdtemp(prefix="jaxpar-generate-")), 1
+    logs, status = Path(tempfile.mkdtemp(prefix="jaxpar-generate-")), int(ExitCode.FAILED)
     print_line = functools.partial(print, file=sys.stderr, flush=True)
     try:
         with tempfile.TemporaryFile() as stdin:
@@ -165,7 +166,7 @@ def _supervise(command: Any, loaded: Loaded, options: LaunchOptions, count: int)
             task = Task("generate", tuple(words(command)), 0, logs, stdin, print_line)
             status = supervise(command.config, command.set, loaded, options, policy, count, task)
     finally:
-        if status != 1 or not any(log.stat().st_size for log in logs.iterdir()):
+        if status == 0 or status > 128 or not any(log.stat().st_size for log in logs.iterdir()):
             shutil.rmtree(logs)
         else:
             print_line(f"the logs of the processes are in {logs}")

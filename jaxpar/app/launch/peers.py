@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from jaxpar.app.launch.exit_codes import ENDED_WELL, ExitCode, lost_peer
+
 SILENT = 10.0
 """Seconds without a sign of life after which a process counts as stopped."""
-_NEWS = ("coordination service", "Connection closed by peer", "Connection reset by peer", "Socket closed",
-         "heartbeat timeout", "Gloo", "gloo", "UNAVAILABLE", "preempted")  # fmt: skip
-"""Words in errors that a process raises because another one failed."""
 _TIMES = ("began", "sign", "tick")
 
 
@@ -100,6 +99,7 @@ class Cause:
       gone: the processes that cannot come back.
       again: whether a restart may succeed.
       sure: whether the diagnosis is final.
+      code: the exit status that it gives the run.
     """
 
     text: str
@@ -107,6 +107,7 @@ class Cause:
     gone: tuple[int, ...] = ()
     again: bool = True
     sure: bool = True
+    code: ExitCode = ExitCode.RETRYABLE
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,7 @@ def cause(peers: Sequence[Peer], total: int, allowance: Allowance, now: float) -
       allowance: when a process counts as hung.
       now: the supervisor's time.
     """
-    ended = [peer for peer in peers if peer.ended and peer.code != 0]
+    ended = [peer for peer in peers if peer.ended and peer.code not in ENDED_WELL]
     gone = [peer for peer in ended if peer.lost is not None or (peer.code is not None and _killed(peer.code))]
     if gone:
         first = gone[0]
@@ -143,7 +144,8 @@ def cause(peers: Sequence[Peer], total: int, allowance: Allowance, now: float) -
         return Cause(f"{_one(first, total)} {how} {first.when}", _ranks(gone), _ranks(gone))
     own = [peer for peer in ended if peer.code != -signal.SIGABRT and not _news(peer)]
     if own:
-        return Cause(_of_error(own[0], total), _ranks(own), again=all(peer.again for peer in own))
+        again = all(peer.again for peer in own)
+        return Cause(_of_error(own[0], total), _ranks(own), again=again, code=_code(own[0]))
     still = [peer for peer in peers if not peer.ended and now - peer.tick > SILENT]
     late = any(not peer.ended and now - peer.sign > allowance.of(peer) for peer in peers)
     if ended and still:
@@ -186,6 +188,11 @@ def _of_error(peer: Peer, total: int) -> str:
     return f"{_one(peer, total)} ended with exit status {peer.code} {peer.when}"
 
 
+def _code(peer: Peer) -> ExitCode:
+    """The exit status of a process, if it is one that has a meaning."""
+    return ExitCode(peer.code) if peer.code in list(ExitCode) else ExitCode.FAILED
+
+
 def _one(peer: Peer, total: int) -> str:
     return f"process {peer.rank} of {total}"
 
@@ -207,4 +214,4 @@ def _name(number: int) -> str:
 
 
 def _news(peer: Peer) -> bool:
-    return peer.raised is not None and peer.again and any(word in peer.raised for word in _NEWS)
+    return peer.raised is not None and peer.again and lost_peer(peer.raised)

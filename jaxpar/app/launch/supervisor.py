@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from jaxpar.app.launch.exit_codes import ENDED_WELL, ExitCode
 from jaxpar.app.launch.peers import Allowance, Cause, cause
 from jaxpar.app.launch.process_group import Command, ProcessGroup
 from jaxpar.app.launch.signal_handlers import listening
@@ -72,7 +73,7 @@ class Supervisor:
     ...     Supervisor(Local(Path(folder)), failing, 2, Policy(restarts=0), tell=print).run()
     process 1 of 2 ended with exit status 3 before its first step
     gave up: no restart is allowed
-    1
+    <ExitCode.FAILED: 1>
     """
 
     group: ProcessGroup
@@ -89,7 +90,9 @@ class Supervisor:
         """Run the group to its end and return the exit status.
 
         Returns:
-          0 if every process succeeded, also after a signal (unless ``policy.signalled``), else 1.
+          If every process ended well, the largest of their exit statuses, or 128 + the signal's number with
+          ``policy.signalled``. Otherwise the :class:`~jaxpar.app.launch.exit_codes.ExitCode` of the last cause, or
+          ``GAVE_UP`` if all restarts are used up.
         """
         began, first = time.monotonic(), self.count
         self.signals: list[int] = []
@@ -103,9 +106,18 @@ class Supervisor:
             self.tell(f"done after {_times(len(self.causes), 'restart')} in {time.monotonic() - began:.0f} s{now}:")
             for number, one in enumerate(self.causes, 1):
                 self.tell(f"  {number}. {one.text}")
-        if found is None and self.signals and self.policy.signalled:
+        if found is not None:
+            return self._failed(found)
+        if self.signals and self.policy.signalled:
             return 128 + self.signals[0]
-        return 0 if found is None else 1
+        return max(peer.code or 0 for peer in self.group.peers)
+
+    def _failed(self, found: Cause) -> ExitCode:
+        """The exit status of a run that failed."""
+        if self.signals and not self.policy.signalled:
+            return ExitCode.NOT_SAVED
+        used_up = self.policy.restarts and len(self.causes) > self.policy.restarts
+        return ExitCode.GAVE_UP if found.again and used_up else found.code
 
     def _attempt(self) -> Cause | None:
         """Start the group and watch it; ``None`` if every process succeeded."""
@@ -122,7 +134,7 @@ class Supervisor:
                         return self._worst(Cause("ended immediately by a second signal", ()))
                     self.tell(f"{signal.Signals(number).name}: stopping the processes")
                     self.group.pass_on(number)
-                if all(peer.code == 0 for peer in self.group.peers):
+                if all(peer.code in ENDED_WELL for peer in self.group.peers):
                     return None
                 found = cause(self.group.peers, self.total or self.count, allowance, time.monotonic())
                 if found is not None and not found.sure:

@@ -44,7 +44,7 @@ class Saver:
         self.saves, self.pause = 0, 0.0
         """Number of saves that were started, and the longest time in seconds that the run was paused by one."""
         self.unsaved = ""
-        """The error of a run whose last step could not be saved."""
+        """The text of the error of a run whose last step could not be saved."""
         config = job.config.checkpoint
         if config is None:
             return

@@ -99,11 +99,11 @@ def _result(future: Future[Any], stop: Stop) -> Any:
         raise LaunchError(f"{rank} lost another process: {str(error).strip().partition(chr(10))[0]}") from error
 
 
-def leave() -> NoReturn:
-    """End this process with exit status 0 while a thread still compiles; every process of the run calls this."""
+def leave(status: int) -> NoReturn:
+    """End this process while a thread still compiles; every process of the run calls this."""
     if jax.process_count() > 1:
         with suppress(RuntimeError):  # shut down together; otherwise the others report this process as dead
             jax.distributed.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(status)

@@ -10,18 +10,22 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from jaxpar.app.config import Loaded, RunConfig, load_run
 from jaxpar.app.launch import device_assignment, heartbeat
 from jaxpar.app.launch.cluster_detection import Cluster, detect
+from jaxpar.app.launch.exit_codes import ExitCode, exit_code, last_line, report, signal_code
 from jaxpar.app.launch.join import ProcessPlace, join, place_of
 from jaxpar.app.launch.peers import Cause
 from jaxpar.app.launch.process_group import Command, Local, ProcessGroup
 from jaxpar.app.launch.supervisor import Policy, Supervisor
 from jaxpar.checkpoint.verify import steps_in
-from jaxpar.errors import CheckpointError, ConfigError, DiskError, JaxparError, LaunchError
+from jaxpar.errors import ConfigError, JaxparError, LaunchError
 from jaxpar.parallel.zero.stages import Zero
+
+if TYPE_CHECKING:
+    from jaxpar.app.train.summary import Summary
 
 
 @dataclass(frozen=True)
@@ -70,8 +74,7 @@ def go(config: Path, settings: Sequence[str], options: LaunchOptions) -> int:
     """
     loaded = load_run(config, settings)
     if heartbeat.connect():
-        with reporting():
-            return _train(loaded, options)
+        return _train(loaded, options)
     policy = policy_of(loaded.config)
     count = options.processes if options.processes is not None else loaded.config.supervise.processes
     if count is None and not options.ray:
@@ -81,9 +84,16 @@ def go(config: Path, settings: Sequence[str], options: LaunchOptions) -> int:
 
 def _train(loaded: Loaded, options: LaunchOptions) -> int:
     """Train in this process, which may be one of several."""
+    cluster = place_of(options.coordinator, options.process_count, options.process_id)
+    if cluster is None and not heartbeat.listened():
+        return _train_here(loaded, None)
+    with reporting():
+        return _train_here(loaded, cluster)
+
+
+def _train_here(loaded: Loaded, cluster: ProcessPlace | Cluster | None) -> int:
     from rich.console import Console
 
-    cluster = place_of(options.coordinator, options.process_count, options.process_id)
     console = Console(highlight=False, soft_wrap=True)
     set_up_devices(loaded.config, cluster)
     from jaxpar.app.job import make_job
@@ -93,9 +103,22 @@ def _train(loaded: Loaded, options: LaunchOptions) -> int:
     job = make_job(loaded)
     if cluster is not None:
         console.print(f"launch  {cluster}")
-    if train(job, console).left:
-        leave()
-    return 0
+    summary = train(job, console)
+    status = _status(summary, loaded.config)
+    if summary.left:
+        if not heartbeat.listened():
+            print(last_line(status))
+        leave(status)
+    return status
+
+
+def _status(summary: Summary, config: RunConfig) -> ExitCode:
+    """The exit status of a run that has saved all that it was to save."""
+    if not summary.signal or summary.steps >= config.train.steps:
+        return ExitCode.FINISHED
+    if summary.step_times and config.checkpoint is None:
+        return ExitCode.NOT_SAVED
+    return signal_code(summary.signal)
 
 
 def set_up_devices(config: RunConfig, cluster: ProcessPlace | Cluster | None) -> None:
@@ -112,26 +135,25 @@ def set_up_devices(config: RunConfig, cluster: ProcessPlace | Cluster | None) ->
 
 @contextmanager
 def reporting() -> Iterator[None]:
-    """Report an error to the supervisor and end the process immediately.
+    """Report an error, also to the supervisor if there is one, and end the process immediately.
 
     A normal exit would block: jax waits minutes for the other processes, which wait for this one.
     """
     try:
         yield
-    except BaseException as error:
-        if isinstance(error, SystemExit) and not error.code:
-            raise
-        heartbeat.raised(
-            error,
-            again=not isinstance(error, JaxparError) or isinstance(error, CheckpointError | DiskError | LaunchError),
-        )
-        if isinstance(error, JaxparError):
-            print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        else:
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 (the process ends here)
+        status = exit_code(error)
+        unexpected = not isinstance(error, JaxparError | KeyboardInterrupt)
+        heartbeat.raised(error, again=unexpected or status in (ExitCode.RETRYABLE, ExitCode.NOT_SAVED))
+        if unexpected and heartbeat.listened():  # standard error is a log
             sys.excepthook(type(error), error, error.__traceback__)
+        else:
+            report(error)
+        if not heartbeat.listened():
+            print(last_line(status), file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(1)
+        os._exit(status)
 
 
 def policy_of(config: RunConfig) -> Policy:

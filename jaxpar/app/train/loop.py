@@ -32,7 +32,7 @@ from jaxpar.app.train.spikes import LossWatch, SkippedBatches
 from jaxpar.app.train.summary import Summary, conclude, introduce
 from jaxpar.checkpoint.manager import Restored
 from jaxpar.data import Text, batches, bigram_entropy, eval_batches, load_text
-from jaxpar.errors import CheckpointError, ConfigError, DivergedError
+from jaxpar.errors import CheckpointError, ConfigError, DivergedError, UnsavedError
 
 
 def train(job: Job, console: Console) -> Summary:
@@ -54,16 +54,20 @@ def train(job: Job, console: Console) -> Summary:
       LayoutError: the layout does not fit; raised before anything is compiled.
       ConfigError, DataError: the run's data does not fit its model.
       DivergedError: too many consecutive steps were not finite or were spikes, and the run cannot roll back.
-      CheckpointError: the run must resume from a checkpoint and cannot, or its last step cannot be saved.
+      CheckpointError: the run must resume from a checkpoint and cannot.
+      UnsavedError: the last step cannot be saved, or a second Ctrl-C ended the run before it was.
     """
     began = time.perf_counter()
     with Stop() as stop:
-        summary, saver = _train(job, console, stop)
+        try:
+            summary, saver = _train(job, console, stop)
+        except KeyboardInterrupt:
+            raise UnsavedError("ended by a second Ctrl-C, before the last step was saved.") from None
     summary.seconds = time.perf_counter() - began
     if not summary.left:
         conclude(summary, Path(job.config.output), console, saver)
     if saver.unsaved:
-        raise CheckpointError(saver.unsaved)
+        raise UnsavedError(saver.unsaved)
     return summary
 
 

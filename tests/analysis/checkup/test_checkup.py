@@ -231,5 +231,5 @@ NO_NAME = (
 
 @pytest.mark.parametrize(("name", "said"), [("v5f:4x4", UNKNOWN), ("v5e-16", NO_NAME)])
 def test_a_misspelt_topology_is_named(name: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", str(QUICKSTART), "--topology", name]) == 1
+    assert main(["check", str(QUICKSTART), "--topology", name]) == 2
     assert capsys.readouterr().err == said

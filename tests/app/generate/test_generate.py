@@ -238,7 +238,7 @@ def test_prompts_from_standard_input(
     lines = "abc\r\n\nu\u2028v\x0cw\n".encode()
     assert read_prompts(Path("-"), io.BytesIO(lines)) == ["abc", "u\u2028v\x0cw"]
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\n")))
-    assert main(["generate", str(config), "--prompts", "-"]) == 1
+    assert main(["generate", str(config), "--prompts", "-"]) == 2
     assert capsys.readouterr().err == (
         "ConfigError: --prompts -: no prompt found. Remedy: write at least one prompt, one per line.\n"
     )
@@ -318,7 +318,7 @@ def test_files_of_prompts(name: str, content: bytes | None, text: str | None, tm
 
 def test_what_keeps_it_from_it(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def said(*arguments: str) -> str:
-        assert main(["generate", str(config), *arguments]) == 1
+        assert main(["generate", str(config), *arguments]) == 2
         return capsys.readouterr().err
 
     assert said("--prompt", "abc", "--checkpoint", str(tmp_path)) == (

@@ -15,6 +15,7 @@ from types import FrameType, SimpleNamespace
 import pytest
 
 from jaxpar.app.launch import heartbeat, peers
+from jaxpar.app.launch.exit_codes import ExitCode
 from jaxpar.app.launch.heartbeat import BEATS, place
 from jaxpar.app.launch.peers import Allowance, Peer, cause
 from jaxpar.app.launch.process_group import Local, check_free, free_port, split_address
@@ -79,7 +80,7 @@ def test_who_was_killed_is_named_and_the_group_goes_on_from_its_checkpoint(tmp_p
 
 def test_who_hangs_is_named_rather_than_who_waits_for_it(tmp_path: Path) -> None:
     run = Run(tmp_path, "say(doing='compile')\nsay(step=17)\nhang()", step_timeout=3.0, restarts=0)
-    assert run() == 1
+    assert run() == ExitCode.RETRYABLE
     assert re.fullmatch(
         r"process 1 of 2 has not finished a step for \d+ s \(step_timeout 3 s\), last step 17; is at data.py:7",
         run.lines[0],
@@ -91,7 +92,7 @@ def test_what_is_never_started_again_ends_with_the_cause_alone(tmp_path: Path) -
     """``jaxpar generate`` runs this way; messages of a process to the user come before the cause."""
     script = "time.sleep(0 if rank else 60)\nsay(say='parameters of x')\nsay(step=4)\ndie()"
     run = Run(tmp_path, script, restarts=None)
-    assert run() == 1 and run.attempts == [2]
+    assert run() == ExitCode.RETRYABLE and run.attempts == [2]
     assert run.lines == ["parameters of x", "process 1 of 2 was killed by SIGKILL after step 4"]
 
 
@@ -132,7 +133,7 @@ say(raised="JaxRuntimeError: UNAVAILABLE: Gloo all-reduce failed: Connection clo
 os._exit(1)
 """
     run = Run(tmp_path, script, restarts=2)
-    assert run() == 1 and run.attempts == [2, 2, 2]
+    assert run() == ExitCode.GAVE_UP and run.attempts == [2, 2, 2]
     assert run.lines == [
         "process 1 of 2 raised before its first step: ValueError: no such thing",
         "  1| Traceback ...",
@@ -150,8 +151,8 @@ os._exit(1)
 
 
 def test_an_error_that_would_come_again_is_not_tried_again(tmp_path: Path) -> None:
-    run = Run(tmp_path, "say(raised='ConfigError: no', again=False); os._exit(1)", 1)
-    assert run() == 1 and run.attempts == [1]
+    run = Run(tmp_path, "say(raised='ConfigError: no', again=False); os._exit(2)", 1)
+    assert run() == ExitCode.CONFIGURATION and run.attempts == [1]
     assert run.lines == [
         "process 0 of 1 raised before its first step: ConfigError: no",
         "gave up: a restart would fail with the same error",
@@ -164,7 +165,7 @@ def test_of_several_hosts_each_names_its_processes_by_their_rank_of_all(tmp_path
     script = CHILD + "say(step=5)\nif rank == 3: die()\ntime.sleep(60)"
     command = lambda rank, total, address: [sys.executable, "-S", "-c", script, str(rank), "1", f"{address} {total}"]
     group = Local(tmp_path, first=2, total=4, coordinator="127.0.0.1:1234", grace=0.5)
-    assert Supervisor(group, command, 2, Policy(restarts=None), tell=lines.append, total=4).run() == 1
+    assert Supervisor(group, command, 2, Policy(restarts=None), tell=lines.append, total=4).run() == ExitCode.RETRYABLE
     assert lines == ["process 3 of 4 was killed by SIGKILL after step 5"]
     assert sorted(file.name for file in tmp_path.iterdir()) == ["process-2.log", "process-3.log"]
 
@@ -187,7 +188,10 @@ def test_elastic_goes_on_with_those_that_remain_and_fit(tmp_path: Path) -> None:
 def test_elastic_gives_up_where_nothing_fits_and_keeps_who_only_raised(tmp_path: Path) -> None:
     run = Run(tmp_path, "die()", 1, elastic=True)
     run.supervisor.refit = lambda count: (0, f"{count} remain")
-    assert run() == 1 and run.lines[1:] == ["0 remain", "gave up: no number of the remaining processes fits"]
+    assert run() == ExitCode.RETRYABLE and run.lines[1:] == [
+        "0 remain",
+        "gave up: no number of the remaining processes fits",
+    ]
     raising = Run(tmp_path, "sys.exit(attempt == 1 and rank == 1 and 3)", 2, elastic=True)
     assert raising() == 0 and raising.attempts == [2, 2]
     assert raising.lines[0] == "process 1 of 2 ended with exit status 3 before its first step"
@@ -199,7 +203,7 @@ def test_a_signal_is_passed_on_and_its_save_waited_for(tmp_path: Path, number: s
 def save(number, frame):
     time.sleep(0.3)
     open(f"{os.environ['FOLDER']}/saved-{rank}", "w").close()
-    sys.exit(0)
+    sys.exit(85)
 signal.signal(signal.SIGTERM, save); signal.signal(signal.SIGINT, save)
 say(step=1)
 open(f"{os.environ['FOLDER']}/ready-{rank}", "w").close()
@@ -215,7 +219,7 @@ time.sleep(60)
 
     sender = threading.Thread(target=send)
     sender.start()
-    assert run() == 0
+    assert run() == ExitCode.STOPPED
     sender.join()
     assert run.lines == [f"{number.name}: stopping the processes"] and run.attempts == [2]
     assert sorted(file.name for file in tmp_path.glob("saved-*")) == ["saved-0", "saved-1"]
@@ -233,7 +237,7 @@ def test_after_a_signal_nothing_is_started_again_and_a_second_one_ends_all(tmp_p
 
     sender = threading.Thread(target=send)
     sender.start()
-    assert run() == 1
+    assert run() == ExitCode.NOT_SAVED
     sender.join()
     assert run.lines == ["SIGTERM: stopping the processes", "ended immediately by a second signal"]
     assert run.attempts == [2]
@@ -245,7 +249,7 @@ def test_what_a_child_started_ends_with_it(tmp_path: Path) -> None:
         "say(step=1)\nsys.exit(2)"
     )
     run = Run(tmp_path, script, 1, restarts=0)
-    assert run() == 1
+    assert run() == ExitCode.CONFIGURATION
     pid = int((tmp_path / "logs/process-0.log").read_text())
     with pytest.raises(ProcessLookupError):
         for _ in range(500):

@@ -17,6 +17,7 @@ from interpreters import python
 
 from jaxpar.app.cli import main
 from jaxpar.app.launch.cluster_detection import detect
+from jaxpar.app.launch.exit_codes import ExitCode
 from jaxpar.checkpoint.verify import check, steps_in
 
 LAYOUTS = Path(__file__).parents[3] / "configs" / "layouts"
@@ -37,9 +38,11 @@ def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     def run(*words: str, **changes: Any) -> str:
         file = tmp_path / "run.yaml"
         file.write_text(yaml.safe_dump({**RUN, "cpu_devices": 8, "output": str(tmp_path / "run"), **changes}))
-        assert main(["train", str(file), *words]) == 1
+        assert main(["train", str(file), *words]) == ExitCode.CONFIGURATION
         assert not (tmp_path / "run").exists()
-        return capsys.readouterr().err.strip()
+        *lines, last = capsys.readouterr().err.splitlines()
+        assert last == "exit 2: the configuration or the command line is wrong"
+        return "\n".join(lines)
 
     return run
 
@@ -146,7 +149,8 @@ def test_one_of_two_is_killed_and_the_other_goes_on(
         killer.join()
     screen = capfd.readouterr().out
     logs = {log.name: log.read_text() for log in (output / "logs").glob("*.log")}
-    assert status == 0, (screen, logs)
+    assert status == ExitCode.INTERRUPTED, (screen, logs)
+    assert screen.endswith("\nexit 130: stopped by Ctrl-C, and saved\n")
     found = re.search(r"^process 1 of 2 was killed by SIGKILL after step (\d+)$", screen, re.MULTILINE)
     assert found is not None, (screen, logs)
     again = re.search(r"^restart 1 of 1 in 0 s: 1 process from step (\d+)$", screen, re.MULTILINE)

@@ -17,6 +17,7 @@ import jaxpar as jp
 from jaxpar.app.cli import main
 from jaxpar.app.config import load_run
 from jaxpar.app.job import make_job
+from jaxpar.app.launch.exit_codes import ExitCode
 from jaxpar.app.train.metrics import MetricsWriter, peak_flops
 from jaxpar.app.train.programs import step_of
 from jaxpar.checkpoint.verify import steps_in
@@ -59,6 +60,9 @@ def test_a_run_learns_writes_its_metrics_and_draws_its_curve(config: Path, capsy
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG") and list((out / "tensorboard").glob("events.*"))
 
 
+WRONG = "exit 2: the configuration or the command line is wrong\n"
+
+
 def test_ctrl_c_ends_the_run_after_its_step_with_everything_written(
     config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -71,15 +75,17 @@ def test_ctrl_c_ends_the_run_after_its_step_with_everything_written(
 
     monkeypatch.setattr(MetricsWriter, "write", interrupt_at_three)
     before = signal.getsignal(signal.SIGINT)
-    assert main(["train", str(config), "--set", "checkpoint.keep=2"]) == 0
+    assert main(["train", str(config), "--set", "checkpoint.keep=2"]) == ExitCode.INTERRUPTED
     assert signal.getsignal(signal.SIGINT) is before and steps_in(config.parent / "out/checkpoints") == [3]
     assert max(line["step"] for line in records(config)) == 3 and "heldout_loss" in records(config)[-2]
-    assert "stopped by Ctrl-C" in capsys.readouterr().out and (config.parent / "out" / "loss.png").is_file()
+    screen = capsys.readouterr().out
+    assert "stopped by Ctrl-C" in screen and screen.endswith("\nexit 130: stopped by Ctrl-C, and saved\n")
+    assert (config.parent / "out" / "loss.png").is_file()
 
 
 def test_a_run_that_diverges_skips_says_where_and_stops(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = ["optimizer.learning_rate=1e38", "optimizer.warmup=0", "train.max_consecutive_nonfinite=2"]
-    assert main(["train", str(config), *(f"--set={setting}" for setting in settings)]) == 1
+    assert main(["train", str(config), *(f"--set={setting}" for setting in settings)]) == ExitCode.GAVE_UP
     captured = capsys.readouterr()
     skipped = [line for line in captured.out.splitlines() if "skipped" in line]
     assert len(skipped) == 2
@@ -121,7 +127,7 @@ def test_the_loop_steps_with_the_moments_on_disk_and_verify_refuses(
         for number, moment in enumerate(("mu", "nu"))
         for generation in ("a", "b")
     }
-    assert main(["verify", str(config), "--set", setting]) == 1
+    assert main(["verify", str(config), "--set", setting]) == ExitCode.CONFIGURATION
     assert capsys.readouterr().err == (
         "ConfigError: verify: the optimizer state is on disk, but verify runs the step in two layouts at the same "
         "time. Remedy: --set parallel.offload.optimizer=null --set parallel.offload.path=null; the results are the "
@@ -166,16 +172,17 @@ def test_the_loop_steps_with_the_moments_on_disk_and_verify_refuses(
         ),
     ],
 )
-def test_a_wrong_setting_is_one_line_and_exit_1(
+def test_a_wrong_setting_is_one_line_and_exit_2(
     config: Path, setting: str, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["train", str(config), "--set", setting]) == 1
-    assert capsys.readouterr().err.startswith(text)
+    assert main(["train", str(config), "--set", setting]) == ExitCode.CONFIGURATION
+    said = capsys.readouterr().err
+    assert said.startswith(text) and said.endswith(f"\n{WRONG}")
 
 
 def test_a_size_below_one_is_refused(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", str(config), "--set", "train.steps=0"]) == 1
-    assert capsys.readouterr().err == f"ConfigError: {config}: train.steps must be at least 1, got 0.\n"
+    assert main(["train", str(config), "--set", "train.steps=0"]) == ExitCode.CONFIGURATION
+    assert capsys.readouterr().err == f"ConfigError: {config}: train.steps must be at least 1, got 0.\n{WRONG}"
 
 
 def test_a_non_finite_value_keeps_the_metrics_file_json(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ import jaxpar as jp
 from jaxpar.app.cli import main
 from jaxpar.app.config import load_run
 from jaxpar.app.job import Job, make_job
+from jaxpar.app.launch.exit_codes import ExitCode
 from jaxpar.app.train.checkpointing import Saver, config_changes, config_values, for_this_process
 from jaxpar.app.train.loop import train
 from jaxpar.app.train.programs import StepPrograms
@@ -150,12 +151,13 @@ def test_a_run_whose_last_step_cannot_be_saved_fails_and_can_be_resumed(
 
     monkeypatch.setattr(manager, "begin", fail)
     failures += [0, 1]
-    assert main(["train", str(file), "--set", "checkpoint.resume=auto"]) == 1
+    assert main(["train", str(file), "--set", "checkpoint.resume=auto"]) == ExitCode.NOT_SAVED
     screen = capsys.readouterr()
     assert "done, but the last step is not saved" in screen.out and screen.out.count("of step 6 not saved") == 2
     assert screen.err == (
-        f"CheckpointError: checkpoint: step 6, the last of this run, could not be saved in {kept}; the newest saved "
+        f"UnsavedError: checkpoint: step 6, the last of this run, could not be saved in {kept}; the newest saved "
         "step is 4. Remedy: correct the cause above, then start the run again with checkpoint: {resume: auto}.\n"
+        "exit 74: ended, and its last steps are not saved\n"
     )
     failures += [0]
     assert main(["train", str(file), "--set", "checkpoint.resume=auto"]) == 0
@@ -262,7 +264,7 @@ def test_every_step_and_checkpoint_can_be_looked_at(
     assert f"{file}, which holds key, was changed after it was written" in capsys.readouterr().out
     assert main(["verify-checkpoint", str(copy / "4")]) == 1
     assert capsys.readouterr().err.startswith(f"DamagedError: {file}, which holds key, was changed")
-    assert main(["verify-checkpoint", str(tmp_path)]) == 1
+    assert main(["verify-checkpoint", str(tmp_path)]) == ExitCode.CONFIGURATION
     assert "holds no complete checkpoint: manifest.json is missing." in capsys.readouterr().err
 
 

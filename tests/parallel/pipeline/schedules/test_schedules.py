@@ -464,7 +464,7 @@ def test_on_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path)
             "costs 'F=nan': 'F=nan' is not a cost. Remedy: write costs as in F=1,B=2.",
         ),
     ):  # fmt: skip
-        assert main(["schedule", *arguments]) == 1
+        assert main(["schedule", *arguments]) == 2
         assert capsys.readouterr().err == f"ScheduleError: {text}\n"
 
 
