@@ -87,9 +87,16 @@ class Local:
         """Start ``count`` processes.
 
         Raises:
-          LaunchError: the coordinator's port is in use, or a program cannot be started.
+          LaunchError: the coordinator's port is in use, the folder of the logs cannot be created, or a program cannot
+            be started.
         """
-        self._logs.mkdir(parents=True, exist_ok=True)
+        try:
+            self._logs.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise LaunchError(
+                f"{self._logs}, the folder of the processes' logs, cannot be created: {error.strerror}. Remedy: "
+                "another output."
+            ) from error
         first, total = self._first, self._total or count
         address = self._coordinator or f"{LOOPBACK}:{free_port()}"
         if self._coordinator is not None and first == 0 and total > 1:

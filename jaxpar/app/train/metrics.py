@@ -11,8 +11,10 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, Self
 
+from jaxpar.app.train.records import read_records
 from jaxpar.errors import need
 from jaxpar.sharding.hardware.accelerators import of_device
+from jaxpar.utils.durable import write_atomically
 from jaxpar.utils.plotting import new_figure
 
 _SECONDS = 30.0
@@ -32,13 +34,13 @@ def peak_flops(device_kind: str) -> float | None:
 class MetricsWriter:
     """Appends each record to ``metrics.jsonl`` and its numbers to TensorBoard; a context manager.
 
-    A failing disk does not end the run: the failure is reported, and the records are kept in memory until they can be
-    written.
+    A failing disk does not end the run, not even at its start: the failure is reported, and the records are kept in
+    memory until they can be written.
 
     Args:
       folder: the folder of ``metrics.jsonl`` and ``tensorboard``.
       after: the step from which the run resumes. Records up to it are kept: ``before`` holds them, and ``found`` all
-        records of the earlier run.
+        records of the earlier run that can be read.
       writes: whether this process writes; with several processes only one does, and in the others this class does
         nothing.
       tell: called with each message for the user.
@@ -52,58 +54,65 @@ class MetricsWriter:
     ):
         self.found: list[dict[str, Any]] = []
         self.before: list[dict[str, Any]] = []
+        self._file = folder / "metrics.jsonl"
         self._lines: FileIO | None = None
-        self._tell, self._pending, self._reported = tell, b"", False
+        self._writes, self._tell, self._pending, self._reported = writes, tell, b"", False
         if not writes:
             return
         self._tensorboard = _TensorBoard(folder / "tensorboard")
-        folder.mkdir(parents=True, exist_ok=True)
-        file = folder / "metrics.jsonl"
         if after is not None:
-            self.found = _records(file)
+            self.found = read_records(self._file, tell)
             self.before = [record for record in self.found if record["step"] <= after]
-        # Write a new file and rename it, so that a crash cannot lose the old records.
-        new = file.with_suffix(".new")
-        new.write_text("".join(json.dumps(record) + "\n" for record in self.before), encoding="utf-8")
-        new.replace(file)
-        self._lines = file.open("ab", buffering=0)
+        self._flush()
 
     def write(self, step: int, **values: float) -> None:
         """Write one record: the step and its values; values that are not finite are written as strings."""
         self.note(step, **{name: value if math.isfinite(value) else str(value) for name, value in values.items()})
-        if self._lines is not None:
+        if self._writes:
             self._tensorboard.add(step, values)
 
     def note(self, step: int, **values: Any) -> None:
         """Write one record of any JSON values to ``metrics.jsonl`` only."""
-        if self._lines is None:
-            return
-        self._pending += json.dumps({"step": step, **values}).encode() + b"\n"
+        if self._writes:
+            self._pending += json.dumps({"step": step, **values}).encode() + b"\n"
+            self._flush()
+
+    def _flush(self) -> None:
+        """Write everything that is pending, or report why that is not possible."""
         try:
+            if self._lines is None:
+                self._lines = self._begin()
             while self._pending:
                 self._pending = self._pending[self._lines.write(self._pending) :]
             self._reported = False
         except OSError as error:  # a full disk must not end the run
             if not self._reported:
                 self._tell(
-                    f"metrics: {self._lines.name} cannot be written: {error.strerror}. Records are kept in memory "
-                    "until it can be written."
+                    f"metrics: {self._file} cannot be written: {error.strerror}. Records are kept in memory until it "
+                    "can be written."
                 )
             self._reported = True
+
+    def _begin(self) -> FileIO:
+        """Replace the file of the earlier run, so that a crash cannot lose its records, and open it."""
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(self._file, "".join(json.dumps(record) + "\n" for record in self.before))
+        return self._file.open("ab", buffering=0)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if not self._writes:
+            return
+        if self._pending:
+            self._tell(
+                f"metrics: {self._pending.count(b'\n')} records are lost, because {self._file} could not be written "
+                "before the run ended."
+            )
         if self._lines is not None:
-            if self._pending:
-                lost = self._pending.count(b"\n")
-                self._tell(
-                    f"metrics: {lost} records are lost, because {self._lines.name} could not be written before the "
-                    "run ended."
-                )
             self._lines.close()
-            self._tensorboard.close()
+        self._tensorboard.close()
 
 
 class _TensorBoard:
@@ -147,19 +156,6 @@ class _TensorBoard:
                 events.close()
 
 
-def _records(file: Path) -> list[dict[str, Any]]:
-    """The records of a file, without lines that a kill cut short."""
-    found = []
-    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else []:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict) and isinstance(record.get("step"), int):
-            found.append(record)
-    return found
-
-
 def draw_loss(
     path: Path, losses: Sequence[float], evals: Sequence[tuple[int, float]], lines: dict[str, float], title: str
 ) -> None:
@@ -174,6 +170,7 @@ def draw_loss(
 
     Raises:
       MissingExtraError: matplotlib is not installed.
+      OSError: the file cannot be written.
     """
     figure = new_figure("drawing the loss curve", figsize=(8, 4.5), layout="constrained")
     ax = figure.subplots()
@@ -185,4 +182,7 @@ def draw_loss(
     ax.set(xlabel="step", ylabel="loss (nats per token)", title=title)
     ax.grid(alpha=0.25)
     ax.legend(frameon=False)
-    figure.savefig(path, dpi=130)
+    new = path.with_name(f"{path.stem}.new{path.suffix}")
+    new.unlink(missing_ok=True)  # never write through a symbolic link
+    figure.savefig(new, dpi=130)
+    new.replace(path)

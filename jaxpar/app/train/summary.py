@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 from rich.console import Console
+from rich.markup import escape
 
 import jaxpar as jp
 from jaxpar.analysis.units import show_bytes
@@ -105,10 +106,15 @@ def introduce(job: Job, layout: jp.Layout, text: Text, console: Console) -> None
 def conclude(summary: Summary, folder: Path, console: Console, saver: Saver) -> None:
     """Print the summary and draw the loss curve, except after SIGTERM, when the machine may soon be taken away."""
     hurry, stopped_by = summary.signal == signal.SIGTERM, signal_name(summary.signal) if summary.signal else ""
+    picture = "" if hurry else f", {folder}/loss.png"
     if not hurry and jax.process_index() == 0:
         speed = f", {summary.tokens_per_second:,.0f} tokens/s" if summary.step_times else ""
         lines = {"held-out bigram entropy": summary.bigram}
-        draw_loss(folder / "loss.png", summary.losses, summary.evals, lines, f"{summary.steps} steps{speed}")
+        try:
+            draw_loss(folder / "loss.png", summary.losses, summary.evals, lines, f"{summary.steps} steps{speed}")
+        except OSError as error:  # a full disk must not end the run
+            console.print(escape(f"{folder}/loss.png cannot be written: {error.strerror}"))
+            picture = ""
     console.print()
     unsaved = ", but the last step is not saved" if saver.unsaved else ""
     console.print(f"[bold]stopped by {stopped_by}[/]{unsaved}" if stopped_by else f"[bold]done[/]{unsaved}")
@@ -128,7 +134,6 @@ def conclude(summary: Summary, folder: Path, console: Console, saver: Saver) -> 
         console.print(f"rollbacks         {summary.rollbacks}; batches {ranges(summary.passed)} were skipped")
     if saver.active:
         console.print(f"checkpoints       {saver.saves} in {saver.directory}; longest pause {saver.pause * 1e3:.0f} ms")
-    picture = "" if hurry else f", {folder}/loss.png"
     console.print(f"written           {folder}/metrics.jsonl, {folder}/tensorboard{picture}")
 
 

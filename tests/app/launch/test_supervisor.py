@@ -398,3 +398,10 @@ def test_addresses_and_ports(tmp_path: Path) -> None:
         LaunchError, match=r"^process 0 of 1 cannot be started: \[Errno 2\] No such file or directory: '/no/such'"
     ):
         Local(tmp_path).start(lambda rank, total, address: ["/no/such"], 1)
+    (tmp_path / "file").touch()
+    text = (
+        f"{tmp_path}/file/logs, the folder of the processes' logs, cannot be created: Not a directory. Remedy: another "
+        "output."
+    )
+    with pytest.raises(LaunchError, match=f"^{re.escape(text)}$"):
+        Local(tmp_path / "file/logs").start(lambda rank, total, address: ["true"], 1)

@@ -150,9 +150,11 @@ def test_a_run_whose_last_step_cannot_be_saved_fails_and_can_be_resumed(
         return begin(folder, *_, step=step, **__)
 
     monkeypatch.setattr(manager, "begin", fail)
+    (tmp_path / "run/metrics.jsonl").write_bytes(b'{"step": 1, "loss": 5.5}\n\xff\n')
     failures += [0, 1]
     assert main(["train", str(file), "--set", "checkpoint.resume=auto"]) == ExitCode.NOT_SAVED
     screen = capsys.readouterr()
+    assert f"{tmp_path}/run/metrics.jsonl: 1 of its 2 lines are damaged, and the others are kept." in screen.out
     assert "done, but the last step is not saved" in screen.out and screen.out.count("of step 6 not saved") == 2
     assert screen.err == (
         f"UnsavedError: checkpoint: step 6, the last of this run, could not be saved in {kept}; the newest saved "
