@@ -192,7 +192,7 @@ def test_check_writes_its_files_and_keeps_a_golden_one(
     assert f"golden file {files['golden']}: DIFFERS\n  " in screen
     assert re.search(r"^  [+−]\d+ all-gathers? over model, \+\d+\.\d+ MiB, from \w", screen, re.MULTILINE)
     compiled.append(dataclasses.replace(step("tpu_fsdp_tp"), versions={"jax": "1.0"}))
-    assert run(*words) == 1
+    assert run(*words) == 2
     assert (
         "it has other versions (jax 0.12.0.1, libtpu 0.0.50.1) than this program (jax 1.0)" in capsys.readouterr().err
     )
