@@ -51,6 +51,10 @@ class ModelError(JaxparError, TypeError):
     """``make_model`` or ``loss_fn`` returned a value that cannot be trained."""
 
 
+class StateError(JaxparError, RuntimeError):
+    """A step cannot take a state: ``init`` did not return it, or an earlier call has used up its arrays."""
+
+
 class ConfigError(JaxparError, ValueError):
     """A configuration file or ``--set`` override is wrong: an unknown key, a wrong type, a duplicate, an unsafe tag."""
 

@@ -46,6 +46,9 @@ def axes(init: Callable[..., Any]) -> Callable[..., Callable[..., Any]]:
 def unbox(box: Any, where: str) -> tuple[Any, Names]:
     """Returns the array and the names in an ``nn.Partitioned`` or ``nn.LogicallyPartitioned`` box.
 
+    Flax allows fewer names than the array has dims. As in Flax, the remaining dims are then not sharded: they get the
+    name ``None``, and ``explain`` lists each of them as a dim without a name.
+
     Args:
       box: the box, as Flax puts it around a parameter.
       where: the path of the parameter, for errors.
@@ -53,15 +56,19 @@ def unbox(box: Any, where: str) -> tuple[Any, Names]:
     Raises:
       AnnotationError: another kind of box; the text begins with ``where``.
 
+    >>> import jax
     >>> unbox(nn.Partitioned(1.0, names=("embed",)), "params/bias")
     (1.0, ('embed',))
+    >>> unbox(nn.Partitioned(jax.numpy.ones((4, 8)), names=("embed",)), "params/kernel")[1]
+    ('embed', None)
     """
     if not isinstance(box, nn.Partitioned):
         raise AnnotationError(
             f"{where}: the metadata box {type(box).__name__} names no dims. Remedy: annotate with jaxpar.linen.axes or "
             f"nn.with_logical_partitioning."
         )
-    return box.value, box.names
+    missing = getattr(box.value, "ndim", 0) - len(box.names)
+    return box.value, (*box.names, *(None,) * missing)
 
 
 @contextmanager

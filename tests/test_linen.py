@@ -211,3 +211,32 @@ def test_updates_of_no_carried_collection_are_refused(updates: Any, what: str, l
         "the third value that loss_fn returns must be a dict of the carried collections ('batch_stats', 'constants'), "
         f"got {what}. Remedy: return the collections that apply(..., mutable=[...]) returns in addition to the output."
     )
+
+
+@pytest.mark.parametrize("impl", ["auto", "dense", "flash", "gather", "ring", "ulysses", "hybrid", "split_kv"])
+def test_a_model_with_attention_over_a_split_sequence_is_built(impl: str) -> None:
+    """Linen runs the model to build it: here on a short example, which the mesh does not divide."""
+
+    class Attends(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            names, zeros = ("heads", "head_dim"), jp.linen.axes(nn.initializers.zeros_init())
+            init = jp.linen.axes(nn.initializers.lecun_normal())("embed", *names)
+            q = nn.DenseGeneral((4, 8), kernel_init=init, bias_init=zeros(*names))(x)
+            return jp.attention(q, q, q, impl=impl, **({"heads_axis": "ulysses"} if impl == "hybrid" else {}))
+
+    rules = jp.Rules(batch="data", seq=("context", "ulysses"), embed=None, heads=None, kv_heads=None, head_dim=None)
+    layout = jp.Layout(jp.MeshSpec(data=2, context=2, ulysses=2).build(), rules)
+    state = jp.abstract_state(layout, lambda key: Attends().init(key, jnp.ones((1, 6, 8))), optax.sgd(0.1))
+    assert state.params["DenseGeneral_0"]["kernel"].shape == (8, 4, 8)
+
+
+def test_fewer_names_than_dims_are_read_as_flax_reads_them() -> None:
+    init = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("embed",))
+    module = nn.Dense(8, kernel_init=init, use_bias=False)
+    layout = jp.Layout(jp.MeshSpec(data=-1).build(), jp.Rules(embed="data"))
+    make_model = lambda key: module.init(key, jnp.ones((1, 16)))
+    state = jp.abstract_state(layout, make_model, optax.sgd(0.1))
+    assert state.params["kernel"].sharding.spec == P("data", None)
+    (row,) = [row for row in jp.explain(layout, make_model, optax.sgd(0.1)).rows if row.path == "params/kernel"]
+    assert row.dims == ("embed", None)

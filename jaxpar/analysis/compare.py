@@ -20,6 +20,7 @@ import numpy as np
 import optax
 
 from jaxpar.analysis.divergence import first_divergence
+from jaxpar.errors import LayoutError, listing
 from jaxpar.sharding.arrays import shard_array
 from jaxpar.sharding.layout import Layout
 from jaxpar.training.model import MakeModel, leaves_with_paths, show
@@ -65,6 +66,21 @@ class Verdict:
         return self.first is None
 
 
+def _check_data(data: Any, dims: Mapping[str, Any]) -> None:
+    """Raise a ``LayoutError`` unless ``data`` is a non-empty list of batches whose arrays are all in ``dims``."""
+    if isinstance(data, Mapping) or not len(data):
+        raise LayoutError(
+            "data must be a list with a batch for each step, got "
+            f"{'one batch' if isinstance(data, Mapping) else 'no batch'}. Remedy: data=[batch]."
+        )
+    for name, x in ((name, x) for batch in data for name, x in batch.items()):
+        if name not in dims:
+            raise LayoutError(
+                f"batch/{name} {list(np.shape(x))} has no logical dims, because dims names {listing(dims)}. Remedy: "
+                f"add {name!r} to dims, with a name or None for each of its {np.ndim(x)} dims."
+            )
+
+
 def compare(
     reference: Layout,
     layout: Layout,
@@ -96,6 +112,7 @@ def compare(
     Returns:
       The verdict over all steps.
     """
+    _check_data(data, dims)
     sides: tuple[tuple[Layout, dict[str, Any]], ...] = ((reference, {}), (layout, options))
     with jax.default_matmul_precision("highest"):
         right, own = (init(place, make_model, tx, seed=seed, precision=more.get("precision")) for place, more in sides)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from jaxpar.errors import MeshError, did_you_mean, listing
 from jaxpar.sharding import messages
@@ -39,7 +39,7 @@ class MeshSpec:
       model: tensor parallelism.
 
     Raises:
-      MeshError: a size is not a positive integer or ``-1``, or two sizes are ``-1``.
+      MeshError: an unknown axis, a size that is not a positive integer or ``-1``, or two sizes of ``-1``.
 
     >>> spec = MeshSpec(data=-1, model=2)
     >>> spec.sizes(8)["data"]
@@ -55,6 +55,13 @@ class MeshSpec:
     context: int = 1
     ulysses: int = 1
     model: int = 1
+
+    def __new__(cls, *sizes: int, **named: int) -> Self:
+        """Reject unknown axes before the generated ``__init__`` does, whose error would not list the known ones."""
+        for axis in named.keys() - set(AXES):
+            known = f" It is {_ELSEWHERE[axis]!r} here." if axis in _ELSEWHERE else did_you_mean(axis, AXES)
+            raise MeshError(f"unknown mesh axis {axis!r}.{known} The axes are: {', '.join(AXES)}.")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         asked = vars(self)
@@ -76,12 +83,7 @@ class MeshSpec:
         """
         if not isinstance(sizes, Mapping):
             raise MeshError(f"a mesh must be a mapping of axes to sizes such as {{data: -1}}, got {sizes!r}.")
-        for axis in sizes:
-            if axis not in AXES:
-                raise MeshError(
-                    f"unknown mesh axis {axis!r}.{did_you_mean(axis, AXES)} The axes are: {', '.join(AXES)}."
-                )
-        return cls(**sizes)
+        return cls(**{str(axis): size for axis, size in sizes.items()})
 
     def sizes(self, devices: int) -> dict[str, int]:
         """Returns the size of every axis on ``devices`` devices, with ``-1`` filled in.
@@ -166,6 +168,10 @@ class MeshSpec:
 
 AXES: tuple[str, ...] = tuple(field.name for field in fields(MeshSpec))
 """The canonical mesh axes, outermost (slowest links) first."""
+
+
+_ELSEWHERE = {"fsdp": "data", "tp": "model", "cp": "context", "sp": "context", "pp": "pipeline", "ep": "expert"}
+"""Names of axes in other libraries, and ours."""
 
 
 def _mesh_misfit(asked: Mapping[str, int], fixed: int, devices: int) -> str:

@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxpar.errors import ModelError, listing
 from jaxpar.parallel.offload.host_weights import waiting
+from jaxpar.training.arguments import check_loss
 from jaxpar.training.state import TrainState
 
 Metrics = dict[str, Any]
@@ -26,7 +27,11 @@ def loss_of(loss_fn: LossFn, state: TrainState, batch: Any) -> Callable[[Any], t
       loss_fn: the user's loss, as for :func:`jaxpar.train_step`.
       state: supplies the model's structure, its carried variables and the step's key.
       batch: what ``loss_fn`` receives.
+
+    Raises:
+      ModelError: ``loss_fn`` needs other arguments.
     """
+    check_loss(loss_fn)
     kind = state.metadata.kind
     wants_key = "key" in inspect.signature(loss_fn).parameters
     extra = {"key": key_of(state)} if wants_key else {}

@@ -27,6 +27,7 @@ from jaxpar.sharding.hardware.topology import platform_of
 from jaxpar.sharding.layout import Layout, to_spec, tracing_under
 from jaxpar.sharding.names import LAYERS, Names
 from jaxpar.sharding.resolve import Resolved, ResolvedDim
+from jaxpar.training.arguments import check_layout, check_optimizer
 from jaxpar.training.model import Kind, MakeModel, Path, build, leaves_with_paths, show
 from jaxpar.training.model.fixed_order import FIXED, ONE_CODE, Causes
 from jaxpar.training.optimizers import with_slow_parameters
@@ -258,6 +259,8 @@ def shape_state_and_causes(
 
     See :mod:`jaxpar.training.model.fixed_order`.
     """
+    check_layout(layout, "init(layout, make_model, tx)")
+    check_optimizer(tx)
     found: dict[str, Causes] = {}
     build = functools.partial(_build, layout, make_model, tx, Precision.of(precision), causes=found)
     return jax.eval_shape(build, jax.eval_shape(lambda: jax.random.key(0))), found

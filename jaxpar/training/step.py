@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from jaxpar.parallel.pipeline.options import Asynchronous, Pipeline
 from jaxpar.parallel.pipeline.schedules.schedule import Schedule
 from jaxpar.parallel.precision.policy import Precision, PrecisionLike
 from jaxpar.sharding.layout import Layout, to_spec, tracing_under, with_sharding
+from jaxpar.training.arguments import DonatedStateGuard, check_layout, check_state
 from jaxpar.training.gradients import gradients, rows_apart
 from jaxpar.training.loss import LossFn, Metrics, loss_of
 from jaxpar.training.microbatches import GradientResult, GradReduction, StepConfig, WeightGather
@@ -93,8 +94,10 @@ def train_step(
     Raises (when traced):
       LayoutError: a tensor does not fit the rules, the batch's axes do not divide its rows (unless the rules have
         ``indivisible={"batch": "replicate"}``), or another layout is ambient.
-      ModelError: ``loss_fn`` returned no scalar, or a metric with a reserved name; or the step would change the shape
-        or dtype of a parameter or of a carried array.
+      ModelError: ``loss_fn`` needs other arguments, or returned no scalar, or a metric with a reserved name; or the
+        step would change the shape or dtype of a parameter or of a carried array.
+      StateError: ``state`` is not what :func:`jaxpar.init` returns. Also when called with a state that was donated to
+        an earlier call.
       ConfigError: an argument is incompatible with the state's optimizer (such as :func:`jaxpar.one_bit_adam`), with
         weights in host memory, with the model's dtypes or with the stages of the pipeline.
 
@@ -112,6 +115,7 @@ def train_step(
     >>> float(metrics["loss"]), state.params["w"].sharding.spec, float(state.params["w"][0])
     (8.0, P('data',), 0.5)
     """
+    check_layout(layout, "train_step(layout, loss_fn)")
     config = step_config(grad_accum_steps, weight_gather, grad_reduction, precision, skip_nonfinite, fusion)
     if isinstance(pipeline, Asynchronous):
         raise ConfigError(
@@ -122,6 +126,7 @@ def train_step(
     options = config.fusion.compiler_options(layout)
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        check_state(state)
         tx, step_options = state.metadata.tx, config
         if isinstance(tx, SelfReducing):
             _check_supported(tx, config, clip_norm)
@@ -151,7 +156,8 @@ def train_step(
 
     # An abstract mesh has no compiler options; code that compiles for a topology passes its own.
     options = options if isinstance(layout.mesh, Mesh) else {}
-    return jax.jit(step, donate_argnums=(0,) if donate else (), compiler_options=options or None)
+    jitted = jax.jit(step, donate_argnums=(0,) if donate else (), compiler_options=options or None)
+    return cast(jax.stages.Wrapped, DonatedStateGuard(jitted)) if donate else jitted
 
 
 def measure(
@@ -297,9 +303,11 @@ def eval_step(
     >>> sorted(jax.eval_shape(evaluate, state, {"x": jax.numpy.ones((8, 8))}))
     ['loss', 'rows']
     """
+    check_layout(layout, "eval_step(layout, loss_fn)")
     policy, options = Precision.of(precision), Pipeline(pipeline) if isinstance(pipeline, Schedule) else pipeline
 
     def evaluate(state: TrainState, batch: Any) -> Metrics:
+        check_state(state)
         with tracing_under(layout), precision_scope(policy):
             if options is not None:
                 return evaluate_pipeline(layout, loss_fn, state, batch, policy, options)

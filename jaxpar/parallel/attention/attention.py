@@ -105,6 +105,8 @@ def attention(
     (2, 16, 4, 8)
     """
     check_impl(impl)
+    if jax.sharding.get_abstract_mesh().empty:  # `init` builds the model, and only the shape of the result matters
+        impl = "dense"
     keep = read_keep(impl, options)
     rules, array_options, offset = read(q_BSHD, k_BTKD, v_BTKD, options)
     swapped = (heads_axis,) if isinstance(heads_axis, str) else tuple(heads_axis)
@@ -204,8 +206,8 @@ def _sharded(
         index = jax.lax.axis_index(sharding.q[2]) if sharding.q[2] else 0
         return compute(here, q, k, v, array_options, first_head + index * q.shape[2])
 
-    free = set(layout.mesh.axis_names) - set(jax.sharding.get_abstract_mesh().manual_axes)
-    if not free:  # an enclosing shard_map has made every axis manual: the arrays are shards already
+    free = set(layout.mesh.axis_names) - _unusable_axes()
+    if not free:
         return local(q, k, v, array_options)
     # Kernels do not declare over which axes their results vary, hence check_vma=False.
     in_specs = (q_spec, kv_spec, kv_spec, specs)
@@ -248,7 +250,7 @@ def _shard_segments(segments: Segments, sharding: QKVSharding) -> Segments:
 def _auto_sharded(plain: Callable[..., jax.Array], sharding: QKVSharding) -> Callable[..., jax.Array]:
     """Lets the compiler shard ``plain``, because under Explicit axes JAX cannot derive a sharding for the scores."""
     mesh = current_layout().mesh
-    free = set(mesh.axis_names) - set(jax.sharding.get_abstract_mesh().manual_axes)
+    free = set(mesh.axis_names) - _unusable_axes()
     if jax.sharding.AxisType.Explicit not in mesh.axis_types or not free:
         return plain
     auto_sharded: Callable[..., jax.Array] = jax.sharding.auto_axes(plain, out_sharding=PartitionSpec(*sharding.q))
@@ -335,9 +337,19 @@ def _padded(arrays: Arrays, array_options: AttentionArrays, dims: tuple[Dims, Di
 
 def _axes(x: Any, dims: Dims) -> tuple[Axes, ...]:
     """Returns the mesh axes of each dim of ``x``, without those that an enclosing ``shard_map`` has made manual."""
-    layout, manual = current_layout(), jax.sharding.get_abstract_mesh().manual_axes
-    sizes = {axis: 1 if axis in manual else size for axis, size in layout.sizes.items()}
+    layout, unusable = current_layout(), _unusable_axes()
+    sizes = {axis: 1 if axis in unusable else size for axis, size in layout.sizes.items()}
     return resolve(layout.rules, sizes, tuple(dims), x.shape, itemsize=x.dtype.itemsize).axes
+
+
+def _unusable_axes() -> set[str]:
+    """The mesh axes that shard nothing here: those that an enclosing ``shard_map`` has made manual.
+
+    While ``init`` builds a model there is no mesh, and none can be used: Linen runs the model on an example, whose
+    sizes need not fit the mesh.
+    """
+    context = jax.sharding.get_abstract_mesh()
+    return set(current_layout().mesh.axis_names if context.empty else context.manual_axes)
 
 
 def _num_shards(axes: Sequence[str]) -> int:

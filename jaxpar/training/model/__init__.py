@@ -39,6 +39,13 @@ def read(model: Any) -> ModelParts:
         from jaxpar.training.model import nnx_module
 
         return nnx_module.read(model)
+    state = sys.modules.get("flax.training.train_state")
+    if state is not None and isinstance(model, state.TrainState):
+        raise ModelError(
+            "make_model returned a Flax TrainState, which also holds optimizer state. Remedy: return only the "
+            "variables, as in make_model = lambda key: module.init(key, example_input), and pass the optax transform "
+            "as tx."
+        )
     if _is_module(model, "linen"):
         raise ModelError(
             f"make_model returned the Linen module {type(model).__name__}, which holds no arrays. Remedy: return its "
@@ -51,6 +58,11 @@ def _is_module(model: Any, api: str) -> bool:
     """Whether ``model`` is a module of Flax's ``nnx`` or ``linen``, which are not imported for other models."""
     flax = sys.modules.get(f"flax.{api}")
     return flax is not None and isinstance(model, flax.Module)
+
+
+def _is_subclass(kind: type, api: str) -> bool:
+    flax = sys.modules.get(f"flax.{api}")
+    return flax is not None and issubclass(kind, flax.Module)
 
 
 def build(make_model: MakeModel, key: jax.Array) -> tuple[ModelParts, dict[str, Causes]]:
@@ -78,6 +90,15 @@ def build(make_model: MakeModel, key: jax.Array) -> tuple[ModelParts, dict[str, 
 
 
 def _call(make_model: MakeModel, key: jax.Array) -> Any:
+    if isinstance(make_model, type) and any(_is_subclass(make_model, api) for api in ("nnx", "linen")):
+        name = make_model.__name__
+        made = (
+            f"{name}(rngs=nnx.Rngs(key))" if _is_subclass(make_model, "nnx") else f"{name}().init(key, example_input)"
+        )
+        raise ModelError(
+            f"make_model is the class {name}, but it must be a function of a PRNG key, so that the model can be built "
+            f"in place. Remedy: make_model = lambda key: {made}."
+        )
     if not callable(make_model) or _is_module(make_model, "nnx") or _is_module(make_model, "linen"):
         raise ModelError(
             "make_model must be a function of a PRNG key, so that the model can be built in place, got "
