@@ -52,6 +52,11 @@ def leaves_of(make: Any, rules: jp.Rules, tx: Any = SGD) -> list[Any]:
     return [host(leaf) for leaf in jax.tree.leaves(state)]
 
 
+def initial(shapes: Any, make: Any, rules: jp.Rules, tx: Any = SGD) -> Any:
+    """The state that ``abstract_state`` describes as ``shapes``, without a compile for its layout."""
+    return jax.tree.unflatten(jax.tree.structure(shapes), leaves_of(make, rules, tx))
+
+
 def one_step(layout: jp.Layout, loss: Any, make: Any, batch: Any, first: Any = None, **options: Any) -> Any:
     """Metrics, host gradients and the program of one step; ``first`` makes the same parameters as ``make``."""
     with jax.default_matmul_precision("highest"), layout:
@@ -59,7 +64,7 @@ def one_step(layout: jp.Layout, loss: Any, make: Any, batch: Any, first: Any = N
         step = jp.train_step(layout, loss, return_grads=True, donate=False, **options)
         # These programs run once: optimizing them takes longer than running them.
         compiled = step.lower(shapes, batch).compile(compiler_options={"xla_backend_optimization_level": 0})
-        state = jax.tree.unflatten(jax.tree.structure(shapes), leaves_of(first or make, layout.rules))
+        state = initial(shapes, first or make, layout.rules)
         _, metrics = compiled(state, batch)
     grads = jax.device_get(metrics.pop("grads"))
     return {name: float(value) for name, value in metrics.items()}, grads, compiled

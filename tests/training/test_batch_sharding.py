@@ -110,7 +110,7 @@ def test_a_keyed_loss_names_the_same_arrays() -> None:
     )
     layout = jp.Layout(jp.MeshSpec(data=8).build(), RULES.replace(layers=None))
     make = lambda key: {"blocks": {"w": jp.tag(jax.random.normal(key, (2, 4, 4)), "layers", "embed", "embed")}}
-    state = jp.init(layout, make, optax.sgd(0.1))
+    state = jp.abstract_state(layout, make, optax.sgd(0.1))
     with pytest.raises(LayoutError, match=r"^batch/x \[6, 4\]: "):
         jp.train_step(layout, staged).lower(state, {"x": rows_of(6, 4)})
     # A shared array and a scalar come first in the tree, but the number of keys is the number of rows.
@@ -184,7 +184,7 @@ def test_on_explicit_axes_an_array_keeps_its_own_sharding(rows: int) -> None:
 )
 def test_rows_that_cannot_be_cut_are_named_together(options: Any) -> None:
     layout = jp.Layout(jp.MeshSpec(data=8).build(), RULES)
-    state = jp.init(layout, make_model, optax.sgd(0.1))
+    state = jp.abstract_state(layout, make_model, optax.sgd(0.1))
     with pytest.raises(LayoutError) as error:
         jp.train_step(layout, loss, **options).lower(state, {"x": rows_of(62), "y": np.ones(30), "z": np.ones(64)})
     assert str(error.value) == (

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from profiles import few
+from one_step import SGD, initial, one_step
+from profiles import few, few_pairs
 
 import jaxpar as jp
 from jaxpar.analysis.compare import gradient_gaps
@@ -24,7 +25,6 @@ WAYS = {
     "once, weights for a step": {"grad_reduction": "per_step", "weight_gather": "per_step"},
     "each, weights for a step": {"grad_reduction": "per_microbatch", "weight_gather": "per_step"},
 }
-BOTH = pytest.mark.parametrize("way", WAYS)
 
 
 def mean_and_weight(model: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -52,17 +52,25 @@ def masked(rows: int) -> dict[str, np.ndarray]:
 def found(loss_fn: Any, batch: Any, rules: jp.Rules = RULES, devices: int = 8, **options: Any) -> dict[str, Any]:
     layout = jp.Layout(jp.MeshSpec(data=-1).build(jax.devices()[:devices]), rules)
     with jax.default_matmul_precision("highest"):
-        state = jp.init(layout, make, optax.sgd(0.1))
-        _, metrics = jp.train_step(layout, loss_fn, return_grads=True, **options)(state, batch)
+        shapes = jp.abstract_state(layout, make, SGD)
+        step = jp.train_step(layout, loss_fn, return_grads=True, donate=False, **options)
+        compiled = step.lower(shapes, batch).compile()
+        _, metrics = compiled(initial(shapes, make, RULES), batch)
     return jax.device_get(metrics)
 
 
-@BOTH
-@pytest.mark.parametrize("grad_accum_steps", [1, 2, 4])
-def test_microbatches_of_any_weight_sum_to_the_large_batch(way: str, grad_accum_steps: int) -> None:
+@pytest.fixture(scope="module")
+def whole() -> dict[str, Any]:
+    """The step of one device with the large batch."""
+    return found(mean_and_weight, masked(32), devices=1)
+
+
+@pytest.mark.parametrize(("way", "grad_accum_steps"), few_pairs(WAYS, [1, 2, 4], 6))
+def test_microbatches_of_any_weight_sum_to_the_large_batch(
+    way: str, grad_accum_steps: int, whole: dict[str, Any]
+) -> None:
     batch = masked(32)
     sharded = RULES.replace(params={"embed": "data"})
-    whole = found(mean_and_weight, batch, devices=1)
     rules = sharded if "step" in way else RULES
     pieces = found(mean_and_weight, batch, rules, grad_accum_steps=grad_accum_steps, **WAYS[way])
     assert pieces["loss"] == pytest.approx(whole["loss"], rel=1e-6)
@@ -76,17 +84,16 @@ def test_a_single_device_has_microbatches_too() -> None:
     assert max(gradient_gaps(whole["grads"], pieces["grads"]).values()) < 1e-6
 
 
+LLAMA = LlamaConfig(vocab=106, embed=24, layers=2, heads=4, kv_heads=2, head_dim=6, mlp=64, remat="full")
+make_of_llama = make_llama(LLAMA)
+
+
 def of_llama(layout: jp.Layout, **options: Any) -> dict[str, Any]:
     """Returns a step's metrics with grouped queries, 15 tokens per sequence and full rematerialization."""
-    config = LlamaConfig(vocab=106, embed=24, layers=2, heads=4, kv_heads=2, head_dim=6, mlp=64, remat="full")
-    tokens = np.random.default_rng(0).integers(0, config.vocab, (2, 16, 15))
+    tokens = np.random.default_rng(0).integers(0, LLAMA.vocab, (2, 16, 15))
     batch = {"tokens": tokens[0], "targets": tokens[1]}
-    with jax.default_matmul_precision("highest"):
-        state = jp.init(layout, make_llama(config), optax.sgd(0.1))
-        lowered = jp.train_step(layout, next_token_loss, return_grads=True, **options).lower(state, batch)
-        # Without optimizations, compilation takes half the time.
-        _, metrics = lowered.compile(compiler_options={"xla_backend_optimization_level": 0})(state, batch)
-    return jax.device_get(metrics)
+    metrics, grads, _ = one_step(layout, next_token_loss, make_of_llama, batch, **options)
+    return {**metrics, "grads": grads}
 
 
 @pytest.fixture(scope="session")
@@ -283,7 +290,7 @@ def test_rules_that_do_not_know_the_batch() -> None:
     )
 
 
-@BOTH
+@pytest.mark.parametrize("way", WAYS)
 def test_a_batch_in_which_nothing_counts_gives_zero(way: str) -> None:
     batch = masked(32)
     batch["mask"][:] = 0

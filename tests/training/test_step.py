@@ -22,9 +22,15 @@ from jaxpar.training.step import eval_step
 TX = optax.adam(1e-2)
 
 
-@pytest.fixture
-def state(mlp: Any) -> Any:
+@pytest.fixture(scope="module")
+def first_state(mlp: Any) -> Any:
     return jp.init(mlp.layout(), mlp.make, TX)
+
+
+@pytest.fixture
+def state(first_state: Any) -> Any:
+    """A copy, because most steps donate their state."""
+    return jax.tree.map(lambda x: x.copy(), first_state)
 
 
 def by_hand(mlp: Any, tx: Any, steps: int) -> Any:
@@ -32,9 +38,14 @@ def by_hand(mlp: Any, tx: Any, steps: int) -> Any:
     with mlp.one_device:
         params = jax.device_get(jp.init(mlp.one_device, mlp.make, tx).params)
         opt_state = tx.init(params)
+
+        @jax.jit
+        def step(params: Any, opt_state: Any, batch: Any) -> tuple[Any, Any]:
+            updates, opt_state = tx.update(jax.grad(mlp.loss)(params, batch), opt_state, params)
+            return optax.apply_updates(params, updates), opt_state
+
         for i in range(steps):
-            updates, opt_state = tx.update(jax.grad(mlp.loss)(params, mlp.batch(i)), opt_state, params)
-            params = optax.apply_updates(params, updates)
+            params, opt_state = step(params, opt_state, mlp.batch(i))
     return params
 
 

@@ -175,7 +175,7 @@ def test_the_offered_function_is_the_one_whose_value_is_reported(name: str) -> N
     assert float(seen["shifted"]) == pytest.approx(total, abs=1e-5)
     if mode.cast is None:
         value = by_hand(mode, batch_of(1), first.key, 0)
-        want, of_hand = jax.value_and_grad(value)(jax.device_get(first.params))
+        want, of_hand = jax.jit(jax.value_and_grad(value))(jax.device_get(first.params))
         assert reported == pytest.approx(float(want), rel=1e-5)
         for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(of_hand), strict=True):
             np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())

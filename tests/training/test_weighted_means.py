@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from one_step import check_grads, layout_of
+from one_step import SGD, check_grads, initial, layout_of
 from profiles import few
 
 import jaxpar as jp
@@ -73,9 +73,10 @@ on = functools.partial(layout_of, RULES)
 def stepped(layout: jp.Layout, batch: Any, loss: Any = LOSS, **options: Any) -> tuple[dict[str, float], Any]:
     """Returns the metrics and the gradients of one step."""
     with jax.default_matmul_precision("highest"), layout:
-        state = jp.init(layout, make_model, optax.sgd(0.1))
+        shapes = jp.abstract_state(layout, make_model, SGD)
         step = jp.train_step(layout, loss, return_grads=True, donate=False, **options)
-        _, metrics = step.lower(state, batch).compile(compiler_options=QUICK)(state, batch)
+        compiled = step.lower(shapes, batch).compile(compiler_options=QUICK)
+        _, metrics = compiled(initial(shapes, make_model, RULES), batch)
     grads = jax.device_get(metrics.pop("grads"))
     return {name: float(value) for name, value in metrics.items()}, grads
 

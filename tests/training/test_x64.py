@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from one_step import LLAMA_RULES, SGD, check_grads, layout_of
+from one_step import LLAMA_RULES, SGD, check_grads, initial, layout_of
 
 import jaxpar as jp
 from jaxpar.models.llama import LlamaConfig, make_llama
@@ -26,7 +26,7 @@ BOUND = 1e-12
 CONFIG = LlamaConfig(
     vocab=32, embed=16, layers=4, heads=4, kv_heads=2, head_dim=4, mlp=32, dtype="float64", param_dtype="float64"
 )
-STAGED = staged_next_token_loss(CONFIG)
+STAGED, MAKE = staged_next_token_loss(CONFIG), make_llama(CONFIG)
 QUICK = {"xla_backend_optimization_level": 0}
 RULES = LLAMA_RULES
 
@@ -45,9 +45,11 @@ def batch_of(rows: int = 8, seq: int = 16) -> dict[str, Any]:
 def one(sizes: dict[str, int], loss: Any, config: LlamaConfig = CONFIG, rules: jp.Rules = RULES, **options: Any) -> Any:
     """Returns the loss and the gradients of one step."""
     layout = layout_of(rules, sizes)
-    state = jp.init(layout, make_llama(config), SGD)
+    make = MAKE if config is CONFIG else make_llama(config)
+    shapes = jp.abstract_state(layout, make, SGD)
     step = jp.train_step(layout, loss, return_grads=True, donate=False, **options)
-    _, metrics = step.lower(state, batch_of()).compile(compiler_options=QUICK)(state, batch_of())
+    compiled = step.lower(shapes, batch_of()).compile(compiler_options=QUICK)
+    _, metrics = compiled(initial(shapes, make, RULES), batch_of())
     grads = jax.device_get(metrics["grads"])
     assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {np.dtype(np.float64)}
     return float(metrics["loss"]), grads

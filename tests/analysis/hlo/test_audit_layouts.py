@@ -78,7 +78,7 @@ def test_hybrid_sharding_gathers_within_a_group_only():
     assert sum(c.result_bytes * c.count for c in between) == 4 * (BLOCKS + 2 * HEAD) / 4
 
 
-@pytest.mark.parametrize("name", ["tp", "tp_sp", "fsdp_tp"])
+@pytest.mark.parametrize("name", few(["tp", "tp_sp", "fsdp_tp"], 2))
 def test_tensor_parallelism_never_gathers_logits(name):
     logits = BATCH // 4 * SEQ * CONFIG.vocab * 4
     over_model = audited(name).select(axis="model")

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from profiles import few_pairs
 
 import jaxpar as jp
 from jaxpar.errors import LayoutError
@@ -71,9 +72,10 @@ def test_the_gpu_kernel_equals_the_reference(heads: int, kv_heads: int, seq: int
     assert largest_gap(lambda q, k, v: mha(q, k, v, rules, interpret=True), *x) <= 2e-5
 
 
-@pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize(
-    "sizes", [{"data": 2, "model": 4}, {"data": 2, "context": 4}, {"ulysses": 2, "model": 4}], ids=str
+    ("sizes", "kv_heads"),
+    few_pairs([{"data": 2, "model": 4}, {"data": 2, "context": 4}, {"ulysses": 2, "model": 4}], [4, 2, 1], 4),
+    ids=str,
 )
 def test_dense_equals_the_reference_in_every_layout(sizes: dict[str, int], kv_heads: int) -> None:
     with jp.Layout(jp.MeshSpec(**sizes).build(), RULES):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from attention_reference import documents, gap
 from jax.sharding import PartitionSpec as P
+from profiles import few_pairs
 
 import jaxpar as jp
 from jaxpar.parallel.attention.attention_local import compute, ordered
@@ -105,8 +106,7 @@ def test_splash_takes_masks_and_documents() -> None:
     assert gap(got, by_tiles("jax", "here", x, options)) <= 5e-6
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("given", ["documents", "nothing"])
+@pytest.mark.parametrize(("causal", "given"), few_pairs([True, False], ["documents", "nothing"], 2))
 def test_the_gpu_kernel_takes_documents_and_all_tokens(causal: bool, given: str) -> None:
     x = arrays(130, 130, (16, 16))
     options: Any = {"mask": jp.Mask(causal=causal), "scale": 0.2}

@@ -73,7 +73,9 @@ def arrays(kv_heads: int, seq: int = SEQ, keys: int | None = None, dtype: Any = 
     return tuple(random(*shape, seed=seed, dtype=dtype) for seed, shape in enumerate(shapes))
 
 
-def run(where: jp.Layout, impl: str, x: tuple[np.ndarray, ...], options: dict[str, Any]) -> list[np.ndarray]:
+def run(
+    where: jp.Layout, impl: str, x: tuple[np.ndarray, ...], options: dict[str, Any], gradients: bool = True
+) -> list[np.ndarray]:
     """The result, and the gradients of queries, keys, values and learned options."""
     learned = {name: options[name] for name in LEARNED if name in options}
     fixed = {name: value for name, value in options.items() if name not in learned}
@@ -86,6 +88,8 @@ def run(where: jp.Layout, impl: str, x: tuple[np.ndarray, ...], options: dict[st
         return jnp.sum(o * weight) + jnp.sum(o**2), o
 
     with where:
+        if not gradients:
+            return [np.asarray(jax.jit(lambda *x: loss(*x)[1], compiler_options=QUICK)(x, learned))]
         grads, o = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True), compiler_options=QUICK)(x, learned)
     return [np.asarray(leaf) for leaf in (o, *jax.tree.leaves(grads))]
 
@@ -96,7 +100,7 @@ def wanted() -> Callable[[str], list[np.ndarray]]:
     return functools.cache(lambda case: run(layout(data=1), "dense", arrays(CASES[case][0]), CASES[case][1]))
 
 
-@pytest.mark.parametrize(("impl", "case"), few_pairs(MESHES, CASES, 9))
+@pytest.mark.parametrize(("impl", "case"), few_pairs(MESHES, CASES, 7))
 def test_every_implementation_equals_the_plain_form(
     impl: str, case: str, wanted: Callable[[str], list[np.ndarray]]
 ) -> None:
@@ -115,7 +119,7 @@ def test_the_plain_form_takes_a_split_sequence_under_explicit_axes(
     assert gap(run(jp.Layout(mesh, RULES), "dense", arrays(kv_heads), options), wanted(case)) <= 1e-5
 
 
-@pytest.mark.parametrize("impl", ["ring", "hybrid"])
+@pytest.mark.parametrize("impl", few(["ring", "hybrid"], 1))
 def test_a_split_sequence_under_explicit_axes(impl: str, wanted: Callable[[str], list[np.ndarray]]) -> None:
     case = "causal, documents, soft cap, sinks"
     kv_heads, options = CASES[case]
@@ -135,11 +139,10 @@ def test_tokens_may_lie_in_any_order(order: str, wanted: Callable[[str], list[np
     kv_heads, options = CASES[case]
     at = permutation(order, SEQ, 4)
     x = tuple(a[:, at] for a in arrays(kv_heads))
-    found = run(layout(context=4), "ring", x, options | {"order": order, "segment_ids": documents(SEQ)[:, at]})
-    back = np.argsort(at)
-    in_place = [leaf[:, back] if leaf.ndim == 4 else leaf for leaf in found]
+    options = options | {"order": order, "segment_ids": documents(SEQ)[:, at]}
     # The loss weights results by position, so only the result itself is compared.
-    assert gap(in_place[:1], wanted(case)[:1]) <= 1e-5
+    (found,) = run(layout(context=4), "ring", x, options, gradients=False)
+    assert gap([found[:, np.argsort(at)]], wanted(case)[:1]) <= 1e-5
 
 
 @pytest.mark.parametrize("impl", few(["ring", "ulysses", "gather"], 2))
@@ -155,12 +158,12 @@ def test_a_sequence_that_does_not_divide_is_filled_up_on_request() -> None:
     assert gap(run(layout(context=4), "ring", x, {"pad": True}), want) <= 1e-5
 
 
-def test_double_precision_is_kept_from_end_to_end() -> None:
+@pytest.mark.parametrize("impl", few(["hybrid", "ring"], 1))
+def test_double_precision_is_kept_from_end_to_end(impl: str) -> None:
     with jax.enable_x64(True):
         x = arrays(2, dtype=np.float64)
         want = run(layout(data=1), "dense", x, {})
-        for impl in ("ring", "hybrid"):
-            assert gap(run(layout(**MESHES[impl]), impl, x, {}), want) <= 1e-14
+        assert gap(run(layout(**MESHES[impl]), impl, x, {}), want) <= 1e-14
 
 
 def test_double_precision_of_heads_in_parts() -> None:

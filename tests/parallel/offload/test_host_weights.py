@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from profiles import few
 
 import jaxpar as jp
 from jaxpar.errors import ConfigError
@@ -82,11 +83,15 @@ def near(found: Any, expected: Any, rtol: float) -> None:
 
 @pytest.mark.parametrize(
     ("rules", "name", "options"),
-    [
-        ("fsdp", "adamw", {}),
-        ("replicated", "lion", {"grad_accum_steps": 2}),
-        ("tp", "sgd", {"clip_norm": 0.1, "precision": "bf16"}),
-    ],
+    few(
+        [
+            ("fsdp", "adamw", {}),
+            ("replicated", "lion", {"grad_accum_steps": 2}),
+            ("tp", "sgd", {"clip_norm": 0.1, "precision": "bf16"}),
+        ],
+        2,
+        names=3,
+    ),
     ids=["fsdp", "replicated", "tp"],
 )
 def test_steps_are_the_same_and_one_of_them_is_skipped(rules: str, name: str, options: dict[str, Any]) -> None:

@@ -188,12 +188,11 @@ def every_microbatch(
 
 @dataclass
 class Run:
-    """Parameters and metrics of each call, and the states at the start, before the last call and at the end."""
+    """Parameters and metrics of each call, and the states before the last call and at the end."""
 
     params: list[Any]
     metrics: list[dict[str, float]]
     saved: Any
-    first: Any
     state: Any
     call: Any
 
@@ -246,10 +245,16 @@ def step_of(case: int) -> tuple[jp.Layout, PipedreamStep]:
 
 
 @functools.cache
-def done(case: int) -> Run:
+def begun(case: int) -> tuple[PipedreamStep, Any]:
+    """Returns the step and its first state."""
     layout, step = step_of(case)
-    state = step.start(jp.init(layout, make_model, stepping()), batch_of(0))
-    first, call = state, step.lower(state, batch_of(0)).compile(compiler_options=QUICK)
+    return step, step.start(jp.init(layout, make_model, stepping()), batch_of(0))
+
+
+@functools.cache
+def done(case: int) -> Run:
+    step, state = begun(case)
+    call = step.lower(state, batch_of(0)).compile(compiler_options=QUICK)
     params, metrics, numbers = [jax.device_get(state.params)], [], None
     for number in range(CALLS):
         numbers = saved(state) if number == CALLS - 1 else numbers
@@ -261,7 +266,7 @@ def done(case: int) -> Run:
         params.append(jax.device_get(final.params))
         metrics.append({name: float(x) for name, x in told.items()})
         assert int(final.step) == CALLS and int(final.flight["pending"]) == 0
-    return Run(params, metrics, numbers, first, state, call)
+    return Run(params, metrics, numbers, state, call)
 
 
 @pytest.mark.parametrize("case", few(range(len(CASES)), 1))
@@ -286,7 +291,7 @@ def test_a_run_is_its_recurrence_to_the_bit(case: int) -> None:
     assert min(size for sizes in moved[1:] for size in sizes.values()) > 0
 
 
-@pytest.mark.parametrize("case", few((0, 2, 3), 2))
+@pytest.mark.parametrize("case", few((0, 3, 2), 2))
 def test_a_saved_state_goes_on_to_the_bit(case: int) -> None:
     ran = done(case)
     state, _ = ran.call(restored(ran.saved, ran.state), batch_of(CALLS - 1))
@@ -316,7 +321,7 @@ def test_a_first_state_is_known_before_it_is_made(case: int) -> None:
     """``jaxpar check --topology`` compiles from these shapes, dtypes and shardings."""
     layout, step = step_of(case)
     batch = jax.tree.map(lambda x: jp.shard_array(layout, np.asarray(x), "batch", *[None] * (x.ndim - 1)), batch_of(0))
-    told, made = step.abstract(jp.abstract_state(layout, make_model, stepping()), batch), done(case).first
+    told, made = step.abstract(jp.abstract_state(layout, make_model, stepping()), batch), begun(case)[1]
     leaves = zip(jax.tree_util.tree_leaves_with_path(told), jax.tree_util.tree_leaves_with_path(made), strict=True)
     for (keys, one), (path, other) in leaves:
         assert (keys, one.shape, one.dtype) == (path, other.shape, other.dtype)

@@ -110,7 +110,7 @@ CASES: list[tuple[str, dict[str, int], int, int, str, tuple[int, ...]]] = [
 
 
 # Uneven layers combined with other axes, one stage, a V placement, and separate backward passes for weights.
-@pytest.mark.parametrize("case", few([CASES[i] for i in (2, 3, 8, 9)], 2), ids=str)
+@pytest.mark.parametrize("case", few([CASES[i] for i in (2, 3, 8, 9)], 1), ids=str)
 def test_what_comes_before_the_layers_in_the_ticks_gives_the_same(case: Any, one_device: Any) -> None:
     name, sizes, microbatches, chunks, activation_checkpointing, layers = case
     schedule = jp.pipeline.schedule(name, sizes["pipeline"], microbatches, chunks=None if name[-1] == "v" else chunks)
@@ -214,7 +214,7 @@ def test_every_stage_of_zero_composes_with_stages_and_heads(stage: int, one_devi
     check_same(got, one_device)
 
 
-@pytest.mark.parametrize("case", few(CASES, 5), ids=str)
+@pytest.mark.parametrize("case", few(CASES, 4), ids=str)
 def test_a_schedule_gives_the_gradients_of_one_device(case: Any, one_device: Any) -> None:
     name, sizes, microbatches, chunks, activation_checkpointing, layers = case
     schedule = jp.pipeline.schedule(name, stages=sizes["pipeline"], microbatches=microbatches, chunks=chunks)

@@ -95,7 +95,7 @@ CASES: list[tuple[str, dict[str, int], int, str, tuple[int, ...], str]] = [
 ]
 
 
-@pytest.mark.parametrize("case", few(CASES, 3), ids=lambda case: case[0])
+@pytest.mark.parametrize("case", few(CASES, 2), ids=lambda case: case[0])
 def test_dropout_and_losses_of_layers_are_those_of_one_device(case: Any, one_device: Any) -> None:
     """The rows that a device has of a microbatch form one microbatch of the single device."""
     name, sizes, chunks, activation_checkpointing, layers, executor = case

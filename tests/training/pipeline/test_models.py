@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 from flax import linen as nn
 from one_step import LLAMA_RULES, check_same, layout_of, one_step
+from profiles import few
 
 import jaxpar as jp
 from jaxpar.linen import axes
@@ -105,31 +106,36 @@ def test_a_linen_model_through_stages() -> None:
 
 
 CONFIG = llama.LlamaConfig(vocab=32, embed=16, layers=4, heads=4, kv_heads=2, head_dim=4, mlp=32, remat="full")
+MAKE = llama.make_llama(CONFIG)
 
 
 @functools.cache
 def llama_alone() -> Any:
-    return one_step(layout_of(LLAMA_RULES, {"data": 1}), next_token_loss, llama.make_llama(CONFIG), batch_of(16, 32))
+    return one_step(layout_of(LLAMA_RULES, {"data": 1}), next_token_loss, MAKE, batch_of(16, 32))
 
 
 @pytest.mark.parametrize(
     ("impl", "sizes", "schedule", "kind", "embedding"),
-    [
-        (
-            "ring",
-            {"pipeline": 2, "context": 2, "model": 2},
-            jp.pipeline.schedule("interleaved", stages=2, microbatches=4, chunks=2),
-            "collective-permute",
-            "per_step",
-        ),
-        (
-            "ulysses",
-            {"pipeline": 2, "ulysses": 2},
-            jp.pipeline.schedule("1f1b", stages=2, microbatches=4),
-            "all-to-all",
-            "per_microbatch",
-        ),
-    ],
+    few(
+        [
+            (
+                "ring",
+                {"pipeline": 2, "context": 2, "model": 2},
+                jp.pipeline.schedule("interleaved", stages=2, microbatches=4, chunks=2),
+                "collective-permute",
+                "per_step",
+            ),
+            (
+                "ulysses",
+                {"pipeline": 2, "ulysses": 2},
+                jp.pipeline.schedule("1f1b", stages=2, microbatches=4),
+                "all-to-all",
+                "per_microbatch",
+            ),
+        ],
+        1,
+        names=5,
+    ),
 )
 def test_a_llama_whose_attention_crosses_the_mesh_inside_of_a_stage(
     impl: Any, sizes: dict[str, int], schedule: Any, kind: str, embedding: Any
@@ -139,7 +145,7 @@ def test_a_llama_whose_attention_crosses_the_mesh_inside_of_a_stage(
         staged_next_token_loss(config),
         jp.Pipeline(schedule, activation_checkpointing="none", embedding=embedding),
     )
-    got = one_step(layout, loss, llama.make_llama(config), batch_of(16, 32), pipeline=pipeline)
+    got = one_step(layout, loss, llama.make_llama(config), batch_of(16, 32), MAKE, pipeline=pipeline)
     check_same(got, llama_alone())
     # The collectives run inside the layers, between the devices that share a stage's sequence.
     axis = "context" if impl == "ring" else "ulysses"

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import yaml
-from one_step import SGD, check_same, layout_of, leaves_of, one_step
+from one_step import SGD, check_same, initial, layout_of, one_step
 from profiles import few
 
 import jaxpar as jp
@@ -141,7 +141,7 @@ CASES: list[tuple[dict[str, int], int, int, Any, tuple[int, ...], Any]] = [
 ]
 
 
-@pytest.mark.parametrize("case", few(CASES, 2), ids=str)
+@pytest.mark.parametrize("case", few(CASES, 1), ids=str)
 def test_chunks_give_the_gradients_of_one_device(case: Any, one_device: Any) -> None:
     sizes, microbatches, chunks, activation_checkpointing, layers, embedding = case
     schedule = jp.pipeline.schedule("seq1f1b", sizes["pipeline"], microbatches, sequence_chunks=chunks)
@@ -232,7 +232,7 @@ def test_a_configured_llama_trains_in_chunks_on_packed_documents(tmp_path: Path)
             step = jp.train_step(layout, loss, return_grads=True, donate=False, **options)
             state = jp.abstract_state(layout, job.make_model, job.tx)
             compiled = step.lower(state, batch).compile(compiler_options=QUICK)
-            state = jax.tree.unflatten(jax.tree.structure(state), leaves_of(job.make_model, RULES, job.tx))
+            state = initial(state, job.make_model, RULES, job.tx)
         found = []
         for _ in range(3):
             state, metrics = compiled(state, batch)
