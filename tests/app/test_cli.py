@@ -9,8 +9,10 @@ from typing import Any
 
 import jax
 import pytest
+import small_model
 import yaml
 from interpreters import python
+from profiles import few
 
 import jaxpar as jp
 from jaxpar.app.cli import main
@@ -107,25 +109,37 @@ def test_an_open_axis_needs_a_number_of_devices(tmp_path: Path, capsys: pytest.C
     )
 
 
-def test_verify_proves_a_right_layout(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("model", few(["three matrices", "llama"], 1))
+def test_verify_proves_a_right_layout(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if model != "llama":
+        small_model.use(monkeypatch)
     assert main(["verify", str(QUICKSTART), "--steps", "2", *settings()]) == 0
     screen = capsys.readouterr().out
     assert "initial parameters  bitwise equal" in screen and "verified            within 1e-05" in screen
 
 
+def wrong(right: Any) -> Any:
+    """The function, off by a thousandth where the mesh has a model axis."""
+    return lambda model, x: right(model, x) * (1 + 1e-3 * (jp.current_layout().sizes["model"] - 1))
+
+
+@pytest.mark.parametrize("model", few(["three matrices", "llama"], 1))
 def test_verify_names_the_first_module_that_diverges(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = SwiGLU.__call__
-
-    def wrong(self: Any, x: jax.Array) -> jax.Array:  # Off by a thousandth where the mesh has a model axis.
-        return right(self, x) * (1 + 1e-3 * (jp.current_layout().sizes["model"] - 1))
-
-    monkeypatch.setattr(SwiGLU, "__call__", wrong)
+    if model == "llama":
+        monkeypatch.setattr(SwiGLU, "__call__", wrong(SwiGLU.__call__))
+        first, dims = "Block.__call__ (layers.py:", "batch, residual_seq, embed"
+    else:
+        small_model.use(monkeypatch)
+        monkeypatch.setattr(small_model, "up", wrong(small_model.up))
+        first, dims = "loss (small_model.py:", "batch, seq, mlp"
     assert main(["verify", str(QUICKSTART), "--steps", "1", *settings("model.layers=1")]) == 1
     screen = capsys.readouterr().out
-    assert "NOT verified" in screen and "first module that diverges: Block.__call__ (layers.py:" in screen
-    assert "(batch, residual_seq, embed), call 1: its activation differs by 1.0" in screen
+    assert "NOT verified" in screen and f"first module that diverges: {first}" in screen
+    assert f"({dims}), call 1: its activation differs by 1.0" in screen
 
 
 def test_verify_refuses_no_steps(capsys: pytest.CaptureFixture[str]) -> None:

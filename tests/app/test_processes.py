@@ -9,7 +9,10 @@ from pathlib import Path
 import jax
 import numpy as np
 import optax
+import pytest
+import small_model
 from interpreters import outputs_of, two_processes
+from profiles import few
 
 import jaxpar as jp
 from jaxpar.data import batches
@@ -18,14 +21,19 @@ from jaxpar.models.losses import next_token_loss
 
 TOKENS = np.random.default_rng(0).integers(0, 64, 4096).astype(np.uint8)
 CONFIG = preset("tiny", layers=1, embed=32, heads=2, kv_heads=2, head_dim=16, mlp=48, vocab=64)
+MODELS = {
+    "three matrices": (small_model.make_model, small_model.loss),
+    "llama": (make_llama(CONFIG), next_token_loss),
+}
 LAYOUT = Path(__file__).parents[2] / "configs" / "layouts" / "fsdp_tp.yaml"
 
 
-def losses() -> list[float]:
+def losses(model: str) -> list[float]:
     """Returns the losses of three steps on this process's share of the data."""
     layout = jp.Layout.from_yaml(LAYOUT)
-    state = jp.init(layout, make_llama(CONFIG), optax.adamw(1e-3))
-    step = jp.train_step(layout, next_token_loss)
+    make_model, loss = MODELS[model]
+    state = jp.init(layout, make_model, optax.adamw(1e-3))
+    step = jp.train_step(layout, loss)
     stream = batches(TOKENS, batch=8, seq=16, process_index=jax.process_index(), process_count=jax.process_count())
     found = []
     for _ in range(3):
@@ -39,22 +47,23 @@ def losses() -> list[float]:
     return found
 
 
-def test_two_processes_train_as_one(tmp_path: Path) -> None:
-    with two_processes(__file__, tmp_path, flags="--xla_force_host_platform_device_count=4") as workers:
+@pytest.mark.parametrize("model", few(MODELS, 1))
+def test_two_processes_train_as_one(model: str, tmp_path: Path) -> None:
+    with two_processes(__file__, tmp_path, model, flags="--xla_force_host_platform_device_count=4") as workers:
         outputs_of(workers, timeout=240)
     results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     # The network is the slowest link, so only the outermost axis larger than 1 may cross hosts.
     assert results[0]["hosts_along_model"] == 1 and results[0]["hosts_along_data"] == 2
     assert results[0]["losses"] == results[1]["losses"]
-    np.testing.assert_allclose(results[0]["losses"], losses(), rtol=1e-5)
+    np.testing.assert_allclose(results[0]["losses"], losses(model), rtol=1e-5)
 
 
-def work(address: str, rank: str, folder: str) -> None:
+def work(address: str, rank: str, folder: str, model: str) -> None:
     jax.distributed.initialize(address, 2, int(rank), coordinator_bind_address=address)
     hosts = np.vectorize(lambda device: device.process_index)(jp.Layout.from_yaml(LAYOUT).mesh.devices)
     along = {axis: len(set(_line(hosts, i))) for axis, i in (("data", 2), ("model", 6))}
     (Path(folder) / f"{rank}.json").write_text(
-        json.dumps({"losses": losses(), **{f"hosts_along_{axis}": count for axis, count in along.items()}})
+        json.dumps({"losses": losses(model), **{f"hosts_along_{axis}": count for axis, count in along.items()}})
     )
 
 
