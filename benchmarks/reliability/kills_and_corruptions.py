@@ -30,8 +30,9 @@ from typing import Any
 
 import jaxpar as jp
 from benchmarks.shared.forked import Forked, load
+from jaxpar.checkpoint.leftovers import leftovers_in
 from jaxpar.checkpoint.manifest import NAME
-from jaxpar.checkpoint.verify import check, problems_of, steps_in, unfinished_in
+from jaxpar.checkpoint.verify import check, problems_of, steps_in
 
 DEVICES, ROWS, WIDTH = 4, 16, 64
 STARTING = 1.0
@@ -156,7 +157,7 @@ def _wait_for(run: Forked, folder: Path, before: int, aim: str, dice: random.Ran
 
 def _half_written(folder: Path) -> set[tuple[str, int]]:
     """Return the unfinished saves; the inode distinguishes folders of the same name."""
-    return {(name, (folder / name).stat().st_ino) for name in unfinished_in(folder)}
+    return {(one.name, (folder / one.name).stat().st_ino) for one in leftovers_in(folder)}
 
 
 def _cpu(run: Forked) -> float:
@@ -178,7 +179,7 @@ def _differing(folder: Path, true: dict[int, Any]) -> int:
 
 
 def _saving(folder: Path) -> bool:
-    return any(not (folder / name / NAME).exists() for name in unfinished_in(folder))
+    return any(not one.complete for one in leftovers_in(folder))
 
 
 def corruptions(number: int, dice: random.Random, root: Path) -> bool:

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import os
-import shutil
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import jax
 
+from jaxpar.checkpoint.leftovers import DELETED, UNFINISHED, Leftover, leftovers_in, recover, verified_reason
 from jaxpar.checkpoint.manifest import Manifest, read
 from jaxpar.checkpoint.restore import restore
-from jaxpar.checkpoint.save import UNFINISHED, Saving, begin
-from jaxpar.checkpoint.verify import STEP, check, steps_in, unfinished_in
+from jaxpar.checkpoint.save import Saving, begin
+from jaxpar.checkpoint.verify import check, incomplete, steps_in
 from jaxpar.errors import CheckpointError, ConfigError, DamagedError
 from jaxpar.sharding.layout import Layout
-from jaxpar.utils.durable import Lock
+from jaxpar.utils.durable import Lock, remove
+from jaxpar.utils.multihost import gather, settled
 
 RETRY = 30.0
 """Seconds after which a failed save is retried."""
@@ -39,10 +42,15 @@ class CheckpointManager:
 
     A save that fails (full disk, folder not writable) is reported through ``tell`` and retried later. It does not end
     the run, and earlier checkpoints remain. A step counts only once its manifest exists, and the manifest is written
-    last, so a killed save or an unrelated folder is never mistaken for a checkpoint.
+    last, so a killed save or an unrelated folder is never mistaken for a checkpoint. A step that a kill left complete
+    but without its name is recovered when the manager opens the folder, and reported through ``tell``.
+
+    Every process of a run creates the manager and calls :meth:`restore_latest`; process 0 locks and recovers the
+    folder, and lists what is in it for all of them.
 
     Args:
-      directory: folder of the run's checkpoints; created if missing.
+      directory: folder of the run's checkpoints; created if missing. It may be a symbolic link; nothing follows one
+        below it.
       keep: number of newest steps to keep; ``None`` keeps all. The best steps are kept in addition.
       save_interval_steps: :meth:`due` returns true every ``save_interval_steps`` steps.
       save_interval_minutes: :meth:`due` returns true once this many minutes have passed since the last save.
@@ -94,12 +102,7 @@ class CheckpointManager:
         """The last step that this manager saved completely; call :meth:`wait` first."""
         self._bad: set[int] = set()
         self._last, self._retry = time.monotonic(), float("inf")
-        try:
-            self._acquire_lock()
-        except OSError as error:
-            if isinstance(error, CheckpointError):
-                raise
-            self._failed(None, f"{self.directory} cannot be written: {error.strerror}.")
+        settled(self._open)
 
     def steps(self) -> list[int]:
         """Returns the steps that have a manifest, oldest first; their data is not verified."""
@@ -203,13 +206,14 @@ class CheckpointManager:
           CheckpointError, DamagedError: as for :func:`jaxpar.restore`.
         """
         self.wait()
-        folder = self.directory / str(step)
-        return Restored(restore(folder, like, only=only, rename=rename, step=step), step, read(folder))
+        return Restored(restore(self._folder(step), like, only=only, rename=rename, step=step), step, self._read(step))
 
     def restore_latest(
         self, like: Any, *, only: Sequence[str] = (), rename: Mapping[str, str] | None = None, before: int | None = None
     ) -> Restored | None:
-        """Returns the newest undamaged step, and reports the damage of each newer one through ``tell``.
+        """Returns the newest undamaged step. All processes call it, and all get the same step.
+
+        Everything newer that is passed over is reported with its reason, in one message through ``tell``.
 
         Args:
           like, only, rename: as for :func:`jaxpar.restore`.
@@ -222,25 +226,26 @@ class CheckpointManager:
           CheckpointError: the newest undamaged step is of another model; or there are steps, but all are damaged.
         """
         self.wait()
-        problems = [
-            f"{self.directory / name} is incomplete." for name in unfinished_in(self.directory) if STEP.fullmatch(name)
-        ]
-        steps = [step for step in self.steps() if before is None or step < before]
+        steps, leftovers = self._choices(before)
+        damaged: list[tuple[int, str]] = []
         for step in reversed(steps):
             try:
-                if jax.process_count() > 1:
-                    # A process reads only its own pieces. Each checks every byte, so that all choose the same step.
-                    check(self.directory / str(step), step)
-                found = self.restore(step, like, only=only, rename=rename)
+                found = settled(functools.partial(self._restore_intact, step, like, only, rename))
             except DamagedError as error:
                 self._bad.add(step)
-                problems.append(str(error))
+                damaged.append((step, str(error)))
                 continue
-            if self._bad:
-                self._tell(f"checkpoint: falling back to step {step}, the newest intact step: {' '.join(problems)}")
+            if passed := _newest_first(damaged, [one for one in leftovers if one.newer_than(step)]):
+                self._tell(f"checkpoint: falling back to step {step}, the newest intact step: {passed}")
             return found
-        if steps:
-            raise CheckpointError(f"{self.directory}: all steps {steps} are damaged: {' '.join(problems)}")
+        passed = _newest_first(damaged, leftovers)
+        if bad := sorted({*steps, *(one.step for one in leftovers if not one.suffix)}):
+            raise CheckpointError(
+                f"{self.directory}: all steps {bad} are damaged: {passed} Remedy: restore them from a copy, or delete "
+                "them to start anew."
+            )
+        if passed:
+            self._tell(f"checkpoint: {self.directory} has no step to restore: {passed}")
         return None
 
     def forget(self, after: int) -> None:
@@ -248,24 +253,82 @@ class CheckpointManager:
         self.wait()
         if self.saved is not None and self.saved > after:
             self.saved = None
-        for step in self.steps() if jax.process_index() == 0 else []:
-            if step > after:
-                self._delete(self.directory / str(step))
+        if jax.process_index() == 0:
+            for one in leftovers_in(self.directory):  # first: a later start recovers them if there is no such step
+                if one.step > after and one.suffix:
+                    remove(self.directory / one.name)
+            for step in self.steps():
+                if step > after:
+                    self._delete(self.directory / str(step))
 
     def close(self) -> None:
         """Wait for the pending save, then release the folder's lock."""
         try:
             self.wait()
         finally:
-            if self._lock is not None:
-                self._lock.release()
-                self._lock = None
+            self._release_lock()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def _open(self) -> None:
+        """Lock the folder and recover its steps, in process 0."""
+        try:
+            self._acquire_lock()
+            for text in recover(self.directory) if self._lock is not None else []:
+                self._tell(f"checkpoint: {text}")
+        except CheckpointError:
+            self._release_lock()
+            raise
+        except OSError as error:
+            self._failed(None, f"{self.directory} cannot be written: {error.strerror}.")
+
+    def _release_lock(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def _choices(self, before: int | None) -> tuple[list[int], list[Leftover]]:
+        """The steps, oldest first, and the leftovers, newest first, as process 0 sees them."""
+        found = json.loads(gather(settled(self._listing))[0])
+        leftovers = [Leftover(**one) for one in found["leftovers"]]
+        if before is None:
+            return found["steps"], leftovers
+        return [step for step in found["steps"] if step < before], [one for one in leftovers if one.step < before]
+
+    def _listing(self) -> bytes:
+        if jax.process_index() != 0:
+            return b""
+        steps, found = self.steps(), leftovers_in(self.directory)
+        whole = [one for one in found if one.complete and (one.suffix == UNFINISHED or one.step not in steps)]
+        reasons = {one: verified_reason(self.directory, one) for one in whole}
+        return json.dumps(
+            {"steps": steps, "leftovers": [asdict(replace(one, reason=reasons.get(one, one.reason))) for one in found]}
+        ).encode()
+
+    def _restore_intact(self, step: int, like: Any, only: Sequence[str], rename: Mapping[str, str] | None) -> Restored:
+        """Restore a step of which every process has checked what it reads."""
+        if jax.process_count() > 1:
+            # A process reads only its own pieces. Each checks every byte, so that all choose the same step.
+            check(self._folder(step), step)
+        return self.restore(step, like, only=only, rename=rename)
+
+    def _folder(self, step: int) -> Path:
+        """The folder of a step.
+
+        Raises:
+          DamagedError: it is a symbolic link.
+        """
+        folder = self.directory / str(step)
+        if folder.is_symlink():
+            raise DamagedError(str(incomplete(folder)))
+        return folder
+
+    def _read(self, step: int) -> Manifest:
+        return read(self._folder(step))
 
     def _acquire_lock(self) -> None:
         if self._lock is None and jax.process_index() == 0:
@@ -288,32 +351,42 @@ class CheckpointManager:
 
     def _metric(self, step: int) -> float | None:
         try:
-            value = read(self.directory / str(step)).metadata.get("metric")
+            value = self._read(step).metadata.get("metric")
         except CheckpointError:
             return None
         return None if isinstance(value, bool) or not isinstance(value, int | float) else float(value)
 
     def _clear(self, newest: int) -> None:
         """Delete old steps that are not to be kept, and the leftovers of killed saves."""
-        if self._keep is None or jax.process_index() != 0:
+        if jax.process_index() != 0:
+            return
+        for one in leftovers_in(self.directory):
+            # What is complete may be the only copy of a step that is newer than the one just saved.
+            if one.suffix and (one.step <= newest or not one.complete or one.suffix == DELETED):
+                remove(self.directory / one.name)
+        if self._keep is None:
             return
         good = [step for step in self.steps() if step <= newest and step not in self._bad]
         kept = {*good[-self._keep :], *self._ranked()[: self._keep_best]}
         for step in self.steps():
             if step < min(good[-self._keep :]) and step not in kept:
                 self._delete(self.directory / str(step))
-        for name in unfinished_in(self.directory):
-            if name.endswith((UNFINISHED, ".replaced", ".deleted")):
-                shutil.rmtree(self.directory / name, ignore_errors=True)
 
     def _delete(self, folder: Path) -> None:
         """Rename the folder, then delete it, so that a partly deleted folder is never mistaken for a step."""
-        aside = folder.with_name(f"{folder.name}.deleted")
+        aside = folder.with_name(folder.name + DELETED)
+        remove(aside)
         try:
             os.rename(folder, aside)
         except OSError as error:
             self._tell(f"checkpoint: {folder} cannot be deleted: {error.strerror}.")
-        shutil.rmtree(aside, ignore_errors=True)
+        remove(aside)
+
+
+def _newest_first(damaged: Sequence[tuple[int, str]], leftovers: Sequence[Leftover]) -> str:
+    """The problems of damaged steps and the reasons of leftovers, newest first, as one text."""
+    problems = [*damaged, *((one.step, one.reason) for one in leftovers)]
+    return " ".join(text for _, text in sorted(problems, key=lambda problem: -problem[0]))
 
 
 def check_numbers(where: str, numbers: Mapping[str, float | None]) -> None:

@@ -180,7 +180,7 @@ def read(folder: str | os.PathLike[str]) -> Manifest:
     """
     file = Path(folder) / NAME
     try:
-        with opened(file) as f:
+        with opened(Path(folder), NAME) as f:
             if os.fstat(f.fileno()).st_size > _MOST_BYTES:
                 raise DamagedError(f"{file} has more than {_MOST_BYTES:,} bytes, the limit for a manifest. {REMEDY}")
             content = f.readall().decode()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,7 +11,9 @@ from pathlib import Path
 import jax
 
 from jaxpar.checkpoint.manifest import TensorRecord
+from jaxpar.checkpoint.validate import opened
 from jaxpar.errors import CheckpointError
+from jaxpar.utils.durable import write_atomically
 
 _TIMEOUT = 600.0  # seconds
 type Files = dict[str, tuple[int, int]]
@@ -32,15 +33,14 @@ def gather(here: Path, tensors: dict[str, TensorRecord], files: Files) -> tuple[
         return tensors, files
     if rank:
         mine = {"sums": {path: tensor.sums for path, tensor in tensors.items()}, "files": files}
-        new = here / f"part.{rank}.new"
-        new.write_text(json.dumps(mine))
-        os.replace(new, here / f"part.{rank}")
+        write_atomically(here / f"part.{rank}", json.dumps(mine))
         _wait(lambda: not here.exists(), f"{here}: process 0 did not finish the checkpoint")
         return tensors, files
     for other in range(1, count):
         part = here / f"part.{other}"
         _wait(part.exists, f"{here}: process {other} did not finish its part")
-        found = json.loads(part.read_text())
+        with opened(here, part.name) as f:
+            found = json.loads(f.readall())
         part.unlink()
         files |= {name: (size, total) for name, (size, total) in found["files"].items()}
         for path, theirs in found["sums"].items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
-from jaxpar.checkpoint.manifest import Bounds, Manifest, TensorPiece, TensorRecord, read
+from jaxpar.checkpoint.manifest import DISK, Bounds, Manifest, TensorPiece, TensorRecord, read
 from jaxpar.checkpoint.match import Source, match
 from jaxpar.checkpoint.snapshot import Leaf, bounds, leaves_of
-from jaxpar.checkpoint.verify import read_piece, wrong_step
+from jaxpar.checkpoint.verify import file_problem, read_piece, wrong_step
 from jaxpar.errors import CheckpointError, DamagedError
 
 _WORKERS = 4
@@ -34,7 +34,8 @@ def restore(
     """Returns the state in a checkpoint, bitwise equal, sharded as ``like`` is, whatever layout it was saved in.
 
     Every piece that is read is compared with its checksum. A process reads only the pieces that its devices need (16
-    MiB or less each), and each device receives only its own shard.
+    MiB or less each), and each device receives only its own shard. Files that hold no tensor's values are checked too,
+    except, with ``only``, those of other tensors and of an optimizer state on disk.
 
     Args:
       directory: the checkpoint's folder.
@@ -71,6 +72,7 @@ def restore(
     targets = leaves_of(like)
     sources = match(targets, manifest.tensors, str(root), only=only, rename=rename)
     with ThreadPoolExecutor(_WORKERS) as pool:
+        _check_other_files(pool, root, manifest, sources.values(), everything=not only)
         for i, leaf in enumerate(targets):
             if leaf.path in sources:
                 leaves[i] = _restore_leaf(pool, root, manifest, leaf, sources[leaf.path])
@@ -80,6 +82,22 @@ def restore(
                     "Remedy: like=jp.init(...), or a part of the state."
                 )
     return jax.tree.unflatten(structure, leaves)
+
+
+def _check_other_files(
+    pool: ThreadPoolExecutor, root: Path, manifest: Manifest, sources: Iterable[Source], *, everything: bool
+) -> None:
+    """Check the files without values of tensors; unless ``everything``, without those that the sources do not need."""
+    folders = {tensor.folder for tensor in manifest.tensors.values()}
+    needed = {tensor.folder for source in sources for _, tensor in source.tensors}
+    pieces = {name for tensor in manifest.tensors.values() for name, _ in tensor.grid()}
+    unneeded = set() if everything else {*(folders - needed), DISK}
+    names = [
+        n for n in manifest.files if n not in pieces and unneeded.isdisjoint((n.rpartition("/")[0], n.split("/")[0]))
+    ]
+    for problem in pool.map(lambda name: file_problem(root, name, manifest), names):
+        if problem is not None:
+            raise DamagedError(problem)
 
 
 def _restore_leaf(pool: ThreadPoolExecutor, root: Path, manifest: Manifest, leaf: Leaf, source: Source) -> Any:

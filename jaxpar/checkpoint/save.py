@@ -24,6 +24,7 @@ import numpy as np
 
 from jaxpar.checkpoint import manifest
 from jaxpar.checkpoint.array_files import entry, write_arrays
+from jaxpar.checkpoint.leftovers import REPLACED, UNFINISHED, recover_one
 from jaxpar.checkpoint.manifest import DISK, Bounds, Manifest, TensorRecord
 from jaxpar.checkpoint.metadata import keys_of, layout_metadata, now, versions
 from jaxpar.checkpoint.multihost_merge import gather
@@ -31,13 +32,9 @@ from jaxpar.checkpoint.snapshot import Leaf, copied, dims_of, leaves_of, on_disk
 from jaxpar.checkpoint.verify import check_values, crc_of
 from jaxpar.errors import CheckpointError
 from jaxpar.sharding.layout import Layout
-from jaxpar.utils.durable import sync_folder
+from jaxpar.utils.durable import remove, sync_files, sync_folder
 
-UNFINISHED = ".unfinished"
-"""Suffix of the folder that a save writes into."""
 _SAVE_LOCK = threading.Lock()
-
-
 _NO_SPACE = os.strerror(errno.ENOSPC)
 
 
@@ -143,9 +140,7 @@ def begin(
     here = target.with_name(target.name + UNFINISHED)
     with _as_checkpoint_error(target, "cannot create the folder"):
         if jax.process_index() == 0:
-            shutil.rmtree(here, ignore_errors=True)  # left by a save that was killed
-            _check_disk_space(target, leaves)
-            here.mkdir(mode=0o700, parents=True)
+            _create_folder(here, target, leaves)
     copies = copied([leaf.value for leaf in leaves])
     if disk is not None:
         disk.snapshot(here / DISK)
@@ -162,11 +157,21 @@ def begin(
         except BaseException as error:  # noqa: BLE001 (`Saving.wait` raises it)
             saving._error = error
             if jax.process_index() == 0:  # a partial save must not keep a full disk full
-                shutil.rmtree(here, ignore_errors=True)
+                remove(here)
 
     saving._thread = threading.Thread(target=run, name=f"save {target.name}")
     saving._thread.start()
     return saving
+
+
+def _create_folder(here: Path, target: Path, leaves: list[Leaf]) -> None:
+    """Create the folder ``here`` that the save of ``target`` writes into."""
+    if target.exists() and not target.is_dir():
+        raise OSError(errno.ENOTDIR, "it exists and is not a folder; delete it, or use another name")
+    recover_one(target)  # otherwise `here` may be its only copy
+    remove(here)  # left by a save that was killed
+    _check_disk_space(target, leaves)
+    here.mkdir(mode=0o700, parents=True)
 
 
 def _finish(here: Path, target: Path, leaves: list[Leaf], dims: dict[str, Any], head: Manifest, verify: bool) -> None:
@@ -181,7 +186,9 @@ def _finish(here: Path, target: Path, leaves: list[Leaf], dims: dict[str, Any], 
     tensors, files = gather(here, tensors, files)
     if jax.process_index() == 0:
         others = sorted(p for p in here.rglob("*") if p.is_file() and p.relative_to(here).as_posix() not in files)
-        files |= {p.relative_to(here).as_posix(): crc_of(p) for p in others}
+        files |= {(name := p.relative_to(here).as_posix()): crc_of(here, name) for p in others}
+        folders = {here / tensor.folder for tensor in tensors.values()}
+        sync_files(p for p in others if p.parent not in folders)  # in those, tensorstore syncs every file
         manifest.write(here, replace(head, tensors=tensors, files=files))
         _rename(here, target)
 
@@ -224,13 +231,19 @@ def _part(array: np.ndarray, at: Bounds, bounds: Bounds) -> np.ndarray:
 
 def _rename(here: Path, target: Path) -> None:
     """Rename a complete folder to its final name, replacing any folder of that name."""
-    old = target.with_name(f"{target.name}.replaced")
-    if target.exists():
-        shutil.rmtree(old, ignore_errors=True)
+    old = target.with_name(target.name + REPLACED)
+    replaces = os.path.lexists(target)
+    if replaces:
+        remove(old)
         os.rename(target, old)
-    os.rename(here, target)
+    try:
+        os.rename(here, target)
+    except OSError:
+        if replaces:
+            os.rename(old, target)
+        raise
     sync_folder(target.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    remove(old)
 
 
 @contextmanager

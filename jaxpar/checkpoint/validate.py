@@ -13,7 +13,7 @@ from jaxpar.utils.checks import is_count
 
 
 def inside(name: str) -> bool:
-    """Whether a name from a manifest stays inside the checkpoint's folder (symbolic links are checked elsewhere).
+    """Whether a name from a manifest stays inside the checkpoint's folder (:func:`opened` checks symbolic links).
 
     >>> inside("arrays/params.w/0.0"), inside("../other"), inside("/etc/passwd")
     (True, False, False)
@@ -24,17 +24,48 @@ def inside(name: str) -> bool:
     )
 
 
-def opened(file: Path) -> FileIO:
-    """Open a regular file for reading, unbuffered.
+def opened(root: Path, name: str) -> FileIO:
+    """Open a regular file of a checkpoint for reading, unbuffered, without following a symbolic link below ``root``.
+
+    Args:
+      root: the checkpoint's folder; it may be a link itself.
+      name: the file, relative to ``root``.
 
     Raises:
-      OSError: it is not a regular file but, for example, a pipe, a device or a folder; reading a pipe might never end.
+      OSError: it is outside of ``root``, there is a symbolic link on the way, or it is not a regular file but, for
+        example, a pipe, a device or a folder; reading a pipe might never end.
     """
-    found = FileIO(os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb")
+    if not inside(name):
+        raise OSError(errno.EINVAL, "it is outside the checkpoint's folder")
+    *folders, last = name.split("/")
+    at = os.open(root, _FOLDER)
+    try:
+        for folder in folders:
+            inner = os.open(folder, _FOLDER | os.O_NOFOLLOW, dir_fd=at)
+            os.close(at)
+            at = inner
+        found = FileIO(os.open(last, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=at), "rb")
+    except OSError as error:
+        raise _of_link(root, name) or error from None
+    finally:
+        os.close(at)
     if not stat.S_ISREG(os.fstat(found.fileno()).st_mode):
         found.close()
         raise OSError(errno.EINVAL, "it is not a regular file")
     return found
+
+
+_FOLDER = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
+"""Flags that open a folder in order to open what is in it."""
+
+
+def _of_link(root: Path, name: str) -> OSError | None:
+    """The error of a path with a symbolic link below ``root``; ``None`` if there is none."""
+    paths = [root / name, *(root / name).parents[: name.count("/")]]
+    link = next((path for path in reversed(paths) if path.is_symlink()), None)
+    if link is None:
+        return None
+    return OSError(errno.ELOOP, f"{'it' if link == paths[0] else link} is a symbolic link")
 
 
 def table(data: Any, key: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxpar.checkpoint.manifest import NAME, Bounds, Manifest, TensorPiece, TensorRecord, read
-from jaxpar.checkpoint.validate import inside, opened
+from jaxpar.checkpoint.validate import opened
 from jaxpar.errors import CheckpointError, DamagedError
 
 _BLOCK_BYTES, _MOST = 1 << 20, 20
@@ -110,16 +111,50 @@ def wrong_step(folder: Path, manifest: Manifest, step: int) -> str:
 def steps_in(folder: str | os.PathLike[str]) -> list[int]:
     """Returns the steps whose folder has a manifest, oldest first; their data is not verified.
 
+    A step's folder and its manifest must not be symbolic links.
+
     Raises:
       CheckpointError: the folder exists but cannot be read, so an empty list would be wrong.
     """
-    return sorted(int(name) for name, complete in _subfolders(Path(folder)) if complete)
+    root = Path(folder)
+    return sorted(int(name) for name in names_in(root) if STEP.fullmatch(name) and not incomplete(root / name))
 
 
-def unfinished_in(folder: str | os.PathLike[str]) -> list[str]:
-    """Returns folders of steps without a manifest, and leftovers of interrupted saves. Raises as :func:`steps_in`."""
-    found = _subfolders(Path(folder))
-    return sorted(name for name, complete in found if not complete and re.match(r"[0-9]+(\.|$)", name))
+def names_in(folder: Path) -> list[str]:
+    """Returns the names in a run's folder, none if there is no such folder. Raises as :func:`steps_in`."""
+    try:
+        return os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise _cannot_read(folder, error) from error
+
+
+def incomplete(folder: Path) -> str | None:
+    """Returns why ``folder``, in a run's folder, cannot be a complete checkpoint, or ``None``; its data is not read.
+
+    Raises as :func:`steps_in`.
+    """
+    try:
+        mode = os.lstat(folder).st_mode
+        if not stat.S_ISDIR(mode):
+            return f"{folder} is {_kind(mode)}, not a folder."
+        mode = os.lstat(folder / NAME).st_mode
+    except FileNotFoundError:
+        return f"{folder} is incomplete: {NAME} is missing."
+    except OSError as error:
+        raise _cannot_read(folder.parent, error) from error
+    return None if stat.S_ISREG(mode) else f"{folder / NAME} is {_kind(mode)}, not a regular file."
+
+
+def _kind(mode: int) -> str:
+    kinds = {stat.S_IFLNK: "a symbolic link", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFREG: "a file"}
+    return kinds.get(stat.S_IFMT(mode), "a device or socket")
+
+
+def _cannot_read(folder: Path, error: OSError) -> CheckpointError:
+    text = f"{folder} cannot be read: {error.strerror}."
+    return CheckpointError(f"{text} Remedy: grant read permission on it and on its step folders.")
 
 
 def health(folder: str | os.PathLike[str]) -> Iterator[Health]:
@@ -148,29 +183,15 @@ def health(folder: str | os.PathLike[str]) -> Iterator[Health]:
         yield Health(number, tuple(found), manifest.bytes, len(manifest.tensors), when if isinstance(when, str) else "")
 
 
-def locate(root: Path, name: str) -> Path:
-    """Returns the path of a file that the manifest names.
-
-    Raises:
-      DamagedError: a symbolic link points outside the checkpoint's folder.
-    """
-    file = root / name
-    if not inside(name) or os.path.realpath(file) != os.path.join(os.path.realpath(root), *name.split("/")):
-        raise DamagedError(f"{file} points outside the checkpoint's folder.")
-    return file
-
-
 def file_problem(root: Path, name: str, manifest: Manifest) -> str | None:
     """Returns the problem of a file that holds no tensor's values, or ``None``."""
-    size, total = manifest.files[name]
+    (size, total), file = manifest.files[name], root / name
     try:
-        file = locate(root, name)
-        there = file.stat().st_size
-        if there != size:
-            return f"{file} has {there:,} bytes, expected {size:,}."
-        found = crc_of(file)[1]
+        there, found = crc_of(root, name, most=size)
     except (OSError, ValueError) as error:
-        return unreadable(root / name, error)
+        return unreadable(file, error)
+    if there != size:
+        return f"{file} has {there:,} bytes, expected {size:,}."
     if found == total:
         return None
     return f"{file} was changed after it was written: its checksum is {found:08x}, expected {total:08x}."
@@ -187,7 +208,7 @@ def read_piece(
     name, bounds, of_values = piece
     (size, total), into = manifest.files[name], memoryview(buffer)
     try:
-        with opened(locate(root, name)) as f:
+        with opened(root, name) as f:
             there = os.fstat(f.fileno()).st_size
             if there != size or size != into.nbytes:
                 raise DamagedError(f"{root / name}, which holds {path}, has {there:,} bytes, expected {into.nbytes:,}.")
@@ -230,10 +251,14 @@ def check_values(
         )
 
 
-def crc_of(file: Path) -> tuple[int, int]:
-    """Returns the size in bytes and the CRC-32 of a file."""
-    size = total = 0
-    with opened(file) as f:
+def crc_of(root: Path, name: str, most: int | None = None) -> tuple[int, int]:
+    """Returns the size in bytes and the CRC-32 of a checkpoint's file; a file of more than ``most`` is not read."""
+    total = 0
+    with opened(root, name) as f:
+        size = os.fstat(f.fileno()).st_size
+        if most is not None and size > most:
+            return size, -1
+        size = 0
         while block := f.read(_BLOCK_BYTES):
             size, total = size + len(block), zlib.crc32(block, total)
     return size, total
@@ -247,15 +272,3 @@ def unreadable(file: Path, error: Exception, path: str = "") -> str:
     if isinstance(error, FileNotFoundError | NotADirectoryError):
         return f"{what} is missing."
     return f"{what} cannot be read: {getattr(error, 'strerror', None) or error}."
-
-
-def _subfolders(folder: Path) -> list[tuple[str, bool]]:
-    """Returns the names of the subfolders, and whether each is the folder of a step and has a manifest."""
-    try:
-        names = [p.name for p in folder.iterdir() if p.is_dir()]
-        return [(name, bool(STEP.fullmatch(name)) and (folder / name / NAME).is_file()) for name in names]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as error:
-        text = f"{folder} cannot be read: {error.strerror}."
-        raise CheckpointError(f"{text} Remedy: grant read permission on it and on its step folders.") from error

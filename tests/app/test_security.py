@@ -121,9 +121,10 @@ def test_pickles_in_the_place_of_arrays_are_numbers_at_most(one: Path, tmp_path:
     assert len(problems_of(one)) == 1
     signed(one, "arrays/w/0", pickled[:16])
     assert jp.restore(one, LIKE)["w"].tobytes() == pickled[:16]
-    for name in (".zarray", ".zattrs"):  # jaxpar does not read files of orbax either.
+    for name in (".zarray", ".zattrs"):  # jaxpar reads files of orbax for their checksums only.
         (one / "arrays/w" / name).write_bytes(pickled)
-    jp.restore(one, LIKE)
+    with pytest.raises(DamagedError, match=rf"^{one}/arrays/w/\.zarray has {len(pickled)} bytes, expected \d+\.$"):
+        jp.restore(one, LIKE)
     (one / NAME).write_bytes(pickled)
     with pytest.raises(DamagedError, match=r"manifest\.json (was changed after it was written|is not JSON)"):
         jp.restore(one, LIKE)
@@ -136,9 +137,9 @@ def test_nothing_leads_out_of_a_checkpoint(one: Path, tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     (one / "arrays").rename(outside)
     (one / "arrays").symlink_to(outside, target_is_directory=True)
-    with pytest.raises(DamagedError, match=rf"^{one}/arrays/w/0 points outside the checkpoint's folder\.$"):
+    with pytest.raises(DamagedError, match=rf"^{one}/arrays/\S+ cannot be read: {one}/arrays is a symbolic link\.$"):
         jp.restore(one, LIKE)
-    assert all("points outside the checkpoint's folder" in text for text in problems_of(one))
+    assert all(f"{one}/arrays is a symbolic link" in text for text in problems_of(one))
     true = read(one)
     for folder in ("../outside/w", "/etc", "arrays/../../outside/w", "arrays//w", "arrays/./w", "a\\..\\w", "a\0b"):
         made = replace(true, tensors={"w": replace(true.tensors["w"], folder=folder)})
@@ -176,7 +177,7 @@ def test_pipes_devices_and_size_bombs_end_no_restore(one: Path) -> None:
             Manifest.from_json(made.to_json(), "m")
     (one / NAME).unlink()
     (one / NAME).symlink_to("/dev/zero")  # It has size 0 and no end.
-    with pytest.raises(DamagedError, match=rf"^{one / NAME} cannot be read: it is not a regular file\. Remedy: "):
+    with pytest.raises(DamagedError, match=rf"^{one / NAME} cannot be read: it is a symbolic link\. Remedy: "):
         read(one)
     (one / NAME).unlink()
     with (one / NAME).open("wb") as f:

@@ -330,7 +330,8 @@ def test_damage_names_tensor_and_file_in_words(saved: Path, state: jp.TrainState
     assert damaged(Path.unlink) == "FILE, which holds params/block/up, is missing."
     outside = tmp_path / "outside"
     shutil.copyfile(saved / piece, outside)
-    assert damaged(lambda f: (f.unlink(), f.symlink_to(outside))) == "FILE points outside the checkpoint's folder."
+    link = "FILE, which holds params/block/up, cannot be read: it is a symbolic link."
+    assert damaged(lambda f: (f.unlink(), f.symlink_to(outside))) == link
 
 
 def test_a_manifest_of_another_state_or_one_made_up_is_refused(
@@ -339,7 +340,8 @@ def test_a_manifest_of_another_state_or_one_made_up_is_refused(
     other, copy = tmp_path / "other", tmp_path / "copy"
     jp.save(other, replace(state, params=jax.tree.map(lambda x: x * 2, state.params)))
     shutil.copytree(saved, copy)
-    shutil.copyfile(other / "manifest.json", copy / "manifest.json")
+    for name in ("manifest.json", "arrays/_CHECKPOINT_METADATA", "arrays/commit_success.txt"):
+        shutil.copyfile(other / name, copy / name)  # the last two have the time and the folder of the save
     with pytest.raises(DamagedError, match=r"which holds params/block/bias, was changed after it was written"):
         jp.restore(copy, state)
     true = read(saved)
@@ -357,8 +359,9 @@ def test_a_manifest_of_another_state_or_one_made_up_is_refused(
             Manifest.from_json(made.to_json(), "m")
     # Its checksums agree with each other and with the files, but not with the values.
     values = replace(true, tensors={**true.tensors, name: replace(tensor, sums=tensor.sums[::-1])})
-    write_manifest(copy, values)
-    assert "holds values of params/block/up that differ from those in memory" in problems_of(copy)[0]
+    shutil.copytree(saved, tmp_path / "again")
+    write_manifest(tmp_path / "again", values)
+    assert "holds values of params/block/up that differ from those in memory" in problems_of(tmp_path / "again")[0]
 
 
 JSON = st.recursive(
@@ -417,7 +420,9 @@ def test_a_damaged_newest_step_falls_back_and_says_so(tmp_path: Path) -> None:
         assert found is not None and found.step == 20 and found.state["w"].tolist() == [20.0] * 4
         assert len(told) == 1 and told[0].startswith("checkpoint: falling back to step 20, the newest intact step: ")
         assert (
-            f"{tmp_path}/40 is incomplete." in told[0]
+            f"{tmp_path}/40 is incomplete: manifest.json is missing." in told[0]
+            and f"{tmp_path}/50.unfinished is incomplete: its save was killed or has not ended." in told[0]
+            and f"{tmp_path}/60 is a file, not a folder." in told[0]
             and "30/arrays/w/0, which holds w, was changed after it was written" in told[0]
         )
         report = {h.step: h.good for h in health(tmp_path)}
@@ -432,7 +437,7 @@ def test_a_damaged_newest_step_falls_back_and_says_so(tmp_path: Path) -> None:
             manager.restore_latest({"v": LIKE["w"]})
         for step in (10, 30):
             os.truncate(tmp_path / str(step) / "manifest.json", 40)
-        with pytest.raises(CheckpointError, match=r"all steps \[10, 20, 30\] are damaged"):
+        with pytest.raises(CheckpointError, match=r"all steps \[10, 20, 30, 40, 60\] are damaged"):
             manager.restore_latest(LIKE)
 
 

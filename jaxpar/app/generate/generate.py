@@ -24,6 +24,7 @@ from jaxpar.app.launch import heartbeat
 from jaxpar.app.train.checkpointing import config_changes, config_values, flatten
 from jaxpar.app.train.compile import iterate_until_signal
 from jaxpar.app.train.signals import Stop, signal_name
+from jaxpar.checkpoint.leftovers import leftovers_in
 from jaxpar.checkpoint.manifest import NAME, read
 from jaxpar.checkpoint.verify import steps_in
 from jaxpar.data.sources import SEPARATOR
@@ -195,7 +196,7 @@ def restored(directory: Path, params: Any, tell: Any) -> tuple[Any, Path]:
     Args:
       directory: folder of a run's checkpoints, or of one checkpoint.
       params: the parameters, as shapes with shardings.
-      tell: called with a message for each damaged step.
+      tell: called with a message for each newer step that is damaged or incomplete.
 
     Returns:
       The parameters, and the folder of the step.
@@ -219,7 +220,8 @@ def restored(directory: Path, params: Any, tell: Any) -> tuple[Any, Path]:
         except DamagedError as error:
             problems.append(str(error))
             continue
-        for problem in problems:
+        passed = [] if single else [one.reason for one in leftovers_in(directory) if one.newer_than(int(folder.name))]
+        for problem in [*passed, *problems]:
             tell(f"[bold]skipped: {escape(problem)}[/]")
         remedy = "a folder that all processes share, or copies of it."
         manifest = _digest((folder / NAME).read_bytes())
@@ -233,8 +235,9 @@ def _folders(directory: Path) -> tuple[bool, list[str]]:
     one = (directory / NAME).is_file()
     names = [directory.name] if one else [str(step) for step in reversed(steps_in(directory))]
     if not names:
+        passed = "".join(f" {one.reason}" for one in leftovers_in(directory))
         raise CheckpointError(
-            f"{directory}: no checkpoint found. Remedy: pass the folder of a run's checkpoints, such as "
+            f"{directory}: no checkpoint found.{passed} Remedy: pass the folder of a run's checkpoints, such as "
             "runs/one/checkpoints, or of one of its steps."
         )
     return one, names

@@ -31,7 +31,7 @@ def read_records(file: Path, tell: Callable[[str], None]) -> list[dict[str, Any]
     [{'step': 1, 'loss': 2.5}]
     """
     try:
-        with opened(file) as f:
+        with opened(file.parent, file.name) as f:
             *lines, last = f.readall().split(b"\n")
     except FileNotFoundError:
         return []

@@ -79,11 +79,13 @@ def test_the_newest_good_step_goes_on_on_another_mesh(
             manager.save(step, {"params": saying(shapes, step), "opt_state": jnp.ones(3)}, layout=layout)
     piece = max((folder / "2").rglob("*"), key=lambda file: file.stat().st_size if file.is_file() else 0)
     piece.write_bytes(piece.read_bytes()[:-1] + b"?")
+    (folder / "3").mkdir()
     asked = ["--prompt", "abc", "--prompt", "uv", "--max-new-tokens", "5", "--checkpoint", str(folder)]
     mesh = ["--set", f"layout={LAYOUTS / 'fsdp.yaml'}"]
     assert main(["generate", str(config), *asked, *mesh]) == 0
     out, told = capsys.readouterr()
     assert out == "[0] abcdefgh\n[1] uvwxyz{\n"
+    assert f"skipped: {folder / '3'} is incomplete: manifest.json is missing." in told
     assert f"skipped: {folder / '2'}" in told and f"parameters of {folder / '1'} on data 8" in told
 
     wide = job_of(config, "model.mlp=32")
@@ -93,6 +95,12 @@ def test_the_newest_good_step_goes_on_on_another_mesh(
         match=r"blocks/mlp/up is float32\[1, 64, 24\] in the checkpoint, but float32\[1, 64, 32\] in the state",
     ):
         restored(folder / "1", model.params, print)
+    (folder / "1").rename(folder / "1.unfinished")
+    (folder / "2").rename(folder / "old")
+    with pytest.raises(
+        CheckpointError, match=r"no checkpoint found\. .*/3 is incomplete: .*/1.unfinished is complete, but"
+    ):
+        restored(folder, model.params, print)
 
 
 def test_two_processes_restore_their_own_bytes_and_one_streams(

@@ -1,0 +1,77 @@
+"""Locks, atomic replacement and deletion never follow a symbolic link out of a folder."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxpar.errors import CheckpointError, DiskError
+from jaxpar.utils.durable import LOCK, Lock, remove, write_atomically
+
+
+@pytest.fixture
+def dear(tmp_path: Path) -> Path:
+    """A file outside of the folder ``tmp_path / "run"``."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "dear").write_text("dear")
+    return tmp_path / "dear"
+
+
+PLANTED: dict[str, tuple[Callable[[Path, Path], Any], str]] = {
+    "a link": (lambda lock, dear: lock.symlink_to(dear), "a symbolic link"),
+    "a link to nothing": (lambda lock, dear: lock.symlink_to(dear.with_name("new")), "a symbolic link"),
+    "a pipe": (lambda lock, _: os.mkfifo(lock), "no regular file"),
+    "a folder": (lambda lock, _: lock.mkdir(), "no regular file"),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_lock_that_is_not_a_regular_file_is_an_error(dear: Path, name: str) -> None:
+    plant, what = PLANTED[name]
+    lock = dear.with_name("run") / LOCK
+    plant(lock, dear)
+    text = f"{lock} is {what}, so it cannot be locked. Remedy: delete it."
+    for error in (CheckpointError, DiskError):
+        with pytest.raises(error, match=f"^{re.escape(text)}$"):
+            Lock(lock.parent, error)
+    assert dear.read_text() == "dear" and sorted(p.name for p in dear.parent.iterdir()) == ["dear", "run"]
+
+
+def test_a_lock_that_another_run_holds_keeps_its_content(tmp_path: Path) -> None:
+    (tmp_path / LOCK).write_text("the text of a longer process of the past, which is replaced\n")
+    one = Lock(tmp_path, CheckpointError)
+    text = (tmp_path / LOCK).read_text()
+    assert re.fullmatch(rf"process {os.getpid()} on \S+\n", text)
+    with pytest.raises(CheckpointError, match=rf"in use by another run \({re.escape(text.strip())}\)"):
+        Lock(tmp_path, CheckpointError)
+    assert (tmp_path / LOCK).read_text() == text
+    one.release()
+    one.release()
+    Lock(tmp_path, CheckpointError).release()
+
+
+def test_a_file_is_replaced_and_no_link_is_followed(dear: Path) -> None:
+    file = dear.with_name("run") / "record"
+    for name in ("record", "record.new"):
+        (file.parent / name).symlink_to(dear)
+    write_atomically(file, "one")
+    (file.parent / "record.new").write_text("what a killed process wrote")
+    write_atomically(file, "two")
+    assert file.read_text() == "two" and not file.is_symlink() and dear.read_text() == "dear"
+    assert os.listdir(file.parent) == ["record"] and file.stat().st_mode & 0o77 == 0
+
+
+def test_what_is_removed_is_the_link(dear: Path) -> None:
+    run = dear.with_name("run")
+    (run / "link").symlink_to(dear.parent, target_is_directory=True)
+    (run / "folder").mkdir()
+    (run / "folder" / "link").symlink_to(dear.parent, target_is_directory=True)
+    (run / "file").write_text("")
+    for name in ("link", "folder", "file", "nothing"):
+        remove(run / name)
+    assert os.listdir(run) == [] and dear.read_text() == "dear"
