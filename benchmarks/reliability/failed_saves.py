@@ -140,7 +140,7 @@ FAULTS = {
     "damaged_metrics": Fault(damaged_metrics, 0, [2]),
     "full_at_the_start": Fault(full_at_the_start, 0, [2]),
     "read_only_output": Fault(read_only_output, 0, [2]),
-    "lock_that_is_a_link": Fault(lock_that_is_a_link, 74, []),
+    "lock_that_is_a_link": Fault(lock_that_is_a_link, 1, []),
 }
 MOUNTED = ["unshare", "--map-root-user", "--mount", "sh", "-c", 'mount -t tmpfs -o size=5m none "$0" && exec "$@"']
 

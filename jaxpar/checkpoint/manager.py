@@ -63,6 +63,7 @@ class CheckpointManager:
 
     Raises:
       CheckpointError: another run holds the folder.
+      DamagedError: ``lock`` in the folder is a symbolic link, which might lead out of it, or no regular file.
       ConfigError: an argument is invalid.
 
     >>> import tempfile, jax, jax.numpy as jnp
@@ -223,7 +224,8 @@ class CheckpointManager:
           ``None`` if there is no step.
 
         Raises:
-          CheckpointError: the newest undamaged step is of another model; or there are steps, but all are damaged.
+          CheckpointError: the newest undamaged step is of another model.
+          DamagedError: there are steps, but all are damaged.
         """
         self.wait()
         steps, leftovers = self._choices(before)
@@ -240,7 +242,7 @@ class CheckpointManager:
             return found
         passed = _newest_first(damaged, leftovers)
         if bad := sorted({*steps, *(one.step for one in leftovers if not one.suffix)}):
-            raise CheckpointError(
+            raise DamagedError(
                 f"{self.directory}: all steps {bad} are damaged: {passed} Remedy: restore them from a copy, or delete "
                 "them to start anew."
             )
@@ -333,7 +335,7 @@ class CheckpointManager:
     def _acquire_lock(self) -> None:
         if self._lock is None and jax.process_index() == 0:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock = Lock(self.directory, CheckpointError)
+            self._lock = Lock(self.directory, CheckpointError, DamagedError)
 
     def _failed(self, step: int | None, text: str) -> None:
         self._retry = time.monotonic() + RETRY
@@ -352,9 +354,9 @@ class CheckpointManager:
     def _metric(self, step: int) -> float | None:
         try:
             value = self._read(step).metadata.get("metric")
-        except CheckpointError:
+            return None if isinstance(value, bool) or not isinstance(value, int | float) else float(value)
+        except (CheckpointError, OverflowError):
             return None
-        return None if isinstance(value, bool) or not isinstance(value, int | float) else float(value)
 
     def _clear(self, newest: int) -> None:
         """Delete old steps that are not to be kept, and the leftovers of killed saves."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
-import stat
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from jaxpar.utils.checks import is_count
+from jaxpar.utils.durable import link_text, open_regular
 
 
 def inside(name: str) -> bool:
@@ -44,15 +44,11 @@ def opened(root: Path, name: str) -> FileIO:
             inner = os.open(folder, _FOLDER | os.O_NOFOLLOW, dir_fd=at)
             os.close(at)
             at = inner
-        found = FileIO(os.open(last, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=at), "rb")
+        return FileIO(open_regular(last, os.O_RDONLY, dir_fd=at), "rb")
     except OSError as error:
         raise _of_link(root, name) or error from None
     finally:
         os.close(at)
-    if not stat.S_ISREG(os.fstat(found.fileno()).st_mode):
-        found.close()
-        raise OSError(errno.EINVAL, "it is not a regular file")
-    return found
 
 
 _FOLDER = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
@@ -65,7 +61,7 @@ def _of_link(root: Path, name: str) -> OSError | None:
     link = next((path for path in reversed(paths) if path.is_symlink()), None)
     if link is None:
         return None
-    return OSError(errno.ELOOP, f"{'it' if link == paths[0] else link} is a symbolic link")
+    return OSError(errno.ELOOP, f"{'it' if link == paths[0] else link} is {link_text(link)}")
 
 
 def table(data: Any, key: str) -> dict[str, Any]:

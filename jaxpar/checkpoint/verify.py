@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import stat
 import zlib
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,8 +17,9 @@ import numpy as np
 from jaxpar.checkpoint.manifest import NAME, Bounds, Manifest, TensorPiece, TensorRecord, read
 from jaxpar.checkpoint.validate import opened
 from jaxpar.errors import CheckpointError, DamagedError
+from jaxpar.utils.durable import link_text
 
-_BLOCK_BYTES, _MOST = 1 << 20, 20
+_BLOCK_BYTES, _MOST, _PENDING = 1 << 20, 20, 256
 STEP = re.compile(r"0|[1-9][0-9]{0,14}")
 """Matches the folder name of a step; other names in a run's folder are ignored."""
 
@@ -77,13 +79,18 @@ def problems_of(
 
     found = [wrong_step(root, manifest, step)] if step is not None and manifest.step not in (None, step) else []
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-        for problem in pool.map(look, sorted(manifest.files)):
+        for problem in map_in_order(pool, look, sorted(manifest.files)):
             if problem is not None:
                 found.append(problem)
             if len(found) == _MOST:
-                pool.shutdown(cancel_futures=True)
                 return [*found, "and possibly more: the search stopped here."]
     return found
+
+
+def map_in_order[T, R](pool: Executor, work: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
+    """Like ``pool.map``, which would queue all items immediately; a manifest may list a million files."""
+    for some in itertools.batched(items, _PENDING):
+        yield from pool.map(work, some)
 
 
 def check(folder: str | os.PathLike[str], step: int | None = None) -> Manifest:
@@ -138,17 +145,17 @@ def incomplete(folder: Path) -> str | None:
     try:
         mode = os.lstat(folder).st_mode
         if not stat.S_ISDIR(mode):
-            return f"{folder} is {_kind(mode)}, not a folder."
+            return f"{folder} is {_kind(folder, mode)}, not a folder."
         mode = os.lstat(folder / NAME).st_mode
     except FileNotFoundError:
         return f"{folder} is incomplete: {NAME} is missing."
     except OSError as error:
         raise _cannot_read(folder.parent, error) from error
-    return None if stat.S_ISREG(mode) else f"{folder / NAME} is {_kind(mode)}, not a regular file."
+    return None if stat.S_ISREG(mode) else f"{folder / NAME} is {_kind(folder / NAME, mode)}, not a regular file."
 
 
-def _kind(mode: int) -> str:
-    kinds = {stat.S_IFLNK: "a symbolic link", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFREG: "a file"}
+def _kind(path: Path, mode: int) -> str:
+    kinds = {stat.S_IFLNK: link_text(path), stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFREG: "a file"}
     return kinds.get(stat.S_IFMT(mode), "a device or socket")
 
 

@@ -1,6 +1,6 @@
 """Files and folders that survive a kill: exclusive locks, atomic replacement, synced folders.
 
-No function here follows a symbolic link in the last part of a path that it writes, locks or deletes.
+No function here follows a symbolic link in the last part of a path that it opens, locks or deletes.
 """
 
 from __future__ import annotations
@@ -24,29 +24,28 @@ class Lock:
 
     Args:
       folder: the folder; the file ``lock`` in it names the holder.
-      error: the error that is raised where another run holds the lock.
+      held: the error that is raised where another run holds the lock; it names the process that does.
+      irregular: the error that is raised where ``lock`` is not a regular file; a symbolic link would lead elsewhere.
 
     Raises:
-      JaxparError: ``error``; it names the process that holds the lock. Or ``lock`` is not a regular file: a symbolic
-        link would lead out of the folder.
+      JaxparError: ``held`` or ``irregular``.
       OSError: the folder cannot be written to.
     """
 
-    def __init__(self, folder: Path, error: type[JaxparError]):
+    def __init__(self, folder: Path, held: type[JaxparError], irregular: type[JaxparError]):
         file = folder / LOCK
         try:
-            self._file = _open_regular(file)
+            self._file = open_regular(file, os.O_RDWR | os.O_CREAT)
         except OSError as cause:
-            if cause.errno not in (errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.EINVAL):
+            if cause.errno not in (errno.ELOOP, errno.EINVAL):
                 raise
-            what = "a symbolic link" if file.is_symlink() else "no regular file"
-            raise error(f"{file} is {what}, so it cannot be locked. Remedy: delete it.") from cause
+            raise irregular(f"{file} cannot be locked: {cause.strerror}. Remedy: delete it.") from cause
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = os.pread(self._file, 200, 0).decode(errors="replace").strip() or "an unknown process"
             os.close(self._file)
-            raise error(
+            raise held(
                 f"{folder} is in use by another run ({holder}). Remedy: use another folder, or end that run."
             ) from None
         os.ftruncate(self._file, 0)
@@ -59,13 +58,39 @@ class Lock:
             self._file = -1
 
 
-def _open_regular(file: Path) -> int:
-    """Returns the descriptor of a regular file, which is created if it is missing and whose content is kept."""
-    found = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
-    if not stat.S_ISREG(os.fstat(found).st_mode):
+def open_regular(file: Path | str, flags: int, *, mode: int = 0o600, dir_fd: int | None = None) -> int:
+    """Open a regular file without following a symbolic link, and without waiting for the other end of a pipe.
+
+    Args:
+      file, flags, mode, dir_fd: as for :func:`os.open`.
+
+    Returns:
+      The descriptor.
+
+    Raises:
+      OSError: as of :func:`os.open`. ``ELOOP``: the file is a symbolic link; the text says where it leads. ``EINVAL``:
+        it is a folder, a pipe, a device or a socket.
+    """
+    try:
+        found = os.open(file, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode, dir_fd=dir_fd)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, f"it is {link_text(file, dir_fd=dir_fd)}") from None
+        if error.errno not in (errno.EISDIR, errno.ENXIO):
+            raise
+    else:
+        if stat.S_ISREG(os.fstat(found).st_mode):
+            return found
         os.close(found)
-        raise OSError(errno.EINVAL, "it is not a regular file")
-    return found
+    raise OSError(errno.EINVAL, "it is not a regular file")
+
+
+def link_text(link: Path | str, *, dir_fd: int | None = None) -> str:
+    """Describes a symbolic link, with the path that it holds, for an error."""
+    try:
+        return f"a symbolic link to {os.readlink(link, dir_fd=dir_fd)!r:.300}"
+    except OSError:  # another process has replaced it
+        return "a symbolic link"
 
 
 def write_atomically(file: Path, text: str) -> None:
@@ -97,7 +122,7 @@ def sync_files(files: Iterable[Path]) -> None:
     """Sync files and the folders that they are in to disk."""
     paths = list(files)
     for file in paths:
-        f = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        f = open_regular(file, os.O_RDONLY)
         try:
             os.fsync(f)
         finally:

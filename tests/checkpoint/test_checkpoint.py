@@ -330,7 +330,7 @@ def test_damage_names_tensor_and_file_in_words(saved: Path, state: jp.TrainState
     assert damaged(Path.unlink) == "FILE, which holds params/block/up, is missing."
     outside = tmp_path / "outside"
     shutil.copyfile(saved / piece, outside)
-    link = "FILE, which holds params/block/up, cannot be read: it is a symbolic link."
+    link = f"FILE, which holds params/block/up, cannot be read: it is a symbolic link to '{outside}'."
     assert damaged(lambda f: (f.unlink(), f.symlink_to(outside))) == link
 
 

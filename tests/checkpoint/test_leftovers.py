@@ -16,6 +16,7 @@ import pytest
 
 import jaxpar as jp
 from jaxpar.app.doctor.checkpoints import examine
+from jaxpar.app.launch.exit_codes import ExitCode, exit_code
 from jaxpar.checkpoint import manager as manager_module
 from jaxpar.checkpoint import save as writing
 from jaxpar.checkpoint.leftovers import leftovers_in, recover
@@ -66,11 +67,11 @@ AWAY: dict[str, tuple[Callable[[Path, Path], Any], str]] = {
     "a pipe": (lambda run, _: os.mkfifo(run / MANIFEST), f"{MANIFEST} is a pipe, not a regular file."),
     "a link": (
         lambda run, away: (run / MANIFEST).symlink_to(away / "30/manifest.json"),
-        f"{MANIFEST} is a symbolic link, not a regular file.",
+        f"{MANIFEST} is a symbolic link to '{{away}}/30/manifest.json', not a regular file.",
     ),
     "a linked step": (
         lambda run, away: (shutil.rmtree(run / "30"), (run / "30").symlink_to(away / "30")),
-        "30 is a symbolic link, not a folder.",
+        "30 is a symbolic link to '{away}/30', not a folder.",
     ),
     "a file": (
         lambda run, _: (shutil.rmtree(run / "30"), (run / "30").write_text("")),
@@ -85,6 +86,7 @@ def test_a_step_that_is_passed_over_is_reported(saved: Path, run: Path, name: st
     if name in ("a folder", "a pipe", "a link"):
         (run / MANIFEST).unlink()
     act(run, saved)
+    reason = reason.format(away=saved)
     assert opened(run) == (20, 20.0, [f"checkpoint: falling back to step 20, the newest intact step: {reason}"])
     assert steps_in(run) == [10, 20]
     with jp.CheckpointManager(run) as manager, pytest.raises(CheckpointError, match=rf"^{run}/30[ /]"):
@@ -198,8 +200,9 @@ def test_a_folder_without_a_step_says_why_and_one_with_damaged_steps_only_does_n
         f"{tmp_path}: all steps [4] are damaged: {tmp_path}/{reason} {tmp_path}/4 is incomplete: manifest.json is "
         "missing. Remedy: restore them from a copy, or delete them to start anew."
     )
-    with jp.CheckpointManager(tmp_path) as manager, pytest.raises(CheckpointError, match=f"^{re.escape(text)}$"):
+    with jp.CheckpointManager(tmp_path) as manager, pytest.raises(DamagedError, match=f"^{re.escape(text)}$") as error:
         manager.restore_latest(LIKE)
+    assert exit_code(error.value) is ExitCode.FAILED  # a scheduler must not start it again
 
 
 def test_the_only_copy_of_a_checkpoint_outlives_a_save_that_fails(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,6 +275,16 @@ def test_a_save_and_a_deletion_remove_links_and_never_what_they_lead_to(run: Pat
         manager.forget(41)
     assert sorted(outside.rglob("*")) == content and problems_of(outside) == []
     assert sorted(os.listdir(run)) == ["10", "lock"]
+
+
+def test_a_lock_that_is_a_link_is_an_error_before_the_run_begins(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "dear").write_text("dear")
+    (run / "lock").unlink()
+    (run / "lock").symlink_to(tmp_path / "dear")
+    text = f"{run}/lock cannot be locked: it is a symbolic link to '{tmp_path}/dear'. Remedy: delete it."
+    with pytest.raises(DamagedError, match=f"^{re.escape(text)}$") as error:
+        jp.CheckpointManager(run)
+    assert exit_code(error.value) is ExitCode.FAILED and (tmp_path / "dear").read_text() == "dear"
 
 
 def test_the_folder_of_a_run_may_be_a_link(run: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from jaxpar.errors import CheckpointError, DiskError
+from jaxpar.errors import CheckpointError, DamagedError, DiskError
 from jaxpar.utils.durable import LOCK, Lock, remove, write_atomically
 
 
@@ -23,10 +23,10 @@ def dear(tmp_path: Path) -> Path:
 
 
 PLANTED: dict[str, tuple[Callable[[Path, Path], Any], str]] = {
-    "a link": (lambda lock, dear: lock.symlink_to(dear), "a symbolic link"),
-    "a link to nothing": (lambda lock, dear: lock.symlink_to(dear.with_name("new")), "a symbolic link"),
-    "a pipe": (lambda lock, _: os.mkfifo(lock), "no regular file"),
-    "a folder": (lambda lock, _: lock.mkdir(), "no regular file"),
+    "a link": (lambda lock, dear: lock.symlink_to(dear), "a symbolic link to '{folder}/dear'"),
+    "a link to nothing": (lambda lock, _: lock.symlink_to("../a\nb"), r"a symbolic link to '../a\nb'"),
+    "a pipe": (lambda lock, _: os.mkfifo(lock), "not a regular file"),
+    "a folder": (lambda lock, _: lock.mkdir(), "not a regular file"),
 }
 
 
@@ -35,24 +35,24 @@ def test_a_lock_that_is_not_a_regular_file_is_an_error(dear: Path, name: str) ->
     plant, what = PLANTED[name]
     lock = dear.with_name("run") / LOCK
     plant(lock, dear)
-    text = f"{lock} is {what}, so it cannot be locked. Remedy: delete it."
-    for error in (CheckpointError, DiskError):
+    text = f"{lock} cannot be locked: it is {what.format(folder=dear.parent)}. Remedy: delete it."
+    for error in (DamagedError, DiskError):
         with pytest.raises(error, match=f"^{re.escape(text)}$"):
-            Lock(lock.parent, error)
+            Lock(lock.parent, CheckpointError, error)
     assert dear.read_text() == "dear" and sorted(p.name for p in dear.parent.iterdir()) == ["dear", "run"]
 
 
 def test_a_lock_that_another_run_holds_keeps_its_content(tmp_path: Path) -> None:
     (tmp_path / LOCK).write_text("the text of a longer process of the past, which is replaced\n")
-    one = Lock(tmp_path, CheckpointError)
+    one = Lock(tmp_path, CheckpointError, DamagedError)
     text = (tmp_path / LOCK).read_text()
     assert re.fullmatch(rf"process {os.getpid()} on \S+\n", text)
     with pytest.raises(CheckpointError, match=rf"in use by another run \({re.escape(text.strip())}\)"):
-        Lock(tmp_path, CheckpointError)
+        Lock(tmp_path, CheckpointError, DamagedError)
     assert (tmp_path / LOCK).read_text() == text
     one.release()
     one.release()
-    Lock(tmp_path, CheckpointError).release()
+    Lock(tmp_path, CheckpointError, DamagedError).release()
 
 
 def test_a_file_is_replaced_and_no_link_is_followed(dear: Path) -> None:

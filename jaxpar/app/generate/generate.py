@@ -227,7 +227,7 @@ def restored(directory: Path, params: Any, tell: Any) -> tuple[Any, Path]:
         manifest = _digest((folder / NAME).read_bytes())
         check_same(str(folder), {"the checkpoint": f"that with manifest {manifest}"}, remedy)
         return found, folder
-    raise CheckpointError(f"{directory}: every step is damaged: {' '.join(problems)}")
+    raise DamagedError(f"{directory}: every step is damaged: {' '.join(problems)}")
 
 
 def _folders(directory: Path) -> tuple[bool, list[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -17,6 +18,7 @@ from typing import IO, Any, Protocol
 from jaxpar.app.launch.heartbeat import BEATS
 from jaxpar.app.launch.peers import Peer
 from jaxpar.errors import LaunchError
+from jaxpar.utils.durable import link_text, open_regular
 
 LOOPBACK = "127.0.0.1"
 BIND = "JAX_COORDINATOR_BIND_ADDRESS"
@@ -87,8 +89,8 @@ class Local:
         """Start ``count`` processes.
 
         Raises:
-          LaunchError: the coordinator's port is in use, the folder of the logs cannot be created, or a program cannot
-            be started.
+          LaunchError: the coordinator's port is in use, a program cannot be started, the folder of the logs cannot be
+            created, or it or a log is a symbolic link.
         """
         try:
             self._logs.mkdir(parents=True, exist_ok=True)
@@ -97,16 +99,21 @@ class Local:
                 f"{self._logs}, the folder of the processes' logs, cannot be created: {error.strerror}. Remedy: "
                 "another output."
             ) from error
+        if self._logs.is_symlink():
+            raise LaunchError(
+                f"{self._logs}, the folder of the processes' logs, is {link_text(self._logs)}, which is not followed. "
+                "Remedy: delete the link, or another output."
+            )
         first, total = self._first, self._total or count
         address = self._coordinator or f"{LOOPBACK}:{free_port()}"
         if self._coordinator is not None and first == 0 and total > 1:
             check_free(self._coordinator)
-        mode, self._fresh, self.peers = ("w" if self._fresh else "a"), False, []
+        how, self._fresh, self.peers = (os.O_TRUNC if self._fresh else os.O_APPEND), False, []
         try:
             for rank in range(first, first + count):
                 changed = {**os.environ, **self._variables(rank - first)}
                 environ = {name: text for name, text in changed.items() if text is not None}
-                with self.log(rank).open(mode, encoding="utf-8") as log:
+                with self._open_log(rank, how) as log:
                     self._running[rank] = _Child(
                         command(rank, total, address),
                         environ,
@@ -115,6 +122,9 @@ class Local:
                         stdin=None if rank else self._stdin,
                     )
                 self.peers.append(Peer(rank, time.monotonic()))
+        except LaunchError:
+            self.end()
+            raise
         except OSError as error:
             self.end()
             raise LaunchError(f"process {rank} of {total} cannot be started: {error}.") from error
@@ -122,6 +132,16 @@ class Local:
     def log(self, rank: int) -> Path:
         """The log file of a process."""
         return self._logs / f"process-{rank}.log"
+
+    def _open_log(self, rank: int, how: int) -> IO[str]:
+        try:
+            return open(open_regular(self.log(rank), os.O_WRONLY | os.O_CREAT | how, mode=0o666), "w", encoding="utf-8")
+        except OSError as error:
+            if error.errno not in (errno.ELOOP, errno.EINVAL):
+                raise
+            why = error.strerror
+        # Not raised because of the other error: a new start would fail too.
+        raise LaunchError(f"{self.log(rank)}, the log of process {rank}, cannot be written: {why}. Remedy: delete it.")
 
     def poll(self, seconds: float) -> None:
         """Receive the processes' messages and exit statuses; return at the first news, or after ``seconds``."""
@@ -160,7 +180,7 @@ class Local:
     def tail(self, rank: int, lines: int) -> list[str]:
         """Returns the last lines of a process's log."""
         try:
-            with self.log(rank).open(encoding="utf-8", errors="replace") as file:
+            with open(open_regular(self.log(rank), os.O_RDONLY), encoding="utf-8", errors="replace") as file:
                 return [line.rstrip() for line in deque(file, lines)]
         except OSError:
             return []

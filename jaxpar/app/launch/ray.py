@@ -17,6 +17,7 @@ from typing import Any
 from jaxpar.app.launch.peers import Peer
 from jaxpar.app.launch.process_group import LOOPBACK, Command, Local, free_port
 from jaxpar.errors import LaunchError, need
+from jaxpar.utils.durable import open_regular
 
 _CARRIED = ("JAX", "XLA", "LIBTPU", "TPU_", "PYTHON", "NCCL_")
 """Prefixes of variables that a process gets from the launching environment, in addition to those of its node."""
@@ -72,7 +73,7 @@ class RayWorker:
     def printed(self) -> str:
         """Returns the output since the last call."""
         text = b""
-        with suppress(OSError), self._log.open("rb") as file:
+        with suppress(OSError), open(open_regular(self._log, os.O_RDONLY), "rb") as file:
             file.seek(self._read)
             text = file.read()
             self._read += len(text)

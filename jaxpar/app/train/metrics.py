@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -14,7 +15,7 @@ from typing import Any, Self
 from jaxpar.app.train.records import read_records
 from jaxpar.errors import need
 from jaxpar.sharding.hardware.accelerators import of_device
-from jaxpar.utils.durable import write_atomically
+from jaxpar.utils.durable import link_text, open_regular, write_atomically
 from jaxpar.utils.plotting import new_figure
 
 _SECONDS = 30.0
@@ -59,7 +60,7 @@ class MetricsWriter:
         self._writes, self._tell, self._pending, self._reported = writes, tell, b"", False
         if not writes:
             return
-        self._tensorboard = _TensorBoard(folder / "tensorboard")
+        self._tensorboard = _TensorBoard(folder / "tensorboard", tell)
         if after is not None:
             self.found = read_records(self._file, tell)
             self.before = [record for record in self.found if record["step"] <= after]
@@ -97,7 +98,7 @@ class MetricsWriter:
         """Replace the file of the earlier run, so that a crash cannot lose its records, and open it."""
         self._file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(self._file, "".join(json.dumps(record) + "\n" for record in self.before))
-        return self._file.open("ab", buffering=0)
+        return FileIO(open_regular(self._file, os.O_WRONLY | os.O_APPEND), "ab")
 
     def __enter__(self) -> Self:
         return self
@@ -118,7 +119,7 @@ class MetricsWriter:
 class _TensorBoard:
     """Writes TensorBoard files directly: on a full disk tensorboardX's thread dies, and its callers block."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, tell: Callable[[str], None]):
         try:
             from tensorboardX.event_file_writer import EventsWriter
             from tensorboardX.proto.event_pb2 import Event
@@ -128,6 +129,12 @@ class _TensorBoard:
         self._folder, self._open, self._event, self._scalar = folder, EventsWriter, Event, scalar
         self._events: Any = None
         self._retry = self._flush = 0.0
+        if folder.is_symlink():
+            tell(
+                f"metrics: {folder} is {link_text(folder)}, so nothing is written to it. Remedy: delete the link, or "
+                "set output to a folder on the other disk."
+            )
+            self._retry = math.inf
 
     def add(self, step: int, values: dict[str, float]) -> None:
         """Write the numbers of a step; if that fails, drop them and start a new file after ``_SECONDS``."""

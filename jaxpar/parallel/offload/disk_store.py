@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from jaxpar.errors import DiskError
-from jaxpar.utils.durable import Lock, sync_folder, write_atomically
+from jaxpar.utils.durable import Lock, open_regular, sync_folder, write_atomically
 
 RECORD, VERSION = "record.json", 1
 NAMES = ("a", "b")
@@ -86,7 +86,7 @@ class Store:
             for folder in (*reversed([p for p in self.path.parents if not p.exists()]), self.path):
                 folder.mkdir(mode=0o700, exist_ok=True)
             self.path.chmod(0o700)
-            self._lock = Lock(self.path, DiskError)
+            self._lock = Lock(self.path, DiskError, DiskError)
 
     @property
     def bytes(self) -> int:
@@ -286,7 +286,7 @@ class Store:
 
     def _descriptor(self, generation: str, number: int) -> int:
         if (generation, number) not in self._files:
-            self._files[generation, number] = os.open(self._file(generation, number), os.O_RDWR | os.O_CLOEXEC)
+            self._files[generation, number] = open_regular(self._file(generation, number), os.O_RDWR)
         return self._files[generation, number]
 
     def _make(self, generation: str, number: int) -> None:
@@ -397,11 +397,12 @@ def _describe_entry(entry: Mapping[str, Any] | None) -> str:
 def _link(source: Path, target: Path) -> None:
     """Links ``target`` to ``source``, or copies it where the file system has no hard links or is another one."""
     try:
-        os.link(source, target)
+        os.link(source, target, follow_symlinks=False)
     except OSError as error:
         if error.errno not in (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK):
             raise
-        with source.open("rb") as a, open(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as b:
+        created = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        with open(open_regular(source, os.O_RDONLY), "rb") as a, open(open_regular(target, created), "wb") as b:
             shutil.copyfileobj(a, b, 1 << 20)
             b.flush()
             os.fsync(b.fileno())

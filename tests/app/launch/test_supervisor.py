@@ -15,7 +15,7 @@ from types import FrameType, SimpleNamespace
 import pytest
 
 from jaxpar.app.launch import heartbeat, peers
-from jaxpar.app.launch.exit_codes import ExitCode
+from jaxpar.app.launch.exit_codes import ExitCode, exit_code
 from jaxpar.app.launch.heartbeat import BEATS, place
 from jaxpar.app.launch.peers import Allowance, Peer, cause
 from jaxpar.app.launch.process_group import Local, check_free, free_port, split_address
@@ -405,3 +405,27 @@ def test_addresses_and_ports(tmp_path: Path) -> None:
     )
     with pytest.raises(LaunchError, match=f"^{re.escape(text)}$"):
         Local(tmp_path / "file/logs").start(lambda rank, total, address: ["true"], 1)
+
+
+def test_no_log_is_written_or_read_through_a_link(tmp_path: Path) -> None:
+    logs, dear = tmp_path / "logs", tmp_path / "dear"
+    logs.mkdir()
+    dear.write_text("dear")
+    group = Local(logs, console=False)
+    for plant, what in (
+        (lambda: group.log(0).symlink_to(dear), f"it is a symbolic link to '{dear}'"),
+        (lambda: group.log(0).symlink_to("../new"), "it is a symbolic link to '../new'"),
+        (lambda: os.mkfifo(group.log(0)), "it is not a regular file"),
+    ):
+        plant()
+        text = f"{logs}/process-0.log, the log of process 0, cannot be written: {what}. Remedy: delete it."
+        with pytest.raises(LaunchError, match=f"^{re.escape(text)}$") as error:
+            group.start(lambda rank, total, address: ["true"], 1)
+        assert exit_code(error.value) is ExitCode.CONFIGURATION and group.tail(0, 5) == []
+        group.log(0).unlink()
+    logs.rmdir()
+    logs.symlink_to(tmp_path, target_is_directory=True)
+    text = f"{logs}, the folder of the processes' logs, is a symbolic link to '{tmp_path}', which is not followed. "
+    with pytest.raises(LaunchError, match=f"^{re.escape(text)}Remedy: delete the link, or another output\\.$"):
+        group.start(lambda rank, total, address: ["true"], 1)
+    assert dear.read_text() == "dear" and sorted(file.name for file in tmp_path.iterdir()) == ["dear", "logs"]

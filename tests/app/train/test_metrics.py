@@ -98,3 +98,22 @@ def test_metrics_are_not_written_through_a_link(tmp_path: Path) -> None:
         writer.write(1, loss=2.0)
     assert precious.read_text() == '{"step": 1, "loss": 1.0}\n'
     assert not (folder / "metrics.jsonl").is_symlink()
+
+
+def test_a_resumed_run_sets_a_link_aside_and_reports_where_it_leads(tmp_path: Path) -> None:
+    folder, outside, told = tmp_path / "output", tmp_path / "outside", list[str]()
+    folder.mkdir()
+    outside.mkdir()
+    (outside / "precious").write_text('{"step": 1, "loss": 1.0}\n')
+    (folder / "metrics.jsonl").symlink_to(outside / "precious")
+    (folder / "tensorboard").symlink_to(outside, target_is_directory=True)
+    with MetricsWriter(folder, after=1, tell=told.append) as writer:
+        writer.write(2, loss=2.0)
+        assert writer.found == []
+    file, link = folder / "metrics.jsonl", f"a symbolic link to '{outside}"
+    board = f"metrics: {folder}/tensorboard is {link}', so nothing is written to it. Remedy: delete the link, or set "
+    aside = f"metrics: {file}: it cannot be read: it is {link}/precious', so this run starts without earlier metrics. "
+    assert told == [f"{board}output to a folder on the other disk.", f"{aside}The file is now {file}.damaged1."]
+    assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [2]
+    assert os.listdir(outside) == ["precious"]
+    assert (outside / "precious").read_text() == '{"step": 1, "loss": 1.0}\n'

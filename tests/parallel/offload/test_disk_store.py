@@ -350,7 +350,7 @@ def test_a_snapshot_stays_as_it_was_and_a_run_goes_on_from_it(made: Store, tmp_p
 def test_a_snapshot_on_another_file_system_is_a_copy(
     made: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def elsewhere(*_: Any) -> None:
+    def elsewhere(*_: Any, **__: Any) -> None:
         raise OSError(errno.EXDEV, "Invalid cross-device link")
 
     monkeypatch.setattr(os, "link", elsewhere)
@@ -361,6 +361,26 @@ def test_a_snapshot_on_another_file_system_is_a_copy(
     made.restore(tmp_path / "two")
     made.open(2)
     assert holds(made, 2)
+
+
+@pytest.mark.parametrize("planted", ["disk", "two"])
+def test_no_link_is_followed_out_of_the_folder(made: Store, tmp_path: Path, planted: str) -> None:
+    made.snapshot(tmp_path / "two")
+    file = next((tmp_path / "two").glob("0000.*"))
+    outside, link = tmp_path / "outside", tmp_path / planted / file.name
+    link.rename(outside)
+    link.symlink_to(outside)
+    before = outside.read_bytes()
+    made.close()
+    again = Store(made.path, ENTRIES, ABOUT)
+    if planted == "two":
+        again.restore(tmp_path / "two")
+    again.open(2)
+    text = f"{made.path}: reading opt_state/mu/up: it is a symbolic link to '{outside}'"
+    with pytest.raises(DiskError, match=f"^{re.escape(text)}"):
+        again.read(0, 0)
+    again.close()
+    assert outside.read_bytes() == before
 
 
 def test_pieces_are_read_ahead_while_the_first_is_written_and_no_further() -> None:
