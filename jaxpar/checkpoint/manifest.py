@@ -17,8 +17,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from jaxpar.checkpoint.validate import count, counts, inside, opened, table, text
+from jaxpar.checkpoint.validate import check_metadata, count, counts, inside, opened, path_problem, table, text
 from jaxpar.errors import CheckpointError, DamagedError
+from jaxpar.utils.checks import shown
 from jaxpar.utils.durable import write_atomically
 
 NAME, SCHEMA = "manifest.json", 1
@@ -27,7 +28,9 @@ ARRAYS, DISK = "arrays", "disk"
 type Bounds = tuple[tuple[int, int], ...]
 type TensorPiece = tuple[str, Bounds, int]
 """A piece of a tensor: its file relative to the checkpoint's folder, its bounds, the checksum of its values."""
-_MOST_BYTES, _MOST_DIMS, _MOST_SIZE, _MOST_PIECE = 1 << 30, 32, 1 << 48, 1 << 30
+_MOST_BYTES, _MOST_VALUES = 1 << 26, 4_000_000
+"""Limits of a manifest's text: bytes, and commas and opening brackets. Both allow 750,000 pieces, 12 TB of tensors."""
+_MOST_DIMS, _MOST_SIZE, _MOST_PIECE = 32, 1 << 48, 1 << 26
 _KEYS = ("checksum", "files", "layout", "metadata", "schema", "step", "tensors", "versions")
 
 
@@ -63,15 +66,18 @@ class TensorRecord:
         """Bytes of a piece on disk."""
         return math.prod(self.chunk) * self.itemsize
 
+    def names(self) -> Iterator[str]:
+        """Each piece's file, relative to the checkpoint's folder."""
+        if self.bytes:
+            steps = [range(-(-size // step)) for size, step in zip(self.shape, self.chunk, strict=True)]
+            for at in itertools.product(*(list(map(str, numbers)) for numbers in steps)):
+                yield f"{self.folder}/{'.'.join(at) or '0'}"
+
     def grid(self) -> Iterator[tuple[str, Bounds]]:
         """Each piece's file, relative to the checkpoint's folder, and its bounds in the tensor."""
-        if not self.bytes:
-            return
-        steps = [range(-(-size // step)) for size, step in zip(self.shape, self.chunk, strict=True)]
-        for at in itertools.product(*steps):
-            dims = zip(at, self.shape, self.chunk, strict=True)
-            bounds = tuple((i * step, min(i * step + step, size)) for i, size, step in dims)
-            yield f"{self.folder}/{'.'.join(map(str, at)) or '0'}", bounds
+        dims = zip(self.shape, self.chunk, strict=True)
+        parts = ([(at, min(at + step, size)) for at in range(0, size, step)] for size, step in dims if self.bytes)
+        return zip(self.names(), itertools.product(*parts), strict=False)  # without values there is no name
 
     def pieces(self) -> Iterator[TensorPiece]:
         """Like :meth:`grid`, with each piece's checksum."""
@@ -117,6 +123,7 @@ class Manifest:
         body = {**vars(self), "tensors": tensors, "schema": SCHEMA}
         try:
             body = json.loads(_dump(body))
+            check_metadata(body["metadata"], "metadata")
             return _dump({**body, "checksum": _digest(body)})
         except (TypeError, ValueError, RecursionError) as error:
             raise CheckpointError(f"metadata: {error}. A manifest stores JSON with finite numbers only.") from error
@@ -133,6 +140,8 @@ class Manifest:
           DamagedError: a changed byte, another schema, a file outside of the folder, or sizes that contradict each
             other.
         """
+        if problem := _too_large(content):
+            raise DamagedError(f"{where} {problem}. {REMEDY}")
         try:
             data = json.loads(content, parse_constant=_refuse_constant)
         except (ValueError, RecursionError) as error:
@@ -140,11 +149,10 @@ class Manifest:
         if not isinstance(data, dict) or data.get("schema") != SCHEMA or isinstance(data["schema"], bool):
             found = data.get("schema") if isinstance(data, dict) else type(data).__name__
             raise DamagedError(
-                f"{where} has schema {found!r:.40}, but this version of jaxpar reads schema {SCHEMA}. {REMEDY}"
+                f"{where} has schema {shown(found)}, but this version of jaxpar reads schema {SCHEMA}. {REMEDY}"
             )
         try:
-            intact = tuple(sorted(data)) == _KEYS and _dump(data) == content
-            intact = intact and data["checksum"] == _digest({k: v for k, v in data.items() if k != "checksum"})
+            intact = tuple(sorted(data)) == _KEYS and _dump(data) == content and data["checksum"] == _digest_in(content)
         except (ValueError, RecursionError):
             intact = False
         if not intact:
@@ -160,7 +168,9 @@ class Manifest:
             step = data["step"]
             if step is not None:
                 count(step, "step", _MOST_SIZE)
-            versions = {name: text(value, "versions") for name, value in table(data, "versions").items()}
+            versions = {text(name, "versions"): text(x, "versions") for name, x in table(data, "versions").items()}
+            for key in ("layout", "metadata"):
+                check_metadata(table(data, key), key)
             return cls(tensors, files, step, versions, table(data, "layout"), table(data, "metadata"))
         except KeyError as error:
             raise DamagedError(f"{where}: {error.args[0]} is missing. {REMEDY}") from None
@@ -198,8 +208,19 @@ def read(folder: str | os.PathLike[str]) -> Manifest:
 
 
 def write(folder: Path, manifest: Manifest) -> None:
-    """Write a checkpoint's manifest atomically, and sync it to disk."""
-    write_atomically(folder / NAME, manifest.to_json())
+    """Write a checkpoint's manifest atomically, and sync it to disk.
+
+    Raises:
+      CheckpointError: it is larger than :func:`read` accepts.
+    """
+    content = manifest.to_json()
+    if problem := _too_large(content):
+        pieces = sum(len(tensor.sums) for tensor in manifest.tensors.values())
+        raise CheckpointError(
+            f"{folder / NAME} {problem}: it describes {pieces:,} pieces of {len(manifest.tensors):,} tensors. Remedy: "
+            "shard small tensors over fewer devices, or stack layers."
+        )
+    write_atomically(folder / NAME, content)
 
 
 def _steps(folder: Path) -> str:
@@ -222,6 +243,20 @@ def _digest(body: Any) -> str:
     return hashlib.blake2b(_dump(body).encode(), digest_size=16).hexdigest()
 
 
+def _digest_in(content: str) -> str:
+    """The digest of a canonical text without its checksum, which is its first item."""
+    body = content.index(",") + 1
+    return hashlib.blake2b(f"{{{content[body:]}".encode(), digest_size=16).hexdigest()
+
+
+def _too_large(content: str) -> str | None:
+    """The limit that a text exceeds, if any; it bounds the memory that parsing takes."""
+    if len(content) > _MOST_BYTES:
+        return f"has more than {_MOST_BYTES:,} bytes, the limit for a manifest"
+    values = sum(map(content.count, ",[{"))
+    return f"has {values:,} values, more than the limit of {_MOST_VALUES:,}" if values > _MOST_VALUES else None
+
+
 def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not a JSON number")
 
@@ -229,26 +264,28 @@ def _refuse_constant(name: str) -> Any:
 def _file_in(name: str, pair: Any) -> tuple[int, int]:
     if not inside(name):
         raise ValueError(f"the file {name!r:.80} is outside the checkpoint's folder")
-    found = counts(pair, f"{name:.80}: bytes and checksum", _MOST_SIZE)
-    if len(found) != 2:
-        raise ValueError(f"{name:.80} must have two numbers, bytes and a checksum, got {len(found)}")
-    return found[0], found[1]
+    size, total = pair if isinstance(pair, list) and len(pair) == 2 else (None, None)
+    if not (type(size) is type(total) is int and 0 <= size <= _MOST_SIZE and 0 <= total <= 0xFFFFFFFF):
+        raise ValueError(f"{name:.80} must have two integers, its bytes and its CRC-32, got {shown(pair)}")
+    return size, total
 
 
 def _tensor_in(path: str, entry: Any, files: Mapping[str, tuple[int, int]]) -> TensorRecord:
+    if problem := path_problem(path):
+        raise ValueError(f"tensor {path[:200]!r}: {problem}")
     at = f"tensor {path:.200}"
     if not isinstance(entry, dict) or tuple(sorted(entry)) != _TENSOR:
         raise ValueError(f"{at} must be described by exactly {', '.join(_TENSOR)}")
     dims = entry["dims"]
     if dims is not None and not (isinstance(dims, list) and all(d is None or isinstance(d, str) for d in dims)):
-        raise ValueError(f"{at}: dims must be a list of names, got {dims!r:.40}")
+        raise ValueError(f"{at}: dims must be a list of names, got {shown(dims)}")
     tensor = TensorRecord(
         text(entry["dtype"], f"{at}: dtype"),
         count(entry["itemsize"], f"{at}: itemsize", 64),
-        counts(entry["shape"], f"{at}: shape", _MOST_SIZE),
-        counts(entry["chunk"], f"{at}: chunk", _MOST_SIZE),
+        counts(entry["shape"], lambda: f"{at}: shape", _MOST_SIZE),
+        counts(entry["chunk"], lambda: f"{at}: chunk", _MOST_SIZE),
         text(entry["folder"], f"{at}: folder"),
-        counts(entry["sums"], f"{at}: sums", 0xFFFFFFFF),
+        counts(entry["sums"], lambda: f"{at}: sums", 0xFFFFFFFF),
         None if dims is None else tuple(dims),
         text(entry["spec"], f"{at}: spec"),
         None if entry["key"] is None else text(entry["key"], f"{at}: key"),
@@ -266,9 +303,10 @@ def _tensor_in(path: str, entry: Any, files: Mapping[str, tuple[int, int]]) -> T
     number = math.prod(-(-size // step) for size, step in steps) if tensor.bytes else 0
     if number != len(tensor.sums):
         raise ValueError(f"{at} has {number} pieces but {len(tensor.sums)} checksums")
-    for name, _, _ in tensor.pieces():
+    expected = tensor.piece_bytes
+    for name in tensor.names():
         if name not in files:
             raise ValueError(f"{at}: its file {name} is not listed")
-        if files[name][0] != tensor.piece_bytes:
-            raise ValueError(f"{at}: its file {name} has {files[name][0]} bytes, expected {tensor.piece_bytes}")
+        if files[name][0] != expected:
+            raise ValueError(f"{at}: its file {name} has {files[name][0]} bytes, expected {expected}")
     return tensor

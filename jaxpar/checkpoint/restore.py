@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
-from jaxpar.checkpoint.manifest import DISK, Bounds, Manifest, TensorPiece, TensorRecord, read
+from jaxpar.checkpoint.manifest import DISK, NAME, REMEDY, Bounds, Manifest, TensorPiece, TensorRecord, read
 from jaxpar.checkpoint.match import Source, match
 from jaxpar.checkpoint.snapshot import Leaf, bounds, leaves_of
-from jaxpar.checkpoint.verify import file_problem, read_piece, wrong_step
+from jaxpar.checkpoint.verify import file_problem, map_in_order, read_piece, wrong_step
 from jaxpar.errors import CheckpointError, DamagedError
 
 _WORKERS = 4
@@ -75,6 +75,7 @@ def restore(
         _check_other_files(pool, root, manifest, sources.values(), everything=not only)
         for i, leaf in enumerate(targets):
             if leaf.path in sources:
+                _check_itemsize(root, leaf, sources[leaf.path])
                 leaves[i] = _restore_leaf(pool, root, manifest, leaf, sources[leaf.path])
             elif isinstance(leaf.value, jax.ShapeDtypeStruct):
                 raise CheckpointError(
@@ -90,14 +91,23 @@ def _check_other_files(
     """Check the files without values of tensors; unless ``everything``, without those that the sources do not need."""
     folders = {tensor.folder for tensor in manifest.tensors.values()}
     needed = {tensor.folder for source in sources for _, tensor in source.tensors}
-    pieces = {name for tensor in manifest.tensors.values() for name, _ in tensor.grid()}
+    pieces = {name for tensor in manifest.tensors.values() for name in tensor.names()}
     unneeded = set() if everything else {*(folders - needed), DISK}
     names = [
         n for n in manifest.files if n not in pieces and unneeded.isdisjoint((n.rpartition("/")[0], n.split("/")[0]))
     ]
-    for problem in pool.map(lambda name: file_problem(root, name, manifest), names):
+    for problem in map_in_order(pool, lambda name: file_problem(root, name, manifest), names):
         if problem is not None:
             raise DamagedError(problem)
+
+
+def _check_itemsize(root: Path, leaf: Leaf, source: Source) -> None:
+    for path, tensor in source.tensors:
+        if tensor.itemsize != leaf.dtype.itemsize:
+            raise DamagedError(
+                f"{root / NAME}: tensor {path}: a value of {tensor.dtype} has {leaf.dtype.itemsize} bytes, got "
+                f"{tensor.itemsize}. {REMEDY}"
+            )
 
 
 def _restore_leaf(pool: ThreadPoolExecutor, root: Path, manifest: Manifest, leaf: Leaf, source: Source) -> Any:
@@ -126,13 +136,13 @@ def _fill(
     pool: ThreadPoolExecutor, root: Path, manifest: Manifest, source: Source, blocks: Mapping[Bounds, np.ndarray]
 ) -> None:
     """Fill blocks of a tensor, keyed by their bounds, from the checkpoint's pieces."""
-    tasks = [
+    tasks = (
         (path, tensor, piece, targets)
         for path, tensor, some in _plan(source, blocks)
         for piece in tensor.pieces()
         if (targets := [(at, block) for at, block in some.items() if _meet(at, piece[1])])
-    ]
-    for _ in pool.map(lambda task: _copy(root, manifest, *task), tasks):
+    )
+    for _ in map_in_order(pool, lambda task: _copy(root, manifest, *task), tasks):
         pass
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpar.checkpoint.manifest import Bounds
+from jaxpar.checkpoint.validate import path_problem
 from jaxpar.errors import CheckpointError
 from jaxpar.parallel.offload.placement import KIND
 from jaxpar.sharding.names import Names
@@ -58,13 +59,16 @@ def leaves_of(state: Any) -> list[Leaf]:
     """Returns the tensors of a state or other pytree of arrays or shapes, in the order of ``jax.tree.leaves``.
 
     Raises:
-      CheckpointError: a leaf is neither a jax array nor a ``ShapeDtypeStruct``, or two leaves have the same path.
+      CheckpointError: a leaf is neither a jax array nor a ``ShapeDtypeStruct``, its path cannot be stored, or two
+        leaves have the same path.
     """
     found: dict[str, Leaf] = {}
     for keys, leaf in leaves_with_paths(state):
         path = show(keys) or "value"
         if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
             raise CheckpointError(f"{path} must be a jax array, got {type(leaf).__name__}. Remedy: jnp.asarray(...).")
+        if problem := path_problem(path):
+            raise CheckpointError(f"{path[:200]!r}: {problem}. Remedy: rename it.")
         if path in found:
             raise CheckpointError(f"two tensors have the path {path!r}. Remedy: use keys without a slash.")
         key = None

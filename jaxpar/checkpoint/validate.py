@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from jaxpar.utils.checks import is_count
+from jaxpar.utils.checks import is_count, shown
 from jaxpar.utils.durable import link_text, open_regular
 
 
@@ -18,10 +19,9 @@ def inside(name: str) -> bool:
     >>> inside("arrays/params.w/0.0"), inside("../other"), inside("/etc/passwd")
     (True, False, False)
     """
-    parts = name.split("/")
-    return (
-        "\\" not in name and name.isprintable() and len(name) <= 4096 and all(p not in ("", ".", "..") for p in parts)
-    )
+    parts = f"/{name}/"
+    outside = "//" in parts or "/./" in parts or "/../" in parts or "\\" in parts
+    return not outside and name.isprintable() and len(name) <= 4096
 
 
 def opened(root: Path, name: str) -> FileIO:
@@ -72,22 +72,63 @@ def table(data: Any, key: str) -> dict[str, Any]:
     return found
 
 
+def path_problem(path: str) -> str | None:
+    """Returns why a tensor cannot have this path, or ``None``; the limits bound the work of matching paths.
+
+    >>> path_problem("params/blocks/0/w"), path_problem("a\\tb")
+    (None, 'its path must be printable')
+    """
+    if not path.isprintable():
+        return "its path must be printable"
+    if len(path) > _MOST_PATH or path.count("/") >= _MOST_PARTS:
+        return f"its path must have at most {_MOST_PATH:,} characters and {_MOST_PARTS} parts"
+    return None
+
+
+_MOST_PATH, _MOST_PARTS = 1000, 64
+
+
 def text(value: Any, key: str) -> str:
-    """Returns a value that must be a string."""
-    if not isinstance(value, str):
-        raise ValueError(f"{key} must be a string, got {value!r:.40}")  # noqa: TRY004
+    """Returns a value that must be a printable string."""
+    if not isinstance(value, str) or not value.isprintable():
+        raise ValueError(f"{key} must be a printable string, got {shown(value)}")
     return value
 
 
 def count(value: Any, key: str, most: int) -> int:
     """Returns a value that must be an integer from 0 to ``most``."""
     if not is_count(value, 0) or value > most:
-        raise ValueError(f"{key} must be an integer from 0 to {most}, got {value!r:.40}")
+        raise ValueError(f"{key} must be an integer from 0 to {most}, got {shown(value)}")
     return value
 
 
-def counts(value: Any, key: str, most: int) -> tuple[int, ...]:
+def counts(value: Any, key: Callable[[], str], most: int) -> tuple[int, ...]:
     """Returns a value that must be a list of integers from 0 to ``most``, as a tuple."""
     if not isinstance(value, list):
-        raise ValueError(f"{key} must be a list of integers, got {value!r:.40}")  # noqa: TRY004
-    return tuple(count(item, key, most) for item in value)
+        raise ValueError(f"{key()} must be a list of integers, got {shown(value)}")  # noqa: TRY004
+    if all(type(item) is int and 0 <= item <= most for item in value):  # a manifest has millions
+        return tuple(value)
+    return tuple(count(item, key(), most) for item in value)
+
+
+def check_metadata(data: Any, key: str) -> None:
+    """Check values of any form: not nested too deeply for a reader that recurses, and every text is Unicode.
+
+    Raises:
+      ValueError: they are.
+    """
+    level = [data]
+    for _ in range(_MOST_DEPTH):
+        texts = [x for x in level if isinstance(x, str)] + [k for x in level if isinstance(x, dict) for k in x]
+        for one in texts:
+            try:
+                one.encode()
+            except UnicodeEncodeError:  # JSON can hold halves of surrogate pairs
+                raise ValueError(f"{key} has a text that is not Unicode: {shown(one)}") from None
+        level = [y for x in level if isinstance(x, list | dict) for y in (x.values() if isinstance(x, dict) else x)]
+        if not level:
+            return
+    raise ValueError(f"{key} is nested more than {_MOST_DEPTH} levels deep")
+
+
+_MOST_DEPTH = 64

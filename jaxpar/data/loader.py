@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from jaxpar.data.windows import Arrange, Batch, Plan, as_integer, token_vector
 from jaxpar.errors import DataError, need
+from jaxpar.utils.checks import is_count, shown
 
 STATE_VERSION = 1
 
@@ -177,17 +178,21 @@ class Batches(Iterator[Batch]):
             saved, position = dict(state["fingerprint"]), state["position"]
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(
-                f"this is not a saved data position: {state!r:.200}. Remedy: pass what get_state() returned."
+                f"this is not a saved data position: {shown(state)}. Remedy: pass what get_state() returned."
             ) from error
         self._check_fingerprint(saved)
         before = self._iterator.get_state()
         try:
-            self._iterator.set_state(position)
-        except (IndexError, KeyError, TypeError) as error:
+            if not isinstance(position, Mapping) or position.keys() != before.keys():
+                raise TypeError(f"its keys must be {', '.join(before)}")
+            if not all(is_count(value, 0) for value in position.values()):
+                raise TypeError("it must be an integer from 0")  # grain takes fractions, and fails at the next batch
+            self._iterator.set_state(dict(position))
+        except (IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
             # grain moves before it checks, so move back to the previous position.
             self._iterator.set_state(before)
             raise DataError(
-                f"data position {position!r:.200} does not exist in this stream of {self._plan.steps} global batches "
+                f"data position {shown(position)} does not exist in this stream of {self._plan.steps} global batches "
                 f"per epoch ({error}). Remedy: raise epochs, or start from the beginning."
             ) from error
 
@@ -216,7 +221,7 @@ class Batches(Iterator[Batch]):
         here = self._fingerprint
         fields = [*here, *(f for f in saved if f not in here)]
         pairs = ((f, saved.get(f, "absent"), here.get(f, "absent")) for f in fields)
-        different = [f"{f} was {was!r}, is now {now!r}" for f, was, now in pairs if was != now]
+        different = [f"{shown(f)[1:-1]} was {shown(was)}, is now {now!r}" for f, was, now in pairs if was != now]
         if different:
             raise DataError(
                 f"this data position belongs to another run: {'; '.join(different)}. "

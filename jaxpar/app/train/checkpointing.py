@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
@@ -16,9 +18,11 @@ from rich.markup import escape
 import jaxpar as jp
 from jaxpar.app.config import BestConfig
 from jaxpar.app.job import Job
+from jaxpar.app.train.spikes import LossWatch, SkippedBatches
 from jaxpar.checkpoint.manager import CheckpointManager, Restored, check_numbers
-from jaxpar.checkpoint.manifest import DISK
-from jaxpar.errors import CheckpointError, ConfigError
+from jaxpar.checkpoint.manifest import DISK, NAME
+from jaxpar.data import Batches
+from jaxpar.errors import CheckpointError, ConfigError, DamagedError, DataError
 from jaxpar.training.disk_step import DiskOffloadedStep
 
 _IGNORED_KEYS = ("checkpoint", "generate", "output", "cpu_devices", "supervise")
@@ -109,6 +113,10 @@ class Saver:
         if found is None or self._manager is None or self._job.config.parallel.offload.optimizer != "disk":
             return None
         return self._manager.directory / str(found.step) / DISK
+
+    def manifest_of(self, found: Restored) -> Path:
+        """The manifest of a restored step."""
+        return Path(self.directory or "") / str(found.step) / NAME
 
     @property
     def overdue(self) -> bool:
@@ -221,11 +229,42 @@ def _metric(job: Job, metadata: Mapping[str, Any]) -> float | None:
     return None if value is None else float(value)
 
 
-def for_this_process(position: Mapping[str, Any]) -> dict[str, Any]:
+@contextmanager
+def naming(manifest: str | os.PathLike[str]) -> Iterator[None]:
+    """Let errors about values of a manifest's ``metadata`` begin with the manifest's name."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"{manifest}: metadata: position: {error}") from error
+    except DamagedError as error:
+        raise DamagedError(f"{manifest}: metadata: {error}") from error
+
+
+def resume(metadata: Mapping[str, Any], stream: Batches, watch: LossWatch) -> SkippedBatches:
+    """Move the data and the loss watch to where a saved step was.
+
+    Args:
+      metadata: of the step's manifest, as :meth:`Saver.save` received it.
+      stream: the batches of this run.
+      watch: its loss watch.
+
+    Returns:
+      The batches that the run had skipped, and its rollbacks.
+
+    Raises:
+      DataError: the position in the data is malformed, or of other data.
+      DamagedError: another value is malformed.
+    """
+    stream.set_state(for_this_process(metadata.get("position", {})))
+    watch.resume(metadata)
+    return SkippedBatches.of(metadata)
+
+
+def for_this_process(position: Any) -> Any:
     """Adapt a saved data position to this process; all processes share one position, whichever saved it."""
-    fingerprint = position.get("fingerprint")
+    fingerprint = position.get("fingerprint") if isinstance(position, Mapping) else None
     if not isinstance(fingerprint, Mapping):
-        return dict(position)  # `set_state` rejects it
+        return position  # `set_state` rejects it
     process = {"process_count": jax.process_count(), "process_index": jax.process_index()}
     return {**position, "fingerprint": {**fingerprint, **process}}
 

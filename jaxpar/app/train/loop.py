@@ -20,7 +20,7 @@ from jaxpar.analysis.divergence import first_nonfinite
 from jaxpar.app.job import Job
 from jaxpar.app.launch import heartbeat
 from jaxpar.app.train import spikes
-from jaxpar.app.train.checkpointing import Saver, for_this_process
+from jaxpar.app.train.checkpointing import Saver, naming, resume
 from jaxpar.app.train.compile import run_until_signal
 from jaxpar.app.train.goodput import Goodput
 from jaxpar.app.train.metrics import MetricsWriter, peak_flops
@@ -181,11 +181,14 @@ class Run:
         return summary
 
     def _resume(self, found: Restored) -> int:
-        """Resume the data position, the records and the loss watch from a checkpoint; returns its step."""
+        """Resume the data position, the records and the loss watch from a checkpoint; returns its step.
+
+        Raises:
+          DataError, DamagedError: a value in the manifest is malformed or of another run; the text names both.
+        """
         metadata, summary, records = found.manifest.metadata, self.summary, self._writer.before
-        self._stream.set_state(for_this_process(metadata.get("position", {})))
-        self._watch.resume(metadata)
-        self._passed = SkippedBatches.of(metadata)
+        with naming(self._saver.manifest_of(found)):
+            self._passed = resume(metadata, self._stream, self._watch)
         self._account.resume(self._writer.found, found.step)
         losses = {record["step"]: float(record["loss"]) for record in records if "loss" in record}
         evals = {record["step"]: float(record["heldout_loss"]) for record in records if "heldout_loss" in record}
@@ -276,6 +279,7 @@ class Run:
 
         Raises:
           DivergedError: there is no such checkpoint, or the run was rolled back too often.
+          DamagedError: a value in the checkpoint's manifest is malformed.
         """
         watch, saver, config, summary = self._watch, self._saver, self._job.config.train, self.summary
         first = number - watch.bad + 1 - self._engine.late
@@ -295,8 +299,9 @@ class Run:
             text = spikes.give_up_message(trouble, watch, self._passed, config, first=first, checkpoints=saver.active)
             raise DivergedError(text) from cause
         self._state, to, metadata = found.state, found.step, found.manifest.metadata
-        span = self._passed.roll_back(number, to, metadata)
-        watch.resume(metadata)
+        with naming(saver.manifest_of(found)):
+            span = self._passed.roll_back(number, to, metadata)
+            watch.resume(metadata)
         lost = self._account.lose(to)
         del summary.losses[to:]
         summary.steps, summary.evals = to, [pair for pair in summary.evals if pair[0] <= to]

@@ -10,9 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxpar.app.config import SpikeConfig, TrainConfig
+from jaxpar.checkpoint.manifest import REMEDY
+from jaxpar.errors import DamagedError
+from jaxpar.utils.checks import is_count, shown
 
 _SIGMAS = 6.0
 _NORMAL = 1.4826  # median of absolute deviations → standard deviation, for a normal distribution
+_MOST = 1 << 48  # of any count in a checkpoint
 _FLOOR = 1e-3  # minimum deviation relative to the median, for a loss that does not change
 
 
@@ -71,11 +75,18 @@ class LossWatch:
         return {**counts, "recent": list(self._recent)} if self._spike else counts
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved state; missing values are as in a new run."""
-        self.skipped, self.high = int(state.get("skipped", 0)), int(state.get("high", 0))
-        self.bad = int(state.get("bad", self.skipped))
+        """Restore a saved state; missing values are as in a new run.
+
+        Raises:
+          DamagedError: a value is not one that :meth:`state` returns; nothing is restored then.
+        """
+        recent = state.get("recent", [])
+        if not isinstance(recent, list) or not all(map(_is_loss, recent)):
+            raise _malformed("recent", "a list of finite numbers", recent)
+        skipped, high = _count(state, "skipped"), _count(state, "high")
+        self.skipped, self.high, self.bad = skipped, high, _count(state, "bad", skipped)
         self._recent.clear()
-        self._recent.extend(map(float, state.get("recent", ())))
+        self._recent.extend(map(float, recent))
 
     def _bound(self) -> float:
         if self._spike is None:
@@ -114,6 +125,9 @@ class SkippedBatches:
           to: the step that it restores.
           saved: the state that was saved with that step.
 
+        Raises:
+          DamagedError: ``saved`` is malformed, or has batches that this run did not skip.
+
         >>> passed = SkippedBatches()
         >>> passed.roll_back(9, 6, {})
         (7, 9)
@@ -124,6 +138,8 @@ class SkippedBatches:
         """
         last = step + self.count
         before = SkippedBatches.of(saved)
+        if before.count > self.count:
+            raise _malformed("passed", f"at most the {self.count} batches that this run skipped", saved.get("passed"))
         first = to + before.count + 1
         self.ranges, self.rollbacks = _joined([*before.ranges, [first, last]]), self.rollbacks + 1
         return next((a, b) for a, b in self.ranges if a <= first <= b)
@@ -134,8 +150,39 @@ class SkippedBatches:
 
     @staticmethod
     def of(state: Mapping[str, Any]) -> SkippedBatches:
-        """Restore a saved state."""
-        return SkippedBatches([[int(a), int(b)] for a, b in state.get("passed", ())], int(state.get("rollbacks", 0)))
+        """Restore a saved state.
+
+        Raises:
+          DamagedError: a value is not one that :meth:`state` returns.
+        """
+        found, last = state.get("passed", []), 0
+        ranges: list[Any] = found if isinstance(found, list) else [None]
+        for pair in ranges:
+            pair_of_counts = isinstance(pair, list) and len(pair) == 2 and all(map(_is_count, pair))
+            if not pair_of_counts or not last < pair[0] <= pair[1]:
+                raise _malformed("passed", "a list of ranges [first, last] of batches, in order", found)
+            last = pair[1]
+        return SkippedBatches([list(pair) for pair in ranges], _count(state, "rollbacks"))
+
+
+def _count(state: Mapping[str, Any], key: str, default: int = 0) -> int:
+    if not _is_count(value := state.get(key, default)):
+        raise _malformed(key, f"an integer from 0 to {_MOST:,}", value)
+    return int(value)
+
+
+def _is_count(value: Any) -> bool:
+    return is_count(value, 0) and value <= _MOST
+
+
+def _is_loss(value: Any) -> bool:
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return is_count(value, -_MOST) and value <= _MOST
+
+
+def _malformed(key: str, kind: str, value: Any) -> DamagedError:
+    return DamagedError(f"{key} must be {kind}, got {shown(value)}. {REMEDY}")
 
 
 def _joined(ranges: Iterable[list[int]]) -> list[list[int]]:

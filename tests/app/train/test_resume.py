@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import io
 import json
@@ -30,6 +31,7 @@ from jaxpar.app.train.loop import train
 from jaxpar.app.train.programs import StepPrograms
 from jaxpar.checkpoint import manager
 from jaxpar.checkpoint.manifest import read
+from jaxpar.checkpoint.manifest import write as write_manifest
 from jaxpar.checkpoint.save import begin
 from jaxpar.checkpoint.verify import check, steps_in
 from jaxpar.data import batches
@@ -246,6 +248,26 @@ def test_what_keeps_a_run_from_going_on_is_said(whole: Path, tmp_path: Path) -> 
     with pytest.raises(DataError, match="belongs to another run: .*seed was 0, is now 1"):
         stream.set_state(for_this_process(position))
     stream.close()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "status", "text"),
+    [
+        ("position", "x", ExitCode.CONFIGURATION, "DataError: MANIFEST: metadata: position: this is not a saved data"),
+        ("skipped", -1, ExitCode.FAILED, "DamagedError: MANIFEST: metadata: skipped must be an integer from 0 to"),
+    ],
+    ids=["position", "skipped"],
+)
+def test_a_forged_manifest_ends_a_run_before_its_first_step(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str, value: Any, status: int, text: str
+) -> None:
+    config, folder = write(tmp_path, "run"), tmp_path / "run/checkpoints"
+    shutil.copytree(whole / "4", folder / "4")
+    true = read(folder / "4")
+    write_manifest(folder / "4", dataclasses.replace(true, metadata={**true.metadata, key: value}))
+    assert main(["train", str(config)]) == status
+    assert text.replace("MANIFEST", f"{folder}/4/manifest.json") in capsys.readouterr().err
+    assert steps_in(folder) == [4] and read(folder / "4").metadata[key] == value
 
 
 def test_every_step_and_checkpoint_can_be_looked_at(

@@ -1,0 +1,96 @@
+"""The limits of a manifest: a reader names the value that exceeds one, and a save that would exceed one is an error."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxpar as jp
+from jaxpar.checkpoint import manifest
+from jaxpar.checkpoint.manifest import NAME, REMEDY, Manifest, read
+from jaxpar.checkpoint.manifest import write as write_manifest
+from jaxpar.errors import CheckpointError, DamagedError
+
+TENSOR = {"dtype": "float32", "itemsize": 4, "shape": [4], "chunk": [2], "folder": "a/w", "sums": [1, 2]}
+WHOLE: dict[str, Any] = {
+    "tensors": {"w": {**TENSOR, "dims": ["embed"], "spec": "P('data')", "key": None}},
+    "files": {"a/w/0": [8, 1], "a/w/1": [8, 2]},
+    "step": 3,
+    "versions": {},
+    "layout": {},
+    "metadata": {},
+}
+
+
+def deep(depth: int) -> Any:
+    return [deep(depth - 1)] if depth else 0
+
+
+@pytest.mark.parametrize(
+    ("part", "key", "value", "text"),
+    [
+        ("files", "a/w/0", [8], "a/w/0 must have two integers, its bytes and its CRC-32, got [8]"),
+        ("files", "a/w/0", [8, 1 << 32], "a/w/0 must have two integers, its bytes and its CRC-32, got [8, 4294967296]"),
+        ("files", "a/w/0", [True, 1], "a/w/0 must have two integers, its bytes and its CRC-32, got [True, 1]"),
+        ("files", "a/w/0", {"a": 1, "b": 2}, "a/w/0 must have two integers, its bytes and its CRC-32, got {'a': 1, "),
+        ("files", "a/./0", [8, 1], "the file 'a/./0' is outside the checkpoint's folder"),
+        ("tensors", "a\nb", {}, r"tensor 'a\nb': its path must be printable"),
+        ("tensors", "a/" * 64, {}, "tensor 'a/a/a/"),
+        ("tensors", "a" * 1001, {}, f"tensor '{'a' * 200}': its path must have at most 1,000 characters and 64 parts"),
+        ("versions", "jax", "\x1b", r"versions must be a printable string, got '\x1b'"),
+        ("versions", "\x1b", "1", r"versions must be a printable string, got '\x1b'"),
+        ("layout", "a", deep(63), "layout is nested more than 64 levels deep"),
+        ("metadata", "a", deep(63), "metadata is nested more than 64 levels deep"),
+        ("metadata", "\ud800", 1, r"metadata has a text that is not Unicode: '\ud800'"),
+    ],
+)
+def test_a_value_out_of_bounds_is_named(part: str, key: str, value: Any, text: str) -> None:
+    assert Manifest.from_data(WHOLE, "m").bytes == 16
+    with pytest.raises(DamagedError, match=rf"^m: {re.escape(text)}.*\. {re.escape(REMEDY)}$"):
+        Manifest.from_data({**WHOLE, part: {**WHOLE[part], key: value}}, "m")
+
+
+@pytest.mark.parametrize(
+    ("state", "metadata", "text"),
+    [
+        ({"a\tb": jnp.ones(1)}, {}, r"'a\tb': its path must be printable. Remedy: rename it."),
+        ({"a": {"b/" * 63: jnp.ones(1)}}, {}, f"'a/{'b/' * 63}': its path must have at most 1,000 characters and 64 "),
+        ({"w": jnp.ones(1)}, {"a": deep(63)}, "metadata: metadata is nested more than 64 levels deep. A manifest "),
+        ({"w": jnp.ones(1)}, {"a": "\udfff"}, r"metadata: metadata has a text that is not Unicode: '\udfff'. A manif"),
+    ],
+)
+def test_a_save_that_no_restore_would_accept_is_an_error(tmp_path: Path, state: Any, metadata: Any, text: str) -> None:
+    with pytest.raises(CheckpointError, match=f"^{re.escape(text)}"):
+        jp.save(tmp_path / "1", state, metadata=metadata)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_manifest_of_too_many_pieces_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jp.save(tmp_path / "1", {"w": jnp.ones(4)})
+    values = sum(map((tmp_path / "1" / NAME).read_text().count, ",[{"))
+    text = f"1.unfinished/{NAME} has {values} values, more than the limit of 20: it describes 1 pieces of 1 tensors. "
+    monkeypatch.setattr(manifest, "_MOST_VALUES", 20)
+    with pytest.raises(CheckpointError, match=rf"{re.escape(text)}Remedy: shard small tensors over fewer devices, or "):
+        jp.save(tmp_path / "1", {"w": jnp.ones(4)})
+    with pytest.raises(DamagedError, match=rf"^{tmp_path}/1/{NAME} has {values} values, more than the limit of 20\. "):
+        read(tmp_path / "1")
+    monkeypatch.undo()
+    assert jp.restore(tmp_path / "1", {"w": jax.ShapeDtypeStruct((4,), "float32")})["w"].tolist() == [1.0] * 4
+
+
+def test_a_forged_size_of_a_value_is_named(tmp_path: Path) -> None:
+    jp.save(tmp_path / "1", {"w": jnp.ones((2, 4))})
+    true = read(tmp_path / "1")
+    (size, total) = true.files["arrays/w/0.0"]
+    forged = replace(true.tensors["w"], itemsize=2)
+    files = {**true.files, "arrays/w/0.0": (size // 2, total)}
+    write_manifest(tmp_path / "1", replace(true, tensors={"w": forged}, files=files))
+    text = f"{tmp_path}/1/{NAME}: tensor w: a value of float32 has 4 bytes, got 2. {REMEDY}"
+    with pytest.raises(DamagedError, match=f"^{re.escape(text)}$"):
+        jp.restore(tmp_path / "1", {"w": jax.ShapeDtypeStruct((2, 4), "float32")})
