@@ -27,7 +27,7 @@ _LOST_PEER = ("coordination service", "Connection closed by peer", "Connection r
 _NAMING = (FileNotFoundError, NotADirectoryError, IsADirectoryError, FileExistsError)
 """Errors of the operating system that come from a wrong path, rather than from storage that failed."""
 _MOST = 2000
-"""Maximum characters of an unexpected error on the screen."""
+"""Maximum characters on the screen of an unexpected error, or of a line of an error of jaxpar's own."""
 
 
 class ExitCode(enum.IntEnum):
@@ -121,12 +121,12 @@ def describe(error: BaseException) -> str:
     An error that jaxpar did not raise on purpose is shortened, with the line that raised it; its full traceback goes to
     a file that the text names.
     """
-    if isinstance(error, JaxparError):
-        return f"{type(error).__name__}: {error}"
     if isinstance(error, KeyboardInterrupt):
         return "stopped by Ctrl-C"
     text = "".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in str(error)).strip()
-    text = text if len(text) <= _MOST else f"{text[:_MOST]} ..."
+    if isinstance(error, JaxparError):
+        return f"{type(error).__name__}: {'\n'.join(map(_shortened, text.split('\n')))}"
+    text = _shortened(text)
     frame = traceback.extract_tb(error.__traceback__)[-1:]
     where = f"raised at {frame[0].filename}:{frame[0].lineno}, in {frame[0].name}. " if frame else ""
     head = f"{type(error).__name__}{': ' if text else ''}{text}\n{where}"
@@ -138,6 +138,11 @@ def describe(error: BaseException) -> str:
     except OSError:
         return f"{''.join(traceback.format_exception(error))}{head}"
     return f"{head}The full traceback is in {file.name}."
+
+
+def _shortened(text: str) -> str:
+    """The text without its middle if it is too long: an error ends with its remedy."""
+    return text if len(text) <= _MOST else f"{text[: _MOST // 2]} ... {text[-_MOST // 2 :]}"
 
 
 def report(error: BaseException) -> ExitCode:

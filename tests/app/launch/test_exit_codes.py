@@ -107,5 +107,12 @@ def test_an_unexpected_error_is_short_and_its_traceback_is_in_a_file(failing: An
     assert "\nOSError: [Errno 28] No space left on device\nraised at " in said
 
 
+def test_an_error_of_ours_is_short_too_and_keeps_its_remedy(failing: Any) -> None:
+    status, said = failing(errors.RulesError(f"1. \x1b[31m: {'x' * 10_000}. Remedy: another.\n2. second"))
+    assert status == ExitCode.CONFIGURATION
+    assert re.fullmatch(r"RulesError: 1\. \\x1b\[31m: x+ \.\.\. x+\. Remedy: another\.\n2\. second\n", said)
+    assert len(said) < 2100
+
+
 def test_ctrl_c_ends_a_command_in_one_line(failing: Any) -> None:
     assert failing(KeyboardInterrupt()) == (130, "stopped by Ctrl-C\n")
