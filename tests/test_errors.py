@@ -386,7 +386,7 @@ CONFIGS = [
     case(
         "not a mapping",
         lambda: parse_yaml("just text", "c.yaml"),
-        "c.yaml must be a mapping, got 'just text' (str).",
+        "c.yaml must be a mapping, got a string.",
     ),
     case(
         "setting without a value",

@@ -6,22 +6,21 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from jaxpar.errors import ConfigError
+from jaxpar.sharding.mesh import AxisSize, LayoutData
+from jaxpar.utils.checks import INT32, Range
 from jaxpar.utils.yaml_config import build, load_yaml, merge, override
 
 Platform = Literal["tpu", "gpu", "cpu"]
-CompilerOption = bool | int | float | str
-_LEAST = {
-    **dict.fromkeys(("data.batch", "data.seq", "train.steps", "train.grad_accum_steps"), 1),
-    **dict.fromkeys(("train.max_consecutive_nonfinite", "train.eval_every", "train.eval_batches", "cpu_devices"), 1),
-    "train.max_rollbacks": 0,
-}
-"""The smallest value of each of these keys."""
-_ABOVE = {"train.straggler.factor": 1, "train.straggler.every": 0, "train.spike.window": 1}
-_ABOVE |= {"train.spike.patience": 0, "train.spike.sigmas": 0, "train.spike.factor": 1}
-"""A value that each of these keys must exceed."""
+Option = bool | int | float | str
+# Commands trace a step without its devices: numbers beyond those of any run are refused before that overflows.
+_Count = Annotated[int, Range(1, INT32)]
+_Natural = Annotated[int, Range(0, INT32)]
+_Batch = Annotated[int, Range(1, 2**20)]
+_Positive = Annotated[float, Range(0, 1e38, above=True)]
+_AboveOne = Annotated[float, Range(1, 1e38, above=True)]
 
 
 @dataclass(frozen=True)
@@ -32,8 +31,8 @@ class DataConfig:
     """
 
     source: str = "stdlib"
-    batch: int = 32
-    seq: int = 128
+    batch: _Batch = 32
+    seq: Annotated[int, Range(1, 2**24)] = 128
     seed: int = 0
     packing: bool = False
 
@@ -47,10 +46,10 @@ class OptimizerConfig:
 
     name: str = "adamw"
     learning_rate: float = 1e-3
-    warmup: int = 20
+    warmup: _Natural = 20
     final_lr_ratio: float = 0.1
-    clip_norm: float | None = 1.0
-    options: dict[str, Any] = field(default_factory=dict)
+    clip_norm: _Positive | None = 1.0
+    options: dict[str, Option | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -124,9 +123,9 @@ class PipelineConfig:
     """
 
     schedule: str = "1f1b"
-    microbatches: int = 1
-    virtual_stages: int = 1
-    sequence_chunks: int = 1
+    microbatches: _Count = 1
+    virtual_stages: _Count = 1
+    sequence_chunks: _Count = 1
     activation_checkpointing: Literal["full", "none"] = "full"
     grad_reduction: Literal["per_step", "per_chunk", "per_microbatch"] = "per_step"
     executor: Literal["lockstep", "independent"] = "lockstep"
@@ -197,10 +196,10 @@ class SpikeConfig:
       patience: number of consecutive spikes that triggers a rollback.
     """
 
-    sigmas: float | None = None
-    factor: float | None = None
-    window: int = 50
-    patience: int = 3
+    sigmas: _Positive | None = None
+    factor: _AboveOne | None = None
+    window: Annotated[int, Range(2, 2**20)] = 50
+    patience: _Count = 3
 
 
 @dataclass(frozen=True)
@@ -212,8 +211,8 @@ class StragglerConfig:
       every: number of steps over which the times are averaged.
     """
 
-    factor: float = 2.0
-    every: int = 50
+    factor: _AboveOne = 2.0
+    every: _Count = 50
 
 
 @dataclass(frozen=True)
@@ -235,16 +234,16 @@ class TrainConfig:
       eval_batches: batches of held-out text in each evaluation.
     """
 
-    steps: int = 100
-    grad_accum_steps: int = 1
+    steps: _Count = 100
+    grad_accum_steps: _Batch = 1
     skip_nonfinite: bool = True
-    max_consecutive_nonfinite: int = 3
+    max_consecutive_nonfinite: _Count = 3
     spike: SpikeConfig | None = None
-    max_rollbacks: int = 3
+    max_rollbacks: _Natural = 3
     straggler: StragglerConfig = field(default_factory=StragglerConfig)
-    seed: int = 0
-    eval_every: int = 50
-    eval_batches: int = 8
+    seed: Annotated[int, Range(-(2**31), 2**32 - 1)] = 0  # JAX drops all but 32 bits
+    eval_every: _Count = 50
+    eval_batches: _Count = 8
 
 
 @dataclass(frozen=True)
@@ -339,15 +338,15 @@ class RunConfig:
 
     model: dict[str, Any]
     layout: str
-    mesh: dict[str, Any] = field(default_factory=dict)
+    mesh: dict[str, AxisSize] = field(default_factory=dict)
     rules: dict[str, Any] = field(default_factory=dict)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     precision: str | PrecisionConfig | None = None
-    cpu_devices: int | None = None
+    cpu_devices: Annotated[int, Range(1, 2**12)] | None = None
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
-    compiler: dict[Platform, dict[str, CompilerOption]] = field(default_factory=dict)
+    compiler: dict[Platform, dict[str, Option]] = field(default_factory=dict)
     checkpoint: CheckpointConfig | None = None
     generate: GenerateConfig = field(default_factory=GenerateConfig)
     supervise: SuperviseConfig = field(default_factory=SuperviseConfig)
@@ -372,30 +371,16 @@ def load_run(path: str | os.PathLike[str], settings: Sequence[str] = ()) -> Load
     file = Path(path)
     data = override(load_yaml(file, paths=("layout",)), settings)
     config = build(RunConfig, data, str(file))
-    _check_numbers(config, file)
-    layout = merge(load_yaml(file.parent / config.layout), {"mesh": config.mesh, "rules": config.rules})
+    _check_spike(config.train.spike, file)
+    source = file.parent / config.layout
+    own = build(LayoutData, {"mesh": None, "rules": None, **load_yaml(source)}, str(source))
+    layout = {"mesh": merge(own.mesh or {}, config.mesh), "rules": merge(own.rules or {}, config.rules)}
     return Loaded(config, layout, file.stem)
 
 
-def _check_numbers(config: RunConfig, file: Path) -> None:
-    for key, least in _LEAST.items():
-        value = _value(config, key)
-        if value is not None and value < least:
-            raise ConfigError(f"{file}: {key} must be at least {least}, got {value}.")
-    spike = config.train.spike
+def _check_spike(spike: SpikeConfig | None, file: Path) -> None:
     if spike is not None and spike.sigmas is not None and spike.factor is not None:
         raise ConfigError(
             f"{file}: train.spike.sigmas={spike.sigmas:g} and train.spike.factor={spike.factor:g} are mutually "
             "exclusive: both define a spike. Remedy: leave one out."
         )
-    for key, bound in _ABOVE.items():
-        value = _value(config, key)
-        if value is not None and not value > bound:
-            raise ConfigError(f"{file}: {key} must be above {bound}, got {value:g}.")
-
-
-def _value(config: Any, key: str) -> Any:
-    """The value of a key such as ``train.spike.window``; ``None`` if the configuration lacks a part of it."""
-    for name in key.split("."):
-        config = getattr(config, name, None)
-    return config

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 import jaxpar as jp
@@ -344,7 +345,8 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
     """Returns the named optax optimizer, or ``one_bit_adam``, with linear warmup and cosine decay over ``steps``.
 
     Raises:
-      ConfigError: there is no such optimizer, it lacks one of ``options``, or ``one_bit_adam`` lacks ``warmup``.
+      ConfigError: there is no such optimizer, it lacks one of ``options``, fails with them, or ``one_bit_adam`` lacks
+        ``warmup``.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # `optax.__all__` includes deprecated names
@@ -355,7 +357,7 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
             f"optimizer: unknown name {config.name!r}.{did_you_mean(config.name, known)} Supported optimizers (any "
             f"optax optimizer with a learning rate): {', '.join(known)}."
         )
-    make = jp.one_bit_adam if config.name == ONE_BIT else getattr(optax, config.name)
+    make: Any = jp.one_bit_adam if config.name == ONE_BIT else getattr(optax, config.name)
     options = [name for name in _parameters(make) if name != "learning_rate"]
     for option in config.options:
         if option not in options:
@@ -376,7 +378,23 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
         max(steps, warmup + 1),
         config.learning_rate * config.final_lr_ratio,
     )
-    return make(learning_rate=schedule, **config.options)
+    try:
+        tx = make(learning_rate=schedule, **config.options)
+        if config.name != ONE_BIT:  # it requires a layout
+            jax.eval_shape(functools.partial(_one_update, tx), {"w": jnp.zeros((2, 2))})
+    except JaxparError:
+        raise
+    except Exception as error:  # optax checks no types, so a wrong option fails anywhere
+        raise ConfigError(
+            f"optimizer: {config.name} fails with the options {config.options}: {type(error).__name__}: "
+            f"{str(error).partition(chr(10))[0]}. Remedy: correct or leave out the options, or use another optimizer."
+        ) from error
+    return tx
+
+
+def _one_update(tx: optax.GradientTransformation, params: Any) -> Any:
+    extra = {"value": 0.0, "grad": params, "value_fn": lambda params: jnp.sum(params["w"])}  # as a step passes them
+    return optax.with_extra_args_support(tx).update(params, tx.init(params), params, **extra)
 
 
 def _parameters(f: Any) -> list[str]:

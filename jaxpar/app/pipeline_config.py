@@ -10,6 +10,9 @@ from jaxpar.app.config import PipelineConfig
 from jaxpar.errors import ConfigError, JaxparError
 from jaxpar.parallel.pipeline.schedules.async_window import ASYNCHRONOUS
 
+_MOST_UNITS = 2**15
+"""Maximum forward passes of a schedule, whose orders are checked one by one: this many take 3 seconds."""
+
 
 def make_pipeline(
     config: PipelineConfig | None, mesh: Mapping[str, Any], layers: int
@@ -37,6 +40,13 @@ def make_pipeline(
         raise ConfigError(
             "mesh: pipeline is -1, but a schedule requires a fixed number of stages. Remedy: set pipeline to a number, "
             "and data: -1."
+        )
+    units = stages * config.microbatches * config.virtual_stages * config.sequence_chunks
+    if units > _MOST_UNITS:
+        raise ConfigError(
+            f"parallel.pipeline: {stages} stages, microbatches: {config.microbatches}, virtual_stages: "
+            f"{config.virtual_stages} and sequence_chunks: {config.sequence_chunks} are {units:,} forward passes, more "
+            f"than {_MOST_UNITS:,}, the limit. Remedy: use fewer and larger microbatches."
         )
     try:
         if config.schedule in ASYNCHRONOUS:

@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from jaxpar.errors import JaxparError, LayoutError, NoLayoutError, did_you_mean, listing
 from jaxpar.sharding import messages
-from jaxpar.sharding.mesh import AXES, MeshSpec
+from jaxpar.sharding.mesh import AXES, LayoutData, MeshSpec
 from jaxpar.sharding.resolve import Resolved, resolve
 from jaxpar.sharding.rules import Rules
 from jaxpar.utils.call_site import call_site
@@ -28,14 +28,6 @@ from jaxpar.utils.yaml_config import build, load_yaml
 
 Devices = Sequence[Any] | int | None
 _entered = threading.local()
-
-
-@dataclass(frozen=True)
-class _Data:
-    """The top-level keys of a layout in YAML."""
-
-    mesh: dict[str, Any] | None
-    rules: dict[str, Any] | None
 
 
 @dataclass(frozen=True)
@@ -96,7 +88,7 @@ class Layout:
           ConfigError: an unknown key or a value of the wrong type.
           JaxparError: as the mesh, the rules and the layout raise; the class of the error is kept.
         """
-        parts = build(_Data, data, where)
+        parts = build(LayoutData, data, where)
         try:
             spec = MeshSpec.from_dict(parts.mesh or {})
             mesh = spec.abstract(devices) if isinstance(devices, int) else spec.build(devices)

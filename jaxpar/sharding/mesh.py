@@ -10,16 +10,27 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from jaxpar.errors import MeshError, did_you_mean, listing
 from jaxpar.sharding import messages
 from jaxpar.sharding.device_order import arrange
 from jaxpar.sharding.hardware.topology import Topology
-from jaxpar.utils.checks import is_count
+from jaxpar.utils.checks import Range, is_count
 
 if TYPE_CHECKING:
     from jax.sharding import AbstractMesh, AxisType, Mesh
+
+_MOST_DEVICES = 2**20
+AxisSize = Annotated[int, Range(-1, _MOST_DEVICES)]
+
+
+@dataclass(frozen=True)
+class LayoutData:
+    """The top-level keys of a layout in YAML."""
+
+    mesh: dict[str, AxisSize] | None
+    rules: dict[str, Any] | None
 
 
 @dataclass(frozen=True)
@@ -93,6 +104,8 @@ class MeshSpec:
         """
         asked = vars(self)
         fixed = math.prod(size for size in asked.values() if size != -1)
+        if devices > _MOST_DEVICES:
+            raise MeshError(f"a mesh of {devices:,} devices exceeds {_MOST_DEVICES:,}. Remedy: use smaller sizes.")
         filled = {axis: devices // fixed if size == -1 else size for axis, size in asked.items()}
         if devices < 1 or math.prod(filled.values()) != devices:
             raise MeshError(_mesh_misfit(asked, fixed, devices))

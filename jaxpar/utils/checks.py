@@ -1,9 +1,13 @@
-"""Checks of single values that configurations and calls share."""
+"""Checks of single values that configurations and calls share, and how errors show values."""
 
 from __future__ import annotations
 
 import reprlib
+from dataclasses import dataclass
 from typing import Any
+
+INT32, INT64 = 2**31 - 1, 2**63 - 1
+"""The largest signed integers of 32 and of 64 bits."""
 
 
 def is_count(value: Any, least: int = 1) -> bool:
@@ -15,6 +19,33 @@ def is_count(value: Any, least: int = 1) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
+@dataclass(frozen=True)
+class Range:
+    """The numbers from ``least`` to ``most``; with ``above``, without ``least`` itself. NaN is in no range.
+
+    ``Annotated[int, Range(1, 8)]`` limits a field of a configuration (:func:`jaxpar.utils.yaml_config.build`).
+
+    >>> 3 in Range(1, 8), 9 in Range(1, 8), float("nan") in Range(0, 1.0)
+    (True, False, False)
+    >>> print(Range(1, 2**20), Range(0, 1.0, above=True), sep="; ")
+    from 1 to 1,048,576; above 0, at most 1
+    """
+
+    least: float
+    most: float
+    above: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        return self.least <= value <= self.most and not (self.above and value == self.least)
+
+    def __str__(self) -> str:
+        least, most = (f"{n:,}" if isinstance(n, int) else f"{n:g}" for n in (self.least, self.most))
+        return f"above {least}, at most {most}" if self.above else f"from {least} to {most}"
+
+
+_SHORT = reprlib.Repr(maxstring=80, maxother=80)
+
+
 def shown(value: Any) -> str:
     """The beginning of the text of a value of any type, size and depth, for an error.
 
@@ -22,6 +53,6 @@ def shown(value: Any) -> str:
     ("[1, 'a']", '[0, 1, 2, 3, 4, 5, ...]')
     """
     try:
-        return reprlib.repr(value)
+        return _SHORT.repr(value)
     except ValueError:  # Python writes no integer of more than 4,300 digits
         return f"a value of type {type(value).__name__}"

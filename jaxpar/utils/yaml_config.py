@@ -2,7 +2,8 @@
 
 An unknown key, a duplicate key, a wrong type, or a tag that would build an object is a ``ConfigError`` that names the
 file, the key and the valid values. Texts that would take long to read or need much memory are errors too: bytes, depth,
-digits and values are bounded, and every alias counts with all values that it stands for.
+digits, values and chains of files are bounded, and every alias counts with all values that it stands for. A path in a
+configuration may name any file, so an error about a file that is no configuration shows its keys at most.
 """
 
 from __future__ import annotations
@@ -11,19 +12,27 @@ import contextlib
 import dataclasses
 import os
 import re
+import sys
 import types
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
 
 from jaxpar.errors import ConfigError, did_you_mean
+from jaxpar.utils.checks import INT64, Range, shown
 
-_MOST_BYTES, _MOST_VALUES, _MOST_DEPTH, _MOST_DIGITS = 1 << 18, 20_000, 32, 100
-"""Limits of a configuration: bytes in a file, values with aliases expanded, nesting depth, characters of a number."""
+_MOST_BYTES, _MOST_VALUES, _MOST_DEPTH, _MOST_DIGITS, _MOST_FILES = 1 << 18, 20_000, 32, 100, 16
+"""Limits of a configuration: bytes in a file, values with aliases expanded, nesting depth, characters of a number, and
+files that extend each other."""
+_LIMITS = {int: Range(-INT64 - 1, INT64), float: Range(-sys.float_info.max, sys.float_info.max)}
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+
+
+class _Refusal(yaml.MarkedYAMLError):
+    """An error of ours about a text."""
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -61,6 +70,8 @@ class _StrictLoader(yaml.SafeLoader):
             self._refuse(
                 f"a number has {len(node.value):,} characters. Remedy: use at most {_MOST_DIGITS}", node.start_mark
             )
+        if re.search("[\0\ud800-\udfff]", node.value):  # no name of a file can have them
+            self._refuse("a text has a null byte or half a character. Remedy: write it without", node.start_mark)
         return node
 
     def _add(self, values: int, depth: int, mark: Any) -> None:
@@ -75,7 +86,7 @@ class _StrictLoader(yaml.SafeLoader):
             self._refuse(f"values are nested more than {_MOST_DEPTH} levels deep. Remedy: use a flatter file", mark)
 
     def _refuse(self, text: str, mark: Any) -> None:
-        raise yaml.composer.ComposerError(None, None, text, mark)
+        raise _Refusal(None, None, text, mark)
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -93,7 +104,7 @@ class _StrictLoader(yaml.SafeLoader):
     def refuse_tag(self, node: yaml.Node) -> None:
         tag = node.tag.replace("tag:yaml.org,2002:", "!!")
         text = f"the tag {tag!r} would build an object. Remedy: write plain text, numbers, lists or mappings"
-        raise yaml.constructor.ConstructorError(None, None, text, node.start_mark)
+        self._refuse(text, node.start_mark)
 
 
 _StrictLoader.add_constructor(None, _StrictLoader.refuse_tag)
@@ -134,14 +145,20 @@ def load_yaml(
         raise ConfigError(
             f"{file}: extends must be the path of a YAML file relative to this file, got {_name(parent)}."
         )
-    chain = (*_extending, file.resolve())
-    source = (file.parent / parent).resolve()
+    # Unlike `Path.resolve`, `realpath` raises nothing for a link that leads to itself.
+    chain = (*_extending, Path(os.path.realpath(file)))
+    source = Path(os.path.realpath(file.parent / parent))
     if source in chain:
         raise ConfigError(f"{file}: extends {parent}, which in turn extends this file. Remedy: break the cycle.")
+    if len(chain) == _MOST_FILES:
+        raise ConfigError(
+            f"{file}: extends {parent}, but {_MOST_FILES} files already extend each other, the limit. Remedy: write "
+            "the keys of some of them into one file."
+        )
     base = load_yaml(file.parent / parent, paths=paths, _extending=chain)
     for key in paths:
         if isinstance(base.get(key), str):
-            base[key] = os.path.relpath(source.parent / base[key], file.parent.resolve())
+            base[key] = os.path.relpath(source.parent / base[key], os.path.realpath(file.parent))
     return merge(base, data)
 
 
@@ -175,7 +192,7 @@ def parse_yaml(text: str | bytes, name: str = "yaml") -> dict[str, Any]:
     if data is None:
         return {}
     if not isinstance(data, dict):
-        raise ConfigError(f"{name} must be a mapping, got {_name(data)}.")
+        raise ConfigError(f"{name} must be a mapping, got {_KINDS.get(type(data), type(data).__name__)}.")
     return data
 
 
@@ -187,11 +204,14 @@ def _parse(text: str | bytes, name: str) -> Any:
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else "?"
         problem = ", ".join(filter(None, (error.context, error.problem)))
+        if not isinstance(error, _Refusal):
+            problem = re.sub(r"'\w[^']*'", "'...'", problem)  # the name of an alias or of an anchor
         raise ConfigError(f"{name}: line {line}: {problem}.") from error
-    # Bytes that are not text, a date such as 2024-13-45, `!!int ""` or `!!bool x`.
-    except (yaml.YAMLError, ValueError, AttributeError, LookupError, OverflowError) as error:
-        reason = str(error).partition("\n")[0] or type(error).__name__
-        raise ConfigError(f"{name}: {reason}.") from error
+    except yaml.YAMLError as error:  # bytes that are not text
+        raise ConfigError(f"{name}: {str(error).partition(chr(10))[0]}.") from error
+    except (ValueError, AttributeError, LookupError, OverflowError) as error:
+        # A date such as 2024-13-45, `!!int ""` or `!!bool x`; the texts of these errors quote the file.
+        raise ConfigError(f"{name}: a value has the form or the tag of another type. Remedy: quote it.") from error
 
 
 def override(data: Mapping[str, Any], settings: Sequence[str]) -> dict[str, Any]:
@@ -229,27 +249,29 @@ def build[T](cls: type[T], data: Mapping[str, Any], where: str) -> T:
       where: the beginning of error texts: the file, then the path of keys.
 
     Raises:
-      ConfigError: an unknown key (with a suggestion), a missing key, or a value of the wrong type.
+      ConfigError: an unknown key (with a suggestion), a missing key, a value of the wrong type, or a number outside of
+        the range of its field, ``Annotated[int, Range(1, 8)]``, or of 64 bits.
     """
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    hints = typing.get_type_hints(cls)
-    values = {}
-    for key, value in data.items():
+    hints = typing.get_type_hints(cls, include_extras=True)
+    for key in data:  # before any value: a file of another kind shows none of its values
         if key not in fields:
             raise ConfigError(
-                f"{where}: unknown key {key!r}.{did_you_mean(key, fields)} The keys are: {', '.join(fields)}."
+                f"{where}: unknown key {shown(key)}.{did_you_mean(key, fields)} The keys are: {', '.join(fields)}."
             )
-        values[key] = _convert(hints[key], value, f"{where}: {key}")
+    values = {key: _convert(hints[key], value, f"{where}: {key}") for key, value in data.items()}
     for name, field in fields.items():
         if name not in values and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise ConfigError(f"{where}: the key {name!r} is missing. The keys are: {', '.join(fields)}.")
     return cls(**values)
 
 
-def _convert(hint: Any, value: Any, where: str) -> Any:
+def _convert(hint: Any, value: Any, where: str, numbers: Range | None = None) -> Any:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
         return build(hint, value, where)  # type: ignore[arg-type]
+    if origin is Annotated:
+        return _convert(args[0], value, where, args[1])
     if origin in (types.UnionType, typing.Union):
         options = [arg for arg in args if arg is not types.NoneType]
         if value is None and len(options) < len(args):
@@ -264,22 +286,31 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     elif origin is typing.Literal:
         if any(value == arg and type(value) is type(arg) for arg in args):
             return value
-        raise ConfigError(f"{where} must be {_expected(hint)}, got {value!r}.{did_you_mean(value, args)}")
+        raise ConfigError(f"{where} must be {_expected(hint)}, got {shown(value)}.{did_you_mean(value, args)}")
     elif origin in (tuple, list) and isinstance(value, list | tuple):
         return origin(_convert(args[0], item, f"{where}[{i}]") for i, item in enumerate(value))
     elif origin is dict and isinstance(value, Mapping):
         return {
             _convert(args[0], k, f"{where}: a key"): _convert(args[1], v, f"{where}: {k}") for k, v in value.items()
         }
-    elif hint is Any or (hint is float and type(value) is int):
-        return value if hint is Any else float(value)
-    elif isinstance(value, origin or hint) and not (hint is int and isinstance(value, bool)):
+    elif hint is Any:
+        return value
+    elif type(value) is int and hint in (int, float) or type(value) is hint is float:
+        numbers = numbers or _LIMITS[hint]
+        if value in numbers:
+            return hint(value)
+        raise ConfigError(
+            f"{where} must be {numbers}, got {shown(value)}. Remedy: use a number in this range, or leave the key out."
+        )
+    elif isinstance(value, origin or hint) and hint is not int:
         return dict(value) if isinstance(value, dict) else value
     raise ConfigError(f"{where} must be {_expected(hint)}, got {_name(value)}.")
 
 
 def _expected(hint: Any) -> str:
     kind = typing.get_origin(hint) or hint
+    if kind is Annotated:
+        return _expected(typing.get_args(hint)[0])
     if kind in (types.UnionType, typing.Union):
         return " or ".join(_expected(arg) for arg in typing.get_args(hint) if arg is not types.NoneType)
     if kind is typing.Literal:
@@ -293,4 +324,4 @@ _KINDS = {bool: "true or false", int: "an integer", float: "a number", str: "a s
 
 
 def _name(value: Any) -> str:
-    return f"{value!r} ({type(value).__name__})"
+    return f"{shown(value)} ({type(value).__name__})"

@@ -60,9 +60,28 @@ def test_a_stage_shards_the_layout_and_tells_the_step(job_of: Any) -> None:
 def test_an_unknown_key_of_the_layout_is_named_at_every_stage(stage: int, job_of: Any, tmp_path: Path) -> None:
     layout = tmp_path / "layout.yaml"
     layout.write_text("mesh: {data: -1}\nrules: {batch: data}\nrulse: {}\n")
-    job = job_of(layout=str(layout), parallel={"optimizer": {"stage": stage}})
     with pytest.raises(ConfigError, match="unknown key 'rulse'"):
-        job.layout(8)
+        job_of(layout=str(layout), parallel={"optimizer": {"stage": stage}})
+
+
+def test_a_mesh_beyond_any_machine_is_refused(job_of: Any) -> None:
+    """XLA raises ``std::bad_cast`` for such a mesh."""
+    job = job_of(mesh={"data": 2**20, "model": 2})
+    text = r"^a mesh of 2,097,152 devices exceeds 1,048,576\. Remedy: use smaller sizes\.$"
+    with pytest.raises(MeshError, match=text):
+        job.abstract_devices()
+    with pytest.raises(MeshError, match=text.replace("2,097,152", "1,000,000,000,000").replace("^", "")):
+        job_of().layout(10**12)
+
+
+@pytest.mark.parametrize(
+    "text", ["hunter2", "- hunter2", "a: *hunter2", "a: !!bool hunter2", "a: hunter2\nb: 2024-13-45", "key: hunter2"]
+)
+def test_no_error_shows_what_stands_in_a_file_that_is_no_layout(text: str, job_of: Any, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text(text)
+    with pytest.raises(ConfigError, match=f"^{tmp_path}/secret") as error:
+        job_of(layout="secret")
+    assert "hunter2" not in str(error.value)
 
 
 def test_packed_documents_come_in_an_order_that_suits_the_ring(job_of: Any) -> None:
@@ -404,7 +423,65 @@ def test_what_layers_keep_is_split_over_model_unless_a_rule_says_otherwise(job_o
                 "warmup, block, min_bytes."
             ),
         ),
-        ({"train": {"grad_accum_steps": 0}}, ConfigError, "train.grad_accum_steps must be at least 1, got 0."),
+        *(
+            (
+                {"model": {"family": "llama", name: value}},
+                ConfigError,
+                f"model: {name} must be {text}, got {value}. Remedy: use a number in this range, or leave the key out.",
+            )
+            for name, value, text in (
+                ("embed", -1, "from 1 to 16,777,216"),
+                ("embed", 2**63, "from 1 to 16,777,216"),
+                ("kv_heads", -1, "from 1 to 16,384"),
+                ("rope_theta", 0, "above 0, at most 1e+12"),
+            )
+        ),
+        *(
+            (
+                {"model": {"family": "llama", name: "bf17"}},
+                ConfigError,
+                f"model: {name} must be 'float32' or 'bfloat16' or 'float16' or 'float64', got 'bf17'.",
+            )
+            for name in ("dtype", "param_dtype")
+        ),
+        ({"model": {"family": "llama", "preset": {}}}, ConfigError, "llama: unknown preset {}. Presets: tiny, "),
+        (
+            {"data": {"batch": 2**63}},
+            ConfigError,
+            f"data: batch must be from 1 to 1,048,576, got {2**63}. Remedy: use a number in this range, or leave the",
+        ),
+        ({"mesh": {"pipeline": ""}}, ConfigError, "mesh: pipeline must be an integer, got '' (str)."),
+        (
+            {"mesh": {"data": 2**63}},
+            ConfigError,
+            f"mesh: data must be from -1 to 1,048,576, got {2**63}. Remedy: use a number in this range, or leave the",
+        ),
+        (
+            STAGES | {"parallel": {"pipeline": {"microbatches": 2**20}}},
+            ConfigError,
+            (
+                "parallel.pipeline: 4 stages, microbatches: 1048576, virtual_stages: 1 and sequence_chunks: 1 are "
+                "4,194,304 forward passes, more than 32,768, the limit. Remedy: use fewer and larger microbatches."
+            ),
+        ),
+        (
+            {"optimizer": {"options": {"b1": "x"}}},
+            ConfigError,
+            (
+                "optimizer: adamw fails with the options {'b1': 'x'}: TypeError: unsupported operand type(s) for -: "
+                "'int' and 'str'. Remedy: correct or leave out the options, or use another optimizer."
+            ),
+        ),
+        (
+            {"optimizer": {"options": {"b1": float("nan")}}},
+            ConfigError,
+            "optimizer: options: b1 must be true or false or an integer or a number or a string, got nan (float).",
+        ),
+        (
+            {"train": {"grad_accum_steps": 0}},
+            ConfigError,
+            "train: grad_accum_steps must be from 1 to 1,048,576, got 0.",
+        ),
     ],
 )
 def test_wrong_keys_are_named(keys: dict[str, Any], kind: type[JaxparError], text: str, job_of: Any) -> None:

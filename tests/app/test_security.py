@@ -256,8 +256,10 @@ VALUES = "more than 20,000 values with aliases expanded. Remedy: use fewer alias
          "line 1: the tag '!!python/object/apply:os.mkdir' would build an object."),
         ("!!python/object/new:os.system [x]", "line 1: the tag '!!python/object/new:os.system' would build an object."),
         ("a: !!python/tuple [x]", "line 1: the tag '!!python/tuple' would build an object."),
-        ("a: !!int ''", "string index out of range."),
-        ("a: !!bool x", "'x'."),
+        ("a: !!int ''", "a value has the form or the tag of another type. Remedy: quote it."),
+        ("a: !!bool x", "a value has the form or the tag of another type. Remedy: quote it."),
+        ('a: "\\0"', "line 1: a text has a null byte or half a character. Remedy: write it without."),
+        ('a: "\\ud800"', "line 1: a text has a null byte or half a character. Remedy: write it without."),
     ],
     ids=lambda text: text[:24],
 )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pytest
 import yaml
@@ -14,6 +14,7 @@ from profiles import examples
 
 from jaxpar import MeshSpec
 from jaxpar.errors import ConfigError
+from jaxpar.utils.checks import Range
 from jaxpar.utils.yaml_config import build, load_yaml, merge, override, parse_yaml
 
 SCALARS = (
@@ -47,6 +48,11 @@ class Config:
     options: dict[str, Any] = field(default_factory=dict)
     extra: Optimizer | str = "none"
     anything: Any = None
+    share: Annotated[float, Range(0, 1.0, above=True)] | None = None
+    counts: dict[str, Annotated[int, Range(-1, 8)]] = field(default_factory=dict)
+
+
+RANGE = r"Remedy: use a number in this range, or leave the key out\.$"
 
 
 def built(**values: Any) -> Config:
@@ -99,12 +105,14 @@ def test_anchors_and_merge_keys_work_and_are_no_duplicates() -> None:
         ("a: {b: 1, b: 1}", "line 1: duplicate key 'b', first on line 1"),
         ("a: [1", "line 1: while parsing a flow sequence, expected ',' or ']'"),
         ("a: 1\n---\nb: 2", "line 2: expected a single document in the stream, but found another document"),
-        ("a: *b", "line 1: found undefined alias 'b'"),
+        ("a: *secret", r"line 1: found undefined alias '\.\.\.'\.$"),
+        ("a: &secret 1\nb: &secret 2", r"line 2: found duplicate anchor '\.\.\.'"),
         ("? [1]\n: 2", "line 1: while constructing a mapping, found unhashable key"),
         ("a: !!python/name:os.system", "would build an object"),
-        ("a: 2024-13-45", "month must be in 1..12"),
+        ("a: 2024-13-45", r"a value has the form or the tag of another type\. Remedy: quote it\.$"),
         ("a: \x00", "special characters are not allowed"),
-        ("- 1", r"must be a mapping, got \[1\] \(list\)"),
+        ("- secret", r"must be a mapping, got a list\.$"),
+        ("secret", r"must be a mapping, got a string\.$"),
     ],
 )
 def test_what_cannot_be_read_is_refused_with_its_place(text: str, words: str) -> None:
@@ -139,6 +147,22 @@ def test_paths_of_an_extended_file_are_relative_to_the_one_that_extends_it(tmp_p
     got = load_yaml(tmp_path / "sub/top.yaml", paths=("layout",))
     assert got == {"layout": "../layouts/dp.yaml", "model": "layouts/dp.yaml"}
     assert load_yaml(tmp_path / "sub/own.yaml", paths=("layout",))["layout"] == "own.yaml"
+
+
+def test_a_long_chain_of_extends_is_refused(tmp_path: Path) -> None:
+    for i in range(20):
+        (tmp_path / f"{i}.yaml").write_text(f"extends: {i + 1}.yaml")
+    (tmp_path / "20.yaml").write_text("a: 1")
+    assert load_yaml(tmp_path / "5.yaml") == {"a": 1}
+    text = (
+        r"/15\.yaml: extends 16\.yaml, but 16 files already extend each other, the limit\. Remedy: write the keys of "
+    )
+    with pytest.raises(ConfigError, match=f"{text}some of them into one file\\.$"):
+        load_yaml(tmp_path / "0.yaml")
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "to_loop.yaml").write_text("extends: loop")
+    with pytest.raises(ConfigError, match=r"/loop: no such file\."):
+        load_yaml(tmp_path / "to_loop.yaml")
 
 
 def test_a_circle_of_extends_is_refused(tmp_path: Path) -> None:
@@ -225,6 +249,15 @@ def test_build_keeps_values_that_fit(values: dict[str, Any]) -> None:
         ({"extra": 3}, r"extra must be a mapping or a string, got 3 \(int\)"),
         ({"extra": {"rat": 1}}, r"extra: unknown key 'rat'\. Did you mean 'rate'\?"),
         ({"mesh": {"data": "8"}}, r"mesh: data must be an integer, got '8' \(str\)"),
+        ({"share": 0}, rf"share must be above 0, at most 1, got 0\. {RANGE}"),
+        ({"share": float("nan")}, rf"share must be above 0, at most 1, got nan\. {RANGE}"),
+        ({"share": "1"}, r"share must be a number, got '1' \(str\)\.$"),
+        ({"counts": {"a": 9}}, rf"counts: a must be from -1 to 8, got 9\. {RANGE}"),
+        ({"counts": {"a": 2**63}}, rf"counts: a must be from -1 to 8, got {2**63}\. {RANGE}"),
+        ({"counts": {"a": 1.5}}, r"counts: a must be an integer, got 1\.5 \(float\)\.$"),
+        ({"steps": 2**63}, rf"steps must be from -{2**63:,} to {2**63 - 1:,}, got {2**63}\. {RANGE}"),
+        ({"optimizer": {"rate": float("inf")}}, rf"optimizer: rate must be from -1\..* to 1\..*, got inf\. {RANGE}"),
+        ({"k" * 999: 1}, r"unknown key 'k{76}\.\.\.\. The keys are: "),
     ],
 )
 def test_build_says_what_is_wanted(values: dict[str, Any], words: str) -> None:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from jaxpar.errors import ConfigError, did_you_mean
 from jaxpar.parallel.attention.context import AUTO, Context
 from jaxpar.parallel.attention.tiled.padding import KEPT, SAVED
 from jaxpar.parallel.overlap.interleave import Cut, check_count
 from jaxpar.training.remat import OUTPUT, RematPolicy
+from jaxpar.utils.checks import INT32, Range
+
+_Dtype = Literal["float32", "bfloat16", "float16", "float64"]
+_Size = Annotated[int, Range(1, 2**24)]
+_Layers = Annotated[int, Range(1, 2**14)]
+_Positive = Annotated[float, Range(0, 1e12, above=True)]
 
 NAMES = (SAVED, KEPT, OUTPUT, "qkv", "mlp_hidden")
 """Checkpoint names of a layer's tensors that :class:`jaxpar.RematPolicy` may save or offload."""
@@ -57,20 +63,20 @@ class LlamaConfig:
     (131392, '7.86e+05')
     """
 
-    vocab: int = 256
-    embed: int = 128
-    layers: int = 4
-    heads: int = 4
-    kv_heads: int = 2
-    head_dim: int = 32
-    mlp: int = 384
-    rope_theta: float = 10_000.0
-    rope_factor: float = 1.0
-    rope_original_seq: int = 8192
-    norm_eps: float = 1e-5
+    vocab: _Size = 256
+    embed: _Size = 128
+    layers: _Layers = 4
+    heads: _Layers = 4
+    kv_heads: _Layers = 2
+    head_dim: _Layers = 32
+    mlp: _Size = 384
+    rope_theta: _Positive = 10_000.0
+    rope_factor: _Positive = 1.0
+    rope_original_seq: Annotated[int, Range(1, INT32)] = 8192
+    norm_eps: Annotated[float, Range(0, 1.0)] = 1e-5
     tie_embeddings: bool = False
-    dtype: str = "float32"
-    param_dtype: str = "float32"
+    dtype: _Dtype = "float32"
+    param_dtype: _Dtype = "float32"
     remat: str | RematPolicy = "none"
     reshard_after_forward: bool | int = True
     context: Context = AUTO
@@ -143,7 +149,7 @@ def preset(name: str, **changes: Any) -> LlamaConfig:
     >>> preset("1b").params
     1104218112
     """
-    if name not in PRESETS:
+    if name not in [*PRESETS]:  # a mapping, which YAML can give, has no hash
         raise ConfigError(
             f"llama: unknown preset {name!r}.{did_you_mean(name, PRESETS)} Presets: {', '.join(PRESETS)}."
         )

@@ -197,7 +197,10 @@ def test_a_wrong_setting_is_one_line_and_exit_2(
 
 def test_a_size_below_one_is_refused(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", str(config), "--set", "train.steps=0"]) == ExitCode.CONFIGURATION
-    assert capsys.readouterr().err == f"ConfigError: {config}: train.steps must be at least 1, got 0.\n{WRONG}"
+    assert capsys.readouterr().err == (
+        f"ConfigError: {config}: train: steps must be from 1 to 2,147,483,647, got 0. Remedy: use a number in this "
+        f"range, or leave the key out.\n{WRONG}"
+    )
 
 
 def test_a_non_finite_value_keeps_the_metrics_file_json(tmp_path: Path) -> None:

@@ -267,19 +267,20 @@ def test_outside_of_the_main_thread_no_handler_is_set() -> None:
 @pytest.mark.parametrize(
     ("setting", "text"),
     [
-        ("train.max_rollbacks=-1", "train.max_rollbacks must be at least 0, got -1."),
+        ("train.max_rollbacks=-1", "train: max_rollbacks must be from 0 to 2,147,483,647, got -1."),
         ("train.spike={sigmas: 3, factor: 2}",
          ("train.spike.sigmas=3 and train.spike.factor=2 are mutually exclusive: both define a spike. Remedy: leave "
          "one out.")),
-        ("train.spike={factor: 1}", "train.spike.factor must be above 1, got 1."),
-        ("train.spike={sigmas: 0}", "train.spike.sigmas must be above 0, got 0."),
-        ("train.spike={window: 1}", "train.spike.window must be above 1, got 1."),
-        ("train.spike={patience: 0}", "train.spike.patience must be above 0, got 0."),
-        ("train.straggler={factor: 1}", "train.straggler.factor must be above 1, got 1."),
-        ("train.straggler={every: 0}", "train.straggler.every must be above 0, got 0."),
+        ("train.spike={factor: 1}", "train: spike: factor must be above 1, at most 1e+38, got 1."),
+        ("train.spike={sigmas: 0}", "train: spike: sigmas must be above 0, at most 1e+38, got 0."),
+        ("train.spike={window: 1}", "train: spike: window must be from 2 to 1,048,576, got 1."),
+        ("train.spike={patience: 0}", "train: spike: patience must be from 1 to 2,147,483,647, got 0."),
+        ("train.straggler={factor: 1}", "train: straggler: factor must be above 1, at most 1e+38, got 1."),
+        ("train.straggler={every: 0}", "train: straggler: every must be from 1 to 2,147,483,647, got 0."),
     ],
 )  # fmt: skip
 def test_keys_that_make_no_sense_are_named(setting: str, text: str) -> None:
     file = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
+    text += "" if "Remedy" in text else " Remedy: use a number in this range, or leave the key out."
     with pytest.raises(ConfigError, match=f"^{re.escape(f'{file}: {text}')}$"):
         load_run(file, [setting])
