@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -80,6 +81,7 @@ def join(what: ProcessPlace | Cluster, *, heartbeat: int = 100, patience: int = 
         place = {"coordinator_address": what.coordinator, "num_processes": what.count, "process_id": what.rank}
         bind = bind or what.coordinator
         if what.rank == 0:
+            wait_for_name(bind)
             check_free(bind)
     else:
         method, bind = what.method, bind_of(what)
@@ -97,6 +99,33 @@ def join(what: ProcessPlace | Cluster, *, heartbeat: int = 100, patience: int = 
             f"{what}: the processes did not find each other within {patience} s: {first}. Remedy: start all processes, "
             "with a coordinator address that each can reach."
         ) from error
+
+
+def wait_for_name(address: str, patience: float = 60, pause: float = 1) -> None:
+    """Wait until a host's name resolves; Kubernetes publishes that of a pod only some seconds after its start.
+
+    Args:
+      address: ``HOST:PORT``.
+      patience: maximum seconds to wait.
+      pause: seconds between two attempts.
+
+    Raises:
+      LaunchError: the name does not resolve.
+    """
+    host, port = split_address(address)
+    until = time.monotonic() + patience
+    while True:
+        try:
+            socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except socket.gaierror as error:
+            if time.monotonic() >= until:
+                raise LaunchError(
+                    f"the coordinator's host {host} has no address: {error.strerror}, for {patience:g} s. Remedy: a "
+                    "name or an address of this host (process 0 runs here)."
+                ) from error
+        else:
+            return
+        time.sleep(pause)
 
 
 def bind_of(cluster: Cluster) -> str | None:

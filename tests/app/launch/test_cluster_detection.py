@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import pytest
 
 from jaxpar.app.launch import device_assignment
 from jaxpar.app.launch.cluster_detection import Cluster, detect
-from jaxpar.app.launch.join import ProcessPlace, bind_of, place_of
+from jaxpar.app.launch.exit_codes import ExitCode, exit_code
+from jaxpar.app.launch.join import ProcessPlace, bind_of, place_of, wait_for_name
 from jaxpar.errors import LaunchError
 from jaxpar.parallel.zero.stages import Zero
 
@@ -157,6 +159,27 @@ def test_a_coordinator_listens_no_wider_than_it_must(monkeypatch: pytest.MonkeyP
     assert bind_of(Cluster("x", None)) is None
     monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", "127.0.0.1:5")
     assert bind_of(Cluster("x", None, 2, 0, "192.0.2.7:12")) == "127.0.0.1:5"
+
+
+def test_the_name_of_process_0_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [socket.gaierror(-2, "Name or service not known")] * 2
+
+    def look_up(host: str, port: int, type: int) -> None:
+        assert (host, port) == ("pod-0.run", 12)
+        if answers:
+            raise answers.pop()
+
+    monkeypatch.setattr("socket.getaddrinfo", look_up)
+    wait_for_name("pod-0.run:12", pause=0)
+    assert answers == []
+    answers += [socket.gaierror(-2, "Name or service not known")]
+    text = (
+        "the coordinator's host pod-0.run has no address: Name or service not known, for 0 s. Remedy: a name or an "
+        "address of this host (process 0 runs here)."
+    )
+    with pytest.raises(LaunchError, match=f"^{re.escape(text)}$") as found:
+        wait_for_name("pod-0.run:12", patience=0)
+    assert exit_code(found.value) == ExitCode.RETRYABLE
 
 
 @pytest.mark.parametrize(
