@@ -38,6 +38,9 @@ class ProcessGroup(Protocol):
     def poll(self, seconds: float) -> None:
         """Receive the processes' messages, waiting at most ``seconds`` for one."""
 
+    def room(self, remaining: int, requested: int) -> int:
+        """Returns how many processes an elastic restart may start, at most ``requested``, if ``remaining`` are left."""
+
     def pass_on(self, number: int) -> None:
         """Send a signal to all running processes."""
 
@@ -159,6 +162,10 @@ class Local:
             if news or time.monotonic() >= until:
                 return
             time.sleep(min(0.02, seconds))
+
+    def room(self, remaining: int, requested: int) -> int:
+        """Returns ``remaining``: on one host a process that was lost is not replaced."""
+        return remaining
 
     def pass_on(self, number: int) -> None:
         """Send a signal to all running processes."""

@@ -6,7 +6,9 @@ environment, configuration and output.
 
 from __future__ import annotations
 
+import enum
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +27,9 @@ _CARRIED = ("JAX", "XLA", "LIBTPU", "TPU_", "PYTHON", "NCCL_")
 _RESOURCES = {"CPU": "num_cpus", "GPU": "num_gpus"}
 """Resources for which Ray has an option of its own."""
 
+_SILENT = 3.0
+"""Seconds without news from a process after which its node is tried."""
+
 _NEAR = "127.0.0.2" if sys.platform == "linux" else LOOPBACK
 """Address of a Ray that is started here; Ray would replace 127.0.0.1 by the host's network address."""
 
@@ -41,12 +46,12 @@ class RayWorker:
         self._rank, self._log = rank, self._group.log(rank)
         self._read = self._log.stat().st_size if again and self._log.exists() else 0
 
-    def address(self) -> str:
-        """Returns a free ``HOST:PORT`` on this node."""
+    def address(self) -> tuple[str, str]:
+        """Returns a free ``HOST:PORT`` on this node, and the node's id."""
         import ray
 
         host = str(ray.util.get_node_ip_address())
-        return f"{host}:{free_port(host)}"
+        return f"{host}:{free_port(host)}", str(ray.get_runtime_context().get_node_id())
 
     def start(self, command: Sequence[str]) -> None:
         """Start the process."""
@@ -115,17 +120,20 @@ class RayGroup:
         self._resources, self._patience = resources or {"CPU": 1}, patience
         self._members: dict[int, Any] = {}
         self._pending: dict[int, Any] = {}
+        self._nodes: dict[int, str] = {}  # of the processes that Ray has placed
+        self._probed = 0.0
         self.peers: list[Peer] = []
         self._again = False
-        here = {} if "RAY_ADDRESS" in os.environ else {"_node_ip_address": _NEAR, "include_dashboard": False}
+        # Without an address, Ray would join any cluster that it finds on this host.
+        own = {"address": "local", "_node_ip_address": _NEAR, "include_dashboard": False}
+        here = {} if "RAY_ADDRESS" in os.environ else own
         try:
             if not ray.is_initialized():
                 ray.init(log_to_driver=False, **here)
         except Exception as error:
             first = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise LaunchError(
-                f"Ray cannot be reached or started: {first} Remedy: set RAY_ADDRESS=HOST:PORT of a running cluster, or "
-                "run `ray start --head` first."
+                f"Ray cannot be reached or started: {first} Remedy: set RAY_ADDRESS=HOST:PORT of a running cluster."
             ) from error
 
     def start(self, command: Command, count: int) -> None:
@@ -140,14 +148,16 @@ class RayGroup:
             scheduling_strategy="SPREAD", max_concurrency=1, resources=others, **options
         )
         carried = {name: text for name, text in os.environ.items() if name.startswith(_CARRIED)}
+        self._nodes = {}
         place = str(self._logs), os.getcwd()
         for rank in range(count):
             variables = {**carried, **self._variables(rank)}
             self._members[rank] = actor.remote(rank, count, *place, variables, again=self._again)
         try:
             requests = [member.address.remote() for member in self._members.values()]
-            addresses = self._ray.get(requests, timeout=self._patience)
-            commands = [list(command(rank, count, addresses[0])) for rank in range(count)]
+            places = self._ray.get(requests, timeout=self._patience)
+            self._nodes = {rank: node for rank, (_, node) in enumerate(places)}
+            commands = [list(command(rank, count, places[0][0])) for rank in range(count)]
             starts = [member.start.remote(commands[rank]) for rank, member in self._members.items()]
             self._ray.get(starts, timeout=self._patience)
         except self._ray.exceptions.GetTimeoutError as error:
@@ -155,7 +165,8 @@ class RayGroup:
             has = {name: n for name, n in self._ray.cluster_resources().items() if name in {"CPU", *self._resources}}
             raise LaunchError(
                 f"Ray could not place {count} processes with resources {self._resources} within {self._patience:g} s; "
-                f"the cluster has {has}. Remedy: fewer processes, supervise.resources, or more nodes."
+                f"the cluster has {has}. Remedy: fewer processes, supervise.resources, more nodes, or "
+                "supervise.elastic."
             ) from error
         except self._ray.exceptions.RayError as error:
             self.end()
@@ -163,6 +174,18 @@ class RayGroup:
                 f"Ray could not start {count} processes: {(str(error).strip().splitlines() or [''])[-1]}"
             ) from error
         self.peers, self._again = [Peer(rank, time.monotonic()) for rank in self._members], True
+
+    def room(self, remaining: int, requested: int) -> int:
+        """Returns for how many processes the nodes that answer have room; waits for the first one.
+
+        Only the resources that nodes have count, not those that other jobs use.
+        """
+        until, found = time.monotonic() + self._patience, 0
+        while not found and time.monotonic() < until:
+            nodes = [node for node in self._ray.nodes() if _reply(node) is _Reply.ACCEPTED]
+            found = sum(_times(node["Resources"], self._resources) for node in nodes)
+            time.sleep(0 if found else 1)
+        return min(requested, found)
 
     def poll(self, seconds: float) -> None:
         """Request the state of every process; a node that does not answer is not waited for."""
@@ -178,13 +201,39 @@ class RayGroup:
             rank = pending[ref]
             del self._pending[rank]
             self._take(self.peers[rank], ref)
+        self._probe(time.monotonic())
+
+    def _probe(self, now: float) -> None:
+        """Find the nodes of silent processes on which nothing runs any more; Ray itself takes longer.
+
+        A node that does not answer at all is left to Ray's own timeout, because the network may come back.
+        """
+        silent = [rank for rank in self._pending if now - self.peers[rank].tick > _SILENT]
+        if not silent or now - self._probed < 1:
+            return
+        self._probed = now
+        for rank in silent:
+            if _reply(self._node(rank)) is _Reply.REFUSED:
+                self._lose(self.peers[rank])
+
+    def _node(self, rank: int) -> dict[str, Any]:
+        """What Ray says about the node of a process."""
+        nodes = (node for node in self._ray.nodes() if node["NodeID"] == self._nodes[rank])
+        return next(nodes, {"Alive": False, "NodeManagerAddress": ""})
+
+    def _lose(self, peer: Peer) -> None:
+        """Record that a process was lost, with its node or alone."""
+        node = self._node(peer.rank)
+        alone = _reply(node) is _Reply.ACCEPTED
+        peer.lost = f"was lost with its Ray {'worker' if alone else 'node ' + node['NodeManagerAddress']}"
+        self._members.pop(peer.rank, None)
+        self._pending.pop(peer.rank, None)
 
     def _take(self, peer: Peer, ref: Any) -> None:
         try:
             state, printed = self._ray.get(ref)
         except self._ray.exceptions.RayActorError:
-            peer.lost = "was lost with its Ray worker"
-            del self._members[peer.rank]
+            self._lose(peer)
             return
         peer.take(state, time.monotonic())
         if printed:
@@ -197,7 +246,7 @@ class RayGroup:
 
     def end(self) -> None:
         """End all running processes, and release their resources."""
-        ended = [member.end.remote() for member in self._members.values()]
+        ended = [member.end.remote() for rank, member in self._members.items() if rank in self._nodes]
         if ended:
             self._ray.wait(ended, num_returns=len(ended), timeout=10)
         for rank, member in self._members.items():
@@ -214,3 +263,33 @@ class RayGroup:
         with suppress(self._ray.exceptions.RayError):
             return list(self._ray.get(self._members[rank].tail.remote(lines), timeout=5))
         return []
+
+
+def _times(has: Mapping[str, float], needs: Mapping[str, float]) -> int:
+    """How many processes with these needs fit the resources of a node.
+
+    >>> _times({"CPU": 8, "GPU": 3}, {"CPU": 2, "GPU": 1}), _times({"CPU": 8}, {"GPU": 1})
+    (3, 0)
+    """
+    return int(min(has.get(name, 0) // need for name, need in needs.items() if need > 0))
+
+
+class _Reply(enum.Enum):
+    """What a node's Ray daemon does with a connection."""
+
+    ACCEPTED = enum.auto()
+    REFUSED = enum.auto()
+    NONE = enum.auto()
+
+
+def _reply(node: Mapping[str, Any]) -> _Reply:
+    """Connect to a node's Ray daemon."""
+    if not node["Alive"]:
+        return _Reply.REFUSED
+    try:
+        with socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), timeout=2):
+            return _Reply.ACCEPTED
+    except ConnectionRefusedError:
+        return _Reply.REFUSED
+    except OSError:
+        return _Reply.NONE

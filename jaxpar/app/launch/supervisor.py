@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from jaxpar.app.launch.exit_codes import ENDED_WELL, ExitCode
+from jaxpar.app.launch.exit_codes import ENDED_WELL, ExitCode, exit_code
 from jaxpar.app.launch.peers import Allowance, Cause, cause
 from jaxpar.app.launch.process_group import Command, ProcessGroup
 from jaxpar.app.launch.signal_handlers import listening
+from jaxpar.errors import LaunchError
 
 _POLL = 0.2
 _UNSURE = 3.0
@@ -26,7 +27,8 @@ class Policy:
       step_timeout, compile_timeout: maximum seconds for a step, and for any other activity.
       restarts: maximum number of restarts; ``None`` never restarts, and prints nothing about it.
       restart_delay: seconds before the first restart; doubles with each one, up to ``most``.
-      elastic: whether to continue with the remaining processes.
+      elastic: whether a restart may take another number of processes: those that remain, or on Ray those that the
+        nodes have room for.
       most: maximum seconds before a restart.
       signalled: whether a signal that ended all processes gives the exit status 128 + its number, because the work is
         incomplete.
@@ -94,7 +96,7 @@ class Supervisor:
           ``policy.signalled``. Otherwise the :class:`~jaxpar.app.launch.exit_codes.ExitCode` of the last cause, or
           ``GAVE_UP`` if all restarts are used up.
         """
-        began, first = time.monotonic(), self.count
+        began, self._requested = time.monotonic(), self.count
         self.signals: list[int] = []
         with listening(self.signals):
             while (found := self._attempt()) is not None:
@@ -102,6 +104,7 @@ class Supervisor:
                 if not self._again(found):
                     break
         if found is None and self.causes:
+            first = self._requested
             now = f", {first} processes became {self.count}" if self.count != first else ""
             self.tell(f"done after {_times(len(self.causes), 'restart')} in {time.monotonic() - began:.0f} s{now}:")
             for number, one in enumerate(self.causes, 1):
@@ -121,7 +124,12 @@ class Supervisor:
 
     def _attempt(self) -> Cause | None:
         """Start the group and watch it; ``None`` if every process succeeded."""
-        self.group.start(self.command, self.count)
+        try:
+            self.group.start(self.command, self.count)
+        except LaunchError as error:
+            if not self.causes or exit_code(error) != ExitCode.RETRYABLE:
+                raise
+            return self._worst(Cause(f"the processes could not be started again: {error}", ()))
         passed, allowance = 0, Allowance(self.policy.step_timeout, self.policy.compile_timeout)
         unsure: float | None = None
         try:
@@ -175,8 +183,8 @@ class Supervisor:
                 f"{'were' if done > 1 else 'was' if done else 'is'} allowed"
             )
             return False
-        if self.policy.elastic and found.gone:
-            count, text = self.refit(self.count - len(found.gone))
+        if self.policy.elastic:
+            count, text = self.refit(self.group.room(self.count - len(found.gone), self._requested))
             if text:
                 self.tell(text)
             if count < 1:

@@ -1,13 +1,19 @@
-"""Tests the supervisor with processes on a local Ray cluster, also where an actor is lost; needs Ray."""
+"""Tests the supervisor on local Ray clusters: processes, actors and nodes are lost, and a node joins; needs Ray."""
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import socket
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from run_processes import ROOT, TrainProcess
 
 from jaxpar.app.launch.supervisor import Policy, Supervisor
 from jaxpar.errors import LaunchError
@@ -25,6 +31,14 @@ if attempt == 1 and rank == 1: time.sleep(1); os.kill(os.getpid(), signal.SIGKIL
 if attempt == 2 and rank == 1: time.sleep(1); os.kill(os.getppid(), signal.SIGKILL)
 if attempt < 3: time.sleep(60)
 """
+RUN: dict[str, Any] = {
+    "model": {"family": "llama", "preset": "tiny", "layers": 1, "embed": 16, "heads": 2, "head_dim": 8, "mlp": 24},
+    "layout": str(ROOT / "configs" / "layouts" / "fsdp.yaml"),
+    "data": {"source": "synthetic", "batch": 8, "seq": 16},
+    "train": {"steps": 600, "eval_every": 600, "eval_batches": 1},
+    "checkpoint": {"save_interval_steps": 20, "keep": 100},
+    "supervise": {"restarts": 5, "step_timeout": 60, "elastic": True},
+}
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +74,68 @@ def test_a_cluster_without_a_place_is_said(group: Any) -> None:
     group._resources, group._patience = {"CPU": 1, "moon": 1}, 2.0
     text = (
         r"^Ray could not place 2 processes with resources \{'CPU': 1, 'moon': 1\} within 2 s; "
-        r"the cluster has \{'CPU': [\d.]+\}\. Remedy: fewer processes, "
+        r"the cluster has \{'CPU': [\d.]+\}\. Remedy: fewer processes, supervise\.resources, more nodes, or "
+        r"supervise\.elastic\.$"
     )
     with pytest.raises(LaunchError, match=text):
         group.start(lambda rank, total, address: [sys.executable, "-c", ""], 2)
+
+
+def test_the_nodes_that_answer_have_room(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that Ray still takes for alive, but that refuses a connection, has none."""
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_server(("127.0.0.1", 0)) as closed:
+        ports = [listener.getsockname()[1] for listener in (server, closed)]
+        closed.close()
+        alive = {"Alive": True, "NodeManagerAddress": "127.0.0.1", "Resources": {"CPU": 5.0, "GPU": 2.0}}
+        nodes = [{**alive, "NodeManagerPort": port} for port in ports] + [{"Alive": False}]
+        monkeypatch.setattr(group, "_ray", type("Ray", (), {"nodes": staticmethod(lambda: nodes)}))
+        for resources, room in (({"CPU": 1}, 4), ({"CPU": 2}, 2), ({"CPU": 1, "GPU": 2}, 1)):
+            group._resources = resources
+            assert group.room(1, 4) == room
+        group._resources, group._patience = {"TPU": 4}, 0.0
+        assert group.room(1, 4) == 0
+
+
+@pytest.mark.slow
+def test_a_run_continues_on_the_nodes_that_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two nodes with room for one process each: one is lost, later another joins; every loss is that of one device."""
+    from ray.cluster_utils import Cluster
+
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.delenv("XLA_FLAGS")  # the nodes would inherit the devices of this test session
+    cluster = Cluster()
+    try:
+        cluster.add_node(num_cpus=1, node_ip_address="127.0.0.2", include_dashboard=False)
+        second = cluster.add_node(num_cpus=1, node_ip_address="127.0.0.3")
+        config, words = {**RUN, "cpu_devices": 2}, ("--ray", "--processes", "2")
+        run = TrainProcess(tmp_path / "ray", config, *words, RAY_ADDRESS=cluster.address)
+        run.wait_for(lambda: run.reached(50))
+        os.kill(second.all_processes["raylet"][0].process.pid, signal.SIGKILL)
+        found = run.wait_for(lambda: run.printed(r"^restart 1 of 5 in 1 s: 1 process from step (\d+)$"))
+        assert found and int(found[1]) >= 20
+        assert run.printed(r"^process [01] of 2 was lost with its Ray node 127\.0\.0\.3 after step \d+$")
+        run.wait_for(lambda: run.printed(rf"(?s)^resumed from step {found[1]} .*^step \d+/600 "))
+        cluster.add_node(num_cpus=1, node_ip_address="127.0.0.4")
+        os.kill(training(run.config), signal.SIGKILL)
+        run.wait_for(lambda: run.printed(r"^restart 2 of 5 in 2 s: 2 processes from step \d+$"))
+        assert run.end() == 0, run.screen()
+        assert run.printed(r"^process 0 of 1 was killed by SIGKILL after step \d+$")
+        assert run.printed(r"^done after 2 restarts in \d+ s:$")
+    finally:
+        cluster.shutdown()
+    alone = TrainProcess(tmp_path / "alone", {**RUN, "cpu_devices": 1})
+    assert alone.end() == 0, alone.screen()
+    assert list(run.losses()) == list(alone.losses()) == list(range(1, 601))
+    np.testing.assert_allclose(list(run.losses().values()), list(alone.losses().values()), rtol=1e-5)
+
+
+def training(config: Path) -> int:
+    """Returns the id of the one process that trains."""
+    for folder in Path("/proc").iterdir():
+        try:
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if str(config).encode() in words and b"--process-count" in words:
+            return int(folder.name)
+    raise AssertionError("no process trains")

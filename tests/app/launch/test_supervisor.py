@@ -18,7 +18,7 @@ from jaxpar.app.launch import heartbeat, peers
 from jaxpar.app.launch.exit_codes import ExitCode, exit_code
 from jaxpar.app.launch.heartbeat import BEATS, place
 from jaxpar.app.launch.peers import Allowance, Peer, cause
-from jaxpar.app.launch.process_group import Local, check_free, free_port, split_address
+from jaxpar.app.launch.process_group import Command, Local, check_free, free_port, split_address
 from jaxpar.app.launch.supervisor import Policy, Supervisor
 from jaxpar.errors import LaunchError
 
@@ -195,6 +195,44 @@ def test_elastic_gives_up_where_nothing_fits_and_keeps_who_only_raised(tmp_path:
     raising = Run(tmp_path, "sys.exit(attempt == 1 and rank == 1 and 3)", 2, elastic=True)
     assert raising() == 0 and raising.attempts == [2, 2]
     assert raising.lines[0] == "process 1 of 2 ended with exit status 3 before its first step"
+
+
+def test_elastic_takes_as_many_as_there_is_room_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on Ray, where nodes leave and join."""
+    run = Run(tmp_path, "if attempt < 3:\n  die() if rank == 0 else time.sleep(60)", 4, elastic=True)
+    rooms, given = [1, 4], []
+    monkeypatch.setattr(
+        run.group, "room", lambda remaining, requested: (given.append((remaining, requested)), rooms.pop(0))[1]
+    )
+    assert run() == 0 and run.attempts == [4, 1, 4] and given == [(3, 4), (0, 4)]
+    assert re.fullmatch(r"done after 2 restarts in \d+ s:", run.lines[-3])
+
+
+def test_a_restart_that_cannot_start_its_processes_counts_as_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path, "die() if attempt == 1 else None", 1)
+    start, errors = run.group.start, [OSError(111, "refused")]
+
+    def sometimes(command: Command, count: int) -> None:
+        if run.attempts and errors:
+            raise LaunchError("Ray could not place 1 process.") from errors.pop()
+        start(command, count)
+
+    monkeypatch.setattr(run.group, "start", sometimes)
+    assert run() == 0 and run.attempts == [1, 1]
+    assert run.lines[1:4] == [
+        "restart 1 of 3 in 0 s: 1 process from step 0, because there is no checkpoint",
+        "the processes could not be started again: Ray could not place 1 process.",
+        "restart 2 of 3 in 0 s: 1 process from step 0, because there is no checkpoint",
+    ]
+
+    def never(command: Command, count: int) -> None:
+        raise LaunchError("no such folder.")
+
+    monkeypatch.setattr(run.group, "start", never)
+    with pytest.raises(LaunchError, match=r"^no such folder\.$"):
+        run()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
