@@ -63,6 +63,26 @@ def test_no_source_runs_what_it_reads() -> None:
     assert {file: lines for file, lines in found.items() if lines} == {}
 
 
+LISTENING_CALLS = {"listen", "create_server", "start_server", "serve_forever", "add_insecure_port", "add_secure_port"}
+LISTENING_MODULES = {"socketserver", "http.server", "xmlrpc.server"}
+
+
+def listens(text: str) -> bool:
+    """Returns whether a source file may listen for connections."""
+    for node in ast.walk(ast.parse(text)):
+        names = {a.name for a in node.names} if isinstance(node, ast.Import | ast.ImportFrom) else set()
+        called = {node.attr} if isinstance(node, ast.Attribute) else set()
+        if called & LISTENING_CALLS or (names | {getattr(node, "module", None)}) & LISTENING_MODULES:
+            return True
+    return False
+
+
+def test_no_source_listens() -> None:
+    """Every listening socket of a run is JAX's or Ray's; see docs/reference/ports.md."""
+    assert [str(file) for file in SOURCES if listens(file.read_text(encoding="utf-8"))] == []
+    assert all(map(listens, ("s.listen(5)", "import socketserver", "from http.server import HTTPServer as Server")))
+
+
 @pytest.mark.parametrize(
     "line",
     [

@@ -86,7 +86,7 @@ class RayWorker:
 
 
 class RayGroup:
-    """Processes on the cluster at ``RAY_ADDRESS``, or on a Ray that is started here and listens on loopback.
+    """Processes on the cluster at ``RAY_ADDRESS``, or on a Ray that is started here, with token authentication.
 
     Args:
       logs: the folder of their logs, on each node.
@@ -111,6 +111,10 @@ class RayGroup:
     ):
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray would send usage statistics
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        starts = "RAY_ADDRESS" not in os.environ
+        if starts:
+            # Its daemons listen on every interface, whatever its address; Ray's default is then to require a token.
+            os.environ.pop("RAY_AUTH_MODE", None)
         try:
             import ray
         except ImportError as error:
@@ -126,10 +130,9 @@ class RayGroup:
         self._again = False
         # Without an address, Ray would join any cluster that it finds on this host.
         own = {"address": "local", "_node_ip_address": _NEAR, "include_dashboard": False}
-        here = {} if "RAY_ADDRESS" in os.environ else own
         try:
             if not ray.is_initialized():
-                ray.init(log_to_driver=False, **here)
+                ray.init(log_to_driver=False, **(own if starts else {}))
         except Exception as error:
             first = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise LaunchError(

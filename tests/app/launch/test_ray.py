@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,8 +47,10 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     from jaxpar.app.launch.ray import RayGroup
 
     shown: list[str] = []
+    os.environ["RAY_AUTH_MODE"] = "disabled"  # which a Ray of its own does not heed
     made = RayGroup(tmp_path_factory.mktemp("run") / "logs", show=shown.append, patience=60)
     made.shown = shown  # type: ignore[attr-defined]
+    assert os.environ.pop("RAY_AUTH_MODE") == "token"  # set by Ray
     yield made
     ray.shutdown()
 
@@ -94,6 +97,22 @@ def test_the_nodes_that_answer_have_room(group: Any, monkeypatch: pytest.MonkeyP
             assert group.room(1, 4) == room
         group._resources, group._patience = {"TPU": 4}, 0.0
         assert group.room(1, 4) == 0
+
+
+@pytest.mark.slow
+def test_a_ray_of_its_own_admits_nobody_without_its_token(group: Any) -> None:
+    """Its daemons listen on every interface, so this holds whatever ``RAY_AUTH_MODE`` says."""
+    address = ray.get_runtime_context().gcs_address
+    join = f"import ray; ray.init({address!r}, log_to_driver=False); print('joined')"
+    for change, joined in (
+        ({"RAY_AUTH_MODE": "token"}, True),
+        ({"RAY_AUTH_MODE": "disabled"}, False),
+        ({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}, False),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", join], env={**os.environ, **change}, capture_output=True, text=True, check=False
+        )
+        assert ("joined" in done.stdout) is joined and (done.returncode == 0) is joined, done.stderr
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 from interpreters import python
+from listening_sockets import listening_sockets
 
 from jaxpar.app.cli import main
 from jaxpar.app.launch.cluster_detection import detect
@@ -121,6 +123,9 @@ def test_one_of_two_is_killed_and_the_other_goes_on(
     supervise = {"processes": 2, "restart_delay": 0, "elastic": True, "restarts": 1}
     file.write_text(yaml.safe_dump({**RUN, "cpu_devices": 2, "output": str(output), "supervise": supervise, **changes}))
     ended = threading.Event()
+    ranks: dict[int, int] = {}
+    coordinators: list[str] = []
+    sockets: list[list[tuple[str, int]]] = []
 
     def kill() -> None:
         while not steps_in(output / "checkpoints"):
@@ -128,11 +133,13 @@ def test_one_of_two_is_killed_and_the_other_goes_on(
                 return
         for pid in (int(p.name) for p in Path("/proc").iterdir() if p.name.isdecimal()):
             try:
-                words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+                words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
             except OSError:
                 continue
-            if str(file).encode() in words and words[-3:-1] == [b"--process-id", b"1"]:
-                os.kill(pid, signal.SIGKILL)
+            if str(file) in words and words[-3] == "--process-id":
+                ranks[int(words[-2])], coordinators[:] = pid, [words[words.index("--coordinator") + 1]]
+        sockets.extend(listening_sockets(pid) for pid in (os.getpid(), ranks[0], ranks[1]))
+        os.kill(ranks[1], signal.SIGKILL)
         # After more than 20 further steps, the remaining run receives SIGINT.
         at = steps_in(output / "checkpoints")[-1]
         while (steps_in(output / "checkpoints") or [0])[-1] <= at + 20:
@@ -151,6 +158,12 @@ def test_one_of_two_is_killed_and_the_other_goes_on(
     logs = {log.name: log.read_text() for log in (output / "logs").glob("*.log")}
     assert status == ExitCode.INTERRUPTED, (screen, logs)
     assert screen.endswith("\nexit 130: stopped by Ctrl-C, and saved\n")
+    # The ports of docs/reference/ports.md: the supervisor opens none, process 0 its coordinator, and each one Gloo's.
+    supervisor, first, second = sockets
+    gloo = socket.gethostbyname(socket.gethostname())
+    assert supervisor == [] and [host for host, _ in second] == [gloo]
+    (coordinator,) = [(host, port) for host, port in first if f"{host}:{port}" == coordinators[0]]
+    assert coordinator[0] == "127.0.0.1" and [host for host, port in first if port != coordinator[1]] == [gloo]
     found = re.search(r"^process 1 of 2 was killed by SIGKILL after step (\d+)$", screen, re.MULTILINE)
     assert found is not None, (screen, logs)
     again = re.search(r"^restart 1 of 1 in 0 s: 1 process from step (\d+)$", screen, re.MULTILINE)
