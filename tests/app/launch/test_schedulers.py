@@ -74,6 +74,8 @@ def slurm(tmp_path: Path) -> Slurm:
         one, two, *others = (tmp_path / "calls").read_text().splitlines()
         assert one == two == "jaxpar train run.yaml --set a=b c --set checkpoint.resume=auto"
         assert others in ([], ["scontrol requeue 7"])
+        failed = {f"process {rank} on {os.uname().nodename}: status {n}" for rank, n in enumerate((first, second)) if n}
+        assert set(done.stderr.splitlines()) == failed
         return done.returncode, bool(others), done.stdout.splitlines()[-1]
 
     return run
