@@ -29,6 +29,7 @@ class Peer:
       raised, again: the error it ended with, and whether a restart may succeed.
       code: its exit status, negative for a signal; ``None`` while it runs.
       lost: a description of the loss, if it was lost with its host.
+      silent: the explanation if it no longer sends messages.
       said: lines for the user that are not yet printed.
     """
 
@@ -44,6 +45,7 @@ class Peer:
     again: bool = True
     code: int | None = None
     lost: str | None = None
+    silent: str = "as of a process that is stopped"
     said: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -174,7 +176,7 @@ def _hung(running: Sequence[Peer], total: int, allowance: Allowance, now: float)
     else:
         text = f"{who} {has} not ended {its} {first.doing} for {seconds:.0f} s (compile_timeout {limit:g} s)"
     if still:
-        text += f"; no sign of life for {now - first.tick:.0f} s, as of a process that is stopped"
+        text += f"; no sign of life for {now - first.tick:.0f} s, {first.silent}"
     elif first.where:
         text += f"; {'waits for its peers' if first.waits else 'is'} at {first.where}"
     return Cause(text, ranks, ranks if still else ())

@@ -134,9 +134,10 @@ class RayGroup:
             if not ray.is_initialized():
                 ray.init(log_to_driver=False, **(own if starts else {}))
         except Exception as error:
-            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            first = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
             raise LaunchError(
-                f"Ray cannot be reached or started: {first} Remedy: set RAY_ADDRESS=HOST:PORT of a running cluster."
+                f"Ray cannot be reached or started: {first}. Remedy: set RAY_ADDRESS=HOST:PORT of a running cluster, "
+                "and RAY_AUTH_MODE=token if it requires a token."
             ) from error
 
     def start(self, command: Command, count: int) -> None:
@@ -216,8 +217,12 @@ class RayGroup:
             return
         self._probed = now
         for rank in silent:
-            if _reply(self._node(rank)) is _Reply.REFUSED:
-                self._lose(self.peers[rank])
+            node = self._node(rank)
+            match _reply(node):
+                case _Reply.REFUSED:
+                    self._lose(self.peers[rank])
+                case _Reply.NONE:
+                    self.peers[rank].silent = f"and its Ray node {node['NodeManagerAddress']} does not answer"
 
     def _node(self, rank: int) -> dict[str, Any]:
         """What Ray says about the node of a process."""

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from run_processes import ROOT, TrainProcess
 
+from jaxpar.app.launch.peers import Peer
 from jaxpar.app.launch.supervisor import Policy, Supervisor
 from jaxpar.errors import LaunchError
 
@@ -97,6 +98,28 @@ def test_the_nodes_that_answer_have_room(group: Any, monkeypatch: pytest.MonkeyP
             assert group.room(1, 4) == room
         group._resources, group._patience = {"TPU": 4}, 0.0
         assert group.room(1, 4) == 0
+
+
+def test_the_nodes_of_silent_processes_are_tried(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that refuses a connection is lost; one that does not answer is only named."""
+    node = {"Alive": True, "NodeManagerAddress": "127.0.0.5", "NodeManagerPort": 1}
+    nodes = [{**node, "NodeID": "a"}, {**node, "NodeID": "b", "NodeManagerAddress": "127.0.0.6"}]
+
+    def connect(address: tuple[str, int], timeout: float) -> Any:
+        raise ConnectionRefusedError if address == ("127.0.0.5", 1) else TimeoutError
+
+    monkeypatch.setattr(group, "_ray", type("Ray", (), {"nodes": staticmethod(lambda: nodes)}))
+    monkeypatch.setattr(socket, "create_connection", connect)
+    group._probed, group._members = 0.0, {}
+    group.peers, group._nodes, group._pending = (
+        [Peer(0, 0.0), Peer(1, 0.0), Peer(2, 8.0)],
+        dict(enumerate("aba")),
+        dict.fromkeys(range(3)),
+    )
+    group._probe(10.0)
+    assert [peer.lost for peer in group.peers] == ["was lost with its Ray node 127.0.0.5", None, None]
+    assert group.peers[1].silent == "and its Ray node 127.0.0.6 does not answer" and list(group._pending) == [1, 2]
+    group._pending, group._nodes = {}, {}
 
 
 @pytest.mark.slow

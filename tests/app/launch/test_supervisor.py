@@ -385,6 +385,11 @@ def made(*changes: dict[str, object]) -> list[Peer]:
              "process 1 of 2 has not finished a step for 12 s (step_timeout 60 s), last step 3; no sign of life for "
              "11 s, as of a process that is stopped"
          ), (1,)),
+        ([{"code": -6, "step": 3}, {"step": 3, "doing": "step", "tick": 1.0, "silent": "and its node is away"}], 12,
+         (
+             "process 1 of 2 has not finished a step for 12 s (step_timeout 60 s), last step 3; no sign of life for "
+             "11 s, and its node is away"
+         ), (1,)),
         ([{"tick": 601.0}, {"doing": "compile", "tick": 601.0, "sign": 300.0}], 601,
          "process 0 of 2 has not ended its start for 601 s (compile_timeout 600 s)", ()),
         ([{"step": 4, "doing": "step", "tick": 70.0}, {"step": 3, "doing": "step", "tick": 70.0}], 70,
