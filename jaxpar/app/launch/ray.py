@@ -93,6 +93,7 @@ class RayGroup:
       variables: changes to a process's environment, by its rank.
       resources: of each process, such as ``{"CPU": 4, "GPU": 1}``.
       patience: seconds to wait until Ray has placed all processes.
+      append: whether to keep an earlier run's logs.
       show: called with the output of process 0.
 
     Raises:
@@ -107,6 +108,7 @@ class RayGroup:
         variables: Callable[[int], Mapping[str, str | None]] = lambda rank: {},
         resources: Mapping[str, float] | None = None,
         patience: float = 120.0,
+        append: bool = False,
         show: Callable[[str], None] = lambda text: print(text, end="", flush=True),
     ):
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray would send usage statistics
@@ -127,7 +129,7 @@ class RayGroup:
         self._nodes: dict[int, str] = {}  # of the processes that Ray has placed
         self._probed = 0.0
         self.peers: list[Peer] = []
-        self._again = False
+        self._again = append
         # Without an address, Ray would join any cluster that it finds on this host.
         own = {"address": "local", "_node_ip_address": _NEAR, "include_dashboard": False}
         try:

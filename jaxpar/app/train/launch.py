@@ -296,6 +296,8 @@ def _group(
 ) -> ProcessGroup:
     (first, total), coordinator = place, options.coordinator
     logs = task.logs or Path(run.output) / "logs"
+    # A run that a scheduler starts again keeps the logs of the attempt that failed.
+    append = task.logs is None and run.checkpoint is not None and run.checkpoint.resume != "never"
 
     def variables(index: int) -> dict[str, str | None]:
         found: dict[str, str | None] = {"PYTHONUNBUFFERED": "1"}
@@ -308,8 +310,16 @@ def _group(
     if options.ray:
         from jaxpar.app.launch.ray import RayGroup
 
-        return RayGroup(logs, variables=variables, resources=dict(run.supervise.resources))
-    return Local(logs, first=first, total=total, coordinator=coordinator, variables=variables, stdin=task.stdin)
+        return RayGroup(logs, variables=variables, resources=dict(run.supervise.resources), append=append)
+    return Local(
+        logs,
+        first=first,
+        total=total,
+        coordinator=coordinator,
+        variables=variables,
+        append=append,
+        stdin=task.stdin,
+    )
 
 
 def _latest(run: RunConfig) -> int | None:

@@ -122,6 +122,8 @@ def test_one_of_two_is_killed_and_the_other_goes_on(
     }
     supervise = {"processes": 2, "restart_delay": 0, "elastic": True, "restarts": 1}
     file.write_text(yaml.safe_dump({**RUN, "cpu_devices": 2, "output": str(output), "supervise": supervise, **changes}))
+    (output / "logs").mkdir(parents=True)
+    (output / "logs/process-1.log").write_text("an earlier attempt\n")
     ended = threading.Event()
     ranks: dict[int, int] = {}
     coordinators: list[str] = []
@@ -175,4 +177,5 @@ def test_one_of_two_is_killed_and_the_other_goes_on(
     losses = [record["step"] for record in records if "loss" in record]
     assert losses == list(range(1, losses[-1] + 1)) and losses[-1] > int(found[1])  # no step twice, none missing
     assert check(output / "checkpoints" / str(losses[-1])).step == losses[-1]
+    assert logs["process-1.log"].startswith("an earlier attempt\n")
     assert "process 1 of 2, coordinator 127.0.0.1:" in logs["process-1.log"]
