@@ -257,7 +257,7 @@ def test_build_keeps_values_that_fit(values: dict[str, Any]) -> None:
         ({"counts": {"a": 1.5}}, r"counts: a must be an integer, got 1\.5 \(float\)\.$"),
         ({"steps": 2**63}, rf"steps must be from -{2**63:,} to {2**63 - 1:,}, got {2**63}\. {RANGE}"),
         ({"optimizer": {"rate": float("inf")}}, rf"optimizer: rate must be from -1\..* to 1\..*, got inf\. {RANGE}"),
-        ({"k" * 999: 1}, r"unknown key 'k{76}\.\.\.\. The keys are: "),
+        ({"k" * 999: 1}, r"unknown key 'k+\.\.\.k+'\. The keys are: "),
     ],
 )
 def test_build_says_what_is_wanted(values: dict[str, Any], words: str) -> None:
