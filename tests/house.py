@@ -17,7 +17,7 @@ FLOORS = (
     ("parallel",),
     ("training",),
     ("checkpoint", "analysis"),
-    ("inference", "testing"),
+    ("inference", "testing", "planning"),
     ("pipeline", "context", "offload", "overlap"),
     ("models",),
     ("app",),

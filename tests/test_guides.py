@@ -93,3 +93,14 @@ def test_schedules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     run("\n".join(blocks("docs/guides/pipeline_schedule.md")), {"jp": jp})
     assert (tmp_path / "interleaved.png").is_file()
     assert "interleaved" in capsys.readouterr().out
+
+
+def test_annotate() -> None:
+    names = {"__name__": "annotate"}
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec("\n".join(blocks("docs/guides/annotate.md")), names)  # noqa: S102 (our own guide)
+    found: Any = names["found"]
+    assert (
+        found.names == ("batch", "embed", "features", "mlp", "vocab") and "params/Dense_*/kernel" in printed.getvalue()
+    )
+    assert np.isfinite(float(names["metrics"]["loss"]))  # type: ignore[index]

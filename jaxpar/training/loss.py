@@ -12,12 +12,17 @@ import numpy as np
 
 from jaxpar.errors import ModelError, listing
 from jaxpar.parallel.offload.host_weights import waiting
+from jaxpar.sharding.names import Names
 from jaxpar.training.arguments import check_loss
+from jaxpar.training.model import Kind, Path
 from jaxpar.training.state import TrainState
 
 Metrics = dict[str, Any]
 type LossFn = Callable[..., Any]
 """``loss_fn(model, batch)``, with an argument ``key`` if it draws random numbers; see :func:`jaxpar.train_step`."""
+
+LossProgram = Callable[..., tuple[jax.Array, Any]]
+"""``run(params, variables, batch, extra)`` returns the loss and (aux, carried variables); ``extra`` may have a key."""
 
 
 def loss_of(loss_fn: LossFn, state: TrainState, batch: Any) -> Callable[[Any], tuple[jax.Array, Any]]:
@@ -32,16 +37,33 @@ def loss_of(loss_fn: LossFn, state: TrainState, batch: Any) -> Callable[[Any], t
       ModelError: ``loss_fn`` needs other arguments.
     """
     check_loss(loss_fn)
-    kind = state.metadata.kind
-    wants_key = "key" in inspect.signature(loss_fn).parameters
-    extra = {"key": key_of(state)} if wants_key else {}
+    run = loss_program(loss_fn, state.metadata.kind, dict(state.metadata.dims))
+    rewrite = getattr(loss_fn, "rewrite", None)  # an annotated loss adds constraints
+    run = run if rewrite is None else rewrite(run)
+    extra = {"key": key_of(state)} if wants_key(loss_fn) else {}
+    return lambda params: run(params, state.variables, batch, extra)
 
-    def compute(params: Any) -> tuple[jax.Array, Any]:
-        model = kind.merge(waiting(dict(state.metadata.dims), params), state.variables)
+
+def loss_program(loss_fn: LossFn, kind: Kind, dims: Mapping[Path, Names]) -> LossProgram:
+    """Returns the loss as a function of arrays alone.
+
+    Args:
+      loss_fn: the user's loss.
+      kind: how to rebuild the model from its arrays.
+      dims: the names of its arrays, by path.
+    """
+
+    def run(params: Any, variables: Any, batch: Any, extra: Mapping[str, jax.Array]) -> tuple[jax.Array, Any]:
+        model = kind.merge(waiting(dict(dims), params), variables)
         loss, aux, updates = unpack(loss_fn(model, batch, **extra))
-        return loss, (aux, kind.carried(model, state.variables, updates))
+        return loss, (aux, kind.carried(model, variables, updates))
 
-    return compute
+    return run
+
+
+def wants_key(loss_fn: LossFn) -> bool:
+    """Whether a loss draws random numbers: whether it has an argument ``key``."""
+    return "key" in inspect.signature(loss_fn).parameters
 
 
 def key_of(state: TrainState) -> jax.Array:

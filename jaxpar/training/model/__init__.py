@@ -8,6 +8,7 @@ pytrees. ``build`` first makes the model, with initial parameters that are equal
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -16,9 +17,31 @@ import jax.numpy as jnp
 from jaxpar.errors import ModelError
 from jaxpar.training.model import pytree
 from jaxpar.training.model.fixed_order import Causes, in_fixed_order
-from jaxpar.training.model.parts import Kind, MakeModel, ModelParts, Path, Tagged, leaves_with_paths, show, tag, to_path
+from jaxpar.training.model.parts import (
+    Kind,
+    MakeModel,
+    ModelParts,
+    NamedModel,
+    Path,
+    Tagged,
+    leaves_with_paths,
+    show,
+    tag,
+    to_path,
+)
 
-__all__ = ["Kind", "MakeModel", "ModelParts", "Path", "Tagged", "leaves_with_paths", "show", "tag", "to_path"]
+__all__ = [
+    "Kind",
+    "MakeModel",
+    "ModelParts",
+    "NamedModel",
+    "Path",
+    "Tagged",
+    "leaves_with_paths",
+    "show",
+    "tag",
+    "to_path",
+]
 
 
 def read(model: Any) -> ModelParts:
@@ -35,6 +58,9 @@ def read(model: Any) -> ModelParts:
       ModelError: no parameters, or a Linen module instead of its variables.
       AnnotationError: a malformed annotation.
     """
+    if isinstance(model, NamedModel):
+        parts = read(model.model)
+        return replace(parts, dims=tuple((dict(parts.dims) | dict(model.dims)).items()))
     if _is_module(model, "nnx"):
         from jaxpar.training.model import nnx_module
 

@@ -70,6 +70,14 @@ class ModelParts:
     kind: Kind
 
 
+@dataclass(frozen=True)
+class NamedModel:
+    """A model whose dims are named beside it, by path from ``params`` or ``variables``; its own names come second."""
+
+    model: Any
+    dims: tuple[tuple[Path, Names], ...]
+
+
 def to_path(keys: tuple[Any, ...]) -> Path:
     """Returns a JAX key path as a tuple of strings."""
     return tuple(jax.tree_util.keystr((key,), simple=True) for key in keys)

@@ -1,0 +1,139 @@
+"""``annotate``: the dims of an unannotated model named, from one trace of its loss."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+
+from jaxpar.planning.names.annotation import Annotation
+from jaxpar.planning.names.given import Given, Patterns, match
+from jaxpar.planning.names.program import NamedProgram
+from jaxpar.sharding.layout import Layout
+from jaxpar.sharding.mesh import MeshSpec
+from jaxpar.sharding.names import Names
+from jaxpar.sharding.rules import Rules
+from jaxpar.training.arguments import check_loss
+from jaxpar.training.loss import LossFn, LossProgram, loss_program, wants_key
+from jaxpar.training.model import MakeModel, ModelParts, NamedModel, Tagged, build, leaves_with_paths, show
+from jaxpar.utils.contexts import ambient_layout, hint_observer
+
+
+def annotate(make_model: MakeModel, loss_fn: LossFn, batch: Any, *, names: Patterns | None = None) -> Annotation:
+    """Names the dims of a model that names none, or only some: batch, seq, embed, heads, mlp, vocab and so on.
+
+    The loss is traced once, for shapes alone. Dims that the program makes one are one class, repeated layers are
+    folded together, and a class is named after what the program does with it: ``vocab`` is what the batch's numbers
+    look up or choose from, ``heads`` what attention keeps apart, ``embed`` what most weights contract and produce.
+
+    Args:
+      make_model: as for :func:`jaxpar.init`. Names that the model has are kept.
+      loss_fn: as for :func:`jaxpar.train_step`.
+      batch: a pytree of arrays or shapes, whose first dims are the batch. A leaf of :func:`jaxpar.tag` keeps its names.
+      names: path pattern → a name or ``None`` for each dim, as in ``{"blocks/*/attn/q/kernel": ("embed", "heads",
+        "head_dim")}``. ``*`` stands for one part of a path, ``**`` for any number. Such names are kept, and name
+        the same dims of other arrays too.
+
+    Returns:
+      An :class:`Annotation`: the model and the loss with names, and a table that prints why each name was chosen.
+
+    Raises:
+      AnnotationError: a pattern matches no parameter, or has another number of names than the parameter has dims.
+      ModelError: as :func:`jaxpar.init` and :func:`jaxpar.train_step` raise.
+
+    After Alpa and TOAST (arXiv:2201.12023, arXiv:2508.15010), which find such classes in order to search for shardings.
+
+    >>> import jax, optax
+    >>> import jax.numpy as jnp
+    >>> import jaxpar as jp
+    >>> make_model = lambda key: {"up": jax.random.normal(key, (8, 32)), "down": jnp.zeros((32, 8))}
+    >>> loss_fn = lambda p, batch: jnp.mean((batch["x"] + jax.nn.relu(batch["x"] @ p["up"]) @ p["down"]) ** 2)
+    >>> found = jp.annotate(make_model, loss_fn, {"x": jax.ShapeDtypeStruct((16, 8), "float32")})
+    >>> found.names, found.batch_dims
+    (('batch', 'embed', 'mlp'), {'x': ('batch', 'embed')})
+    >>> layout = jp.Layout(jp.MeshSpec(data=4, model=2).build(), jp.Rules(batch="data", embed=None, mlp="model"))
+    >>> state = jp.init(layout, found.make_model, optax.sgd(0.1))
+    >>> state.params["up"].sharding.spec
+    P(None, 'model')
+    """
+    check_loss(loss_fn)
+    with _any_names():
+        parts = _shapes_of(make_model)
+    plain, batch_names = _without_tags(batch)
+    shapes = {show(path): leaf.shape for path, leaf in leaves_with_paths(parts.params)}
+    given: dict[str, tuple[Names, str]] = {show(path): (dims, "named in the model") for path, dims in parts.dims}
+    for path, (dims, pattern) in match(names or {}, shapes).items():
+        given[f"params/{path}"] = dims, f"given by the pattern {pattern!r}"
+    given |= batch_names
+    extra = {"key": jax.eval_shape(lambda: jax.random.key(0))} if wants_key(loss_fn) else {}
+    run = loss_program(loss_fn, parts.kind, {})
+    with _any_names():
+        program = NamedProgram.of(run, (parts.params, parts.variables, plain, extra), given)
+    arrays = program.arrays()
+    found = {array.path: array.names for array in arrays if array.path.startswith(("params/", "variables/"))}
+    by_path = tuple((tuple(path.split("/")), names) for path, names in found.items())
+    return Annotation(
+        make_model=lambda key: NamedModel(make_model(key), by_path),
+        loss_fn=AnnotatedLoss(loss_fn, {array.path: array.names for array in arrays}),
+        arrays=arrays,
+        unknown=dict(program.unknown),
+        notes=program.notes,
+    )
+
+
+class AnnotatedLoss:
+    """A loss that puts constraints on the weights and results of its matmuls, wherever the names fit the rules.
+
+    Args:
+      loss_fn: the user's loss.
+      names: of the arrays of the model and the batch, by path.
+    """
+
+    def __init__(self, loss_fn: LossFn, names: Mapping[str, Names]):
+        functools.update_wrapper(self, loss_fn)
+        self._loss_fn, self._names = loss_fn, names
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the user's loss, without constraints."""
+        return self._loss_fn(*args, **kwargs)
+
+    def rewrite(self, run: LossProgram) -> LossProgram:
+        """Returns the loss as a function of arrays, with the constraints; a step calls this."""
+
+        def rewritten(*args: Any) -> Any:
+            given = {path: (names, "annotated") for path, names in self._names.items()}
+            return NamedProgram.of(run, args, given).run_constrained(args)
+
+        return rewritten
+
+
+def _shapes_of(make_model: MakeModel) -> ModelParts:
+    found: list[ModelParts] = []
+
+    def arrays(key: jax.Array) -> Any:
+        parts, _ = build(make_model, key)
+        found.append(parts)
+        return parts.params, parts.variables
+
+    params, variables = jax.eval_shape(arrays, jax.eval_shape(lambda: jax.random.key(0)))
+    return ModelParts(params, variables, found[0].dims, found[0].kind)
+
+
+def _without_tags(batch: Any) -> tuple[Any, Given]:
+    """The shapes of a batch, and the names of its tagged leaves by path."""
+    is_tag = lambda x: isinstance(x, Tagged)
+    leaves = leaves_with_paths(batch, is_leaf=is_tag)
+    given = {show(("batch", *path)): (leaf.dims, "tagged") for path, leaf in leaves if isinstance(leaf, Tagged)}
+    plain = jax.tree.map(lambda x: x.value if is_tag(x) else x, batch, is_leaf=is_tag)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jax.numpy.shape(x), x.dtype), plain), given
+
+
+@contextmanager
+def _any_names() -> Iterator[None]:
+    """Lets a model with hints be traced where no layout says what its names mean."""
+    layout = ambient_layout.value or Layout(MeshSpec().abstract(1), Rules())
+    with ambient_layout(layout), hint_observer(lambda *_: None):
+        yield

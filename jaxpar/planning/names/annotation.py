@@ -1,0 +1,105 @@
+"""``Annotation``: a model and its loss with named dims, as a table that says why each name was chosen."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from jaxpar.analysis.units import aligned
+from jaxpar.errors import listing
+from jaxpar.planning.names.roles import DimName
+from jaxpar.sharding.names import Names
+from jaxpar.training.loss import LossFn
+from jaxpar.training.model import MakeModel
+
+_NUMBER = re.compile(r"\d+(?=/|$)")
+
+
+@dataclass(frozen=True)
+class NamedArray:
+    """A parameter, a carried array or an array of the batch, with the names of its dims.
+
+    Attributes:
+      path: its path, which begins with ``params``, ``variables`` or ``batch``.
+      shape: its sizes.
+      dims: the name of each dim, and why.
+      twice: the names that two of its dims would have; only the first of them has it.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dims: tuple[DimName, ...]
+    twice: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> Names:
+        """The name of each dim, or ``None``."""
+        return tuple(dim.name for dim in self.dims)
+
+
+@dataclass(frozen=True)
+class Annotation:
+    """A model and its loss with named dims; made by :func:`annotate`.
+
+    Attributes:
+      make_model: builds the model with its names, for :func:`jaxpar.init` and :func:`jaxpar.explain`.
+      loss_fn: computes the same loss, with constraints on the weights and results of matmuls, for
+        :func:`jaxpar.train_step`.
+      arrays: the model's and the batch's arrays with their names.
+      unknown: how often each primitive occurs through which dims could not be followed.
+      notes: what a reader should know, such as classes with several given names.
+    """
+
+    make_model: MakeModel
+    loss_fn: LossFn
+    arrays: tuple[NamedArray, ...]
+    unknown: Mapping[str, int] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names, for the table of rules."""
+        return tuple(sorted({name for array in self.arrays for name in array.names if name is not None}))
+
+    @property
+    def batch_dims(self) -> dict[str, Names]:
+        """The names of the batch's arrays, by path below the batch, for :func:`jaxpar.shard_array` and ``verify``."""
+        return {a.path.partition("/")[2]: a.names for a in self.arrays if a.path.startswith("batch/")}
+
+    def __str__(self) -> str:
+        reasons: dict[str, tuple[set[int], str]] = {}
+        for array in self.arrays:
+            for size, dim in zip(array.shape, array.dims, strict=True):
+                if dim.name is not None:
+                    reasons.setdefault(dim.name, (set(), dim.reason))[0].add(size)
+        lines = aligned([("name", "sizes", "why"), *((n, _sizes(s), why) for n, (s, why) in sorted(reasons.items()))])
+        folded = Counter((_NUMBER.sub("*", a.path), a.shape, a.names) for a in self.arrays)
+        rows = [
+            (
+                f"{path} ({count})" if count > 1 else path,
+                " × ".join(map(str, shape)),
+                ", ".join(n or "·" for n in names),
+            )
+            for (path, shape, names), count in folded.items()
+        ]
+        lines += ["", *aligned([("array", "shape", "dims"), *rows])]
+        lines += ["", *(f"note: {note}" for note in self._remarks())] if any(self._remarks()) else []
+        return "\n".join(lines)
+
+    def _remarks(self) -> list[str]:
+        remarks = list(self.notes)
+        remarks += [
+            f"{array.path} has {listing(array.twice)} in two dims: a mesh axis can shard only the first"
+            for array in self.arrays
+            if array.twice
+        ]
+        if self.unknown:
+            shown = listing(f"{name} ({count})" for name, count in sorted(self.unknown.items()))
+            remarks.append(f"dims are not followed through {shown}: what only they connect has names of its own")
+        return remarks
+
+
+def _sizes(sizes: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(sizes)))

@@ -1,0 +1,128 @@
+"""A traced loss with a name for every dim: what ``annotate`` reports and what a step runs with constraints."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import jax
+from jax.extend.core import Jaxpr, jaxpr_as_fun
+
+from jaxpar.planning.names.annotation import NamedArray
+from jaxpar.planning.names.constrain import constrained
+from jaxpar.planning.names.fold import fold
+from jaxpar.planning.names.given import Given, by_class
+from jaxpar.planning.names.propagate import Propagation, TracedValue, Visited
+from jaxpar.planning.names.roles import SPACE, ClassNames, DimName, ProgramArrays, name_classes
+from jaxpar.sharding.names import Names
+from jaxpar.training.loss import LossProgram
+from jaxpar.training.model import leaves_with_paths, show
+
+_IN_MODEL = {"seq": "positions", **dict.fromkeys(SPACE, "features")}
+"""Dims of the batch that a parameter has too: a row for each position, and the pixels of a patch."""
+
+
+@dataclass
+class NamedProgram:
+    """A traced loss, its values and the names of their dims.
+
+    Attributes:
+      jaxpr: the trace, closed.
+      out_tree: the structure of its results.
+      visited: its equations with their values.
+      inputs: the model's arrays, those of the batch, and the key, by path.
+      names: the names of all classes of dims.
+      given: names that the user gave, by path.
+      unknown: how often each primitive occurs through which no dims are followed.
+      notes: classes that have several given names.
+    """
+
+    jaxpr: Any
+    out_tree: Any
+    visited: list[Visited]
+    inputs: dict[str, TracedValue]
+    names: ClassNames
+    given: Given
+    unknown: Counter[str]
+    notes: tuple[str, ...]
+
+    @classmethod
+    def of(cls, run: LossProgram, args: Sequence[Any], given: Given) -> Self:
+        """Trace ``run(params, variables, batch, extra)`` and name its dims.
+
+        Args:
+          run: the loss as a function of arrays.
+          args: its arguments; only their shapes are used.
+          given: the names of some arrays, and where they come from, by path.
+        """
+        traced, shapes = jax.make_jaxpr(run, return_shape=True)(*args)
+        parts = dict(zip(("params", "variables", "batch", "extra"), args, strict=True))
+        order = [show(path) for part in parts for path, _ in leaves_with_paths({part: parts[part]})]
+        propagation = Propagation()
+        values = [
+            propagation.value(var.aval, data=path.startswith("batch/"), weight=path.startswith("params/"))
+            for var, path in zip(traced.jaxpr.invars, order, strict=True)
+        ]
+        for leaf, value in zip(jax.tree.leaves(args), values, strict=True):
+            value.numbers = value.data and jax.numpy.issubdtype(leaf.dtype, jax.numpy.integer)
+        inputs = dict(zip(order, values, strict=True))
+        _, visited = propagation.run(traced.jaxpr, values)
+        params = {path: value for path, value in inputs.items() if path.startswith("params/")}
+        propagation.classes.unite_equal_sums()
+        classes = fold(propagation.classes, {path: value.dims for path, value in params.items()})
+        batch = {path: value for path, value in inputs.items() if path.startswith("batch/")}
+        dims = {path: value.dims for path, value in inputs.items()}
+        single, several, notes = by_class(classes, dims, {path: own for path, own in given.items() if path in dims})
+        names = name_classes(classes, ProgramArrays(params, batch, tuple(propagation.values)), single)
+        names.by_dim |= several
+        out_tree = jax.tree.structure(shapes)
+        return cls(traced, out_tree, visited, inputs, names, given, propagation.unknown, tuple(notes))
+
+    def arrays(self) -> tuple[NamedArray, ...]:
+        """Returns the arrays of the model and the batch with their names."""
+        return tuple(self._named(path, value) for path, value in self.inputs.items() if not path.startswith("extra/"))
+
+    def _named(self, path: str, value: TracedValue) -> NamedArray:
+        if path in self.given:
+            names, origin = self.given[path]
+            return NamedArray(path, value.shape, tuple(DimName(name, origin) for name in names))
+        dims, repeated = _once(self.names, value)
+        if not path.startswith("batch/"):
+            theirs = {name for names, _ in self.given.values() for name in names}
+            rename = {name: own for name, own in _IN_MODEL.items() if name not in theirs}
+            dims = tuple(DimName(rename.get(dim.name or "", dim.name), dim.reason) for dim in dims)
+        return NamedArray(path, value.shape, dims, repeated)
+
+    def run_constrained(self, args: Sequence[Any]) -> Any:
+        """Compute the loss for ``args``, with constraints on the weights and results of matmuls."""
+        jaxpr = constrained(self.jaxpr.jaxpr, self.visited, _NamesOf(self.names))
+        closed = jaxpr if isinstance(self.jaxpr, Jaxpr) else self.jaxpr.replace(jaxpr=jaxpr)
+        return jax.tree.unflatten(self.out_tree, jaxpr_as_fun(closed)(*jax.tree.leaves(args)))
+
+
+def _once(names: ClassNames, value: TracedValue) -> tuple[tuple[DimName, ...], tuple[str, ...]]:
+    """The names of a value's dims, each at most once, and those that were left out because they occur before."""
+    found: list[DimName] = []
+    repeated: list[str] = []
+    for dim in value.dims:
+        name = names.of(dim)
+        if name.name is not None and any(name.name == before.name for before in found):
+            repeated.append(name.name)
+            name = DimName(None, f"a second {name.name}")
+        found.append(name)
+    return tuple(found), tuple(repeated)
+
+
+@dataclass(frozen=True)
+class _NamesOf:
+    """The names of the program's values, each at most once in a value."""
+
+    names: ClassNames
+
+    def __call__(self, value: TracedValue) -> Names:
+        return tuple(dim.name for dim in _once(self.names, value)[0])
+
+    def is_residual(self, value: TracedValue) -> bool:
+        return any(atom in self.names.embed for dim in value.dims for atom in self.names.classes.flat(dim))

@@ -1,0 +1,289 @@
+"""Tests the names that ``annotate`` finds, what it reports, and that its steps compute what one device computes."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import jaxpar as jp
+from jaxpar.errors import AnnotationError
+from jaxpar.models import LlamaConfig, ViTConfig, make_llama, make_vit, next_token_loss, vit_loss
+from jaxpar.planning.names.annotation import Annotation
+from jaxpar.training.model import leaves_with_paths, read, show
+from tests.planning.names import models
+from tests.profiles import few
+
+
+def found_in(case: str) -> dict[str, tuple[str | None, ...]]:
+    """The names of a case's arrays, with numbers in their paths as ``*``."""
+    return {re.sub(r"\d+(?=/|$)", "*", a.path): a.names for a in jp.annotate(*models.CASES[case]()).arrays}
+
+
+EXPECTED = {
+    "gpt": {
+        "params/blocks/*/attention/query/kernel": ("embed", "heads", "head_dim"),
+        "params/blocks/*/attention/out/kernel": ("heads", "head_dim", "embed"),
+        "params/blocks/*/up/kernel": ("embed", "mlp"),
+        "params/positions/embedding": ("positions", "embed"),
+        "params/head/kernel": ("embed", "vocab"),
+        "batch/tokens": ("batch", "seq"),
+    },
+    "gpt scanned": {
+        "params/blocks/attention/value/kernel": ("layers", "embed", "heads", "head_dim"),
+        "params/blocks/down/kernel": ("layers", "mlp", "embed"),
+        "params/tokens/embedding": ("vocab", "embed"),
+    },
+    "gpt tied": {"params/tokens/embedding": ("vocab", "embed"), "params/blocks/*/up/bias": ("mlp",)},
+    "fused qkv": {
+        "params/qkv": ("embed", "fused_heads"),
+        "params/out": ("heads", "embed"),
+        "params/up": ("embed", "mlp"),
+        "params/down": ("mlp", "embed"),
+    },
+    "grouped queries": {
+        "params/q": ("embed", "heads"),
+        "params/k": ("embed", "kv_heads"),
+        "params/v": ("embed", "kv_heads"),
+        "params/o": ("heads", "embed"),
+    },
+    "experts": {
+        "params/router": ("embed", "experts"),
+        "params/up": ("experts", "embed", "mlp"),
+        "params/down": ("experts", "mlp", "embed"),
+    },
+    "resnet": {
+        "params/Conv_*/kernel": (None, None, "channels", "channels_2"),
+        "params/Dense_*/kernel": ("channels_2", "vocab"),
+        "variables/batch_stats/BatchNorm_*/mean": ("channels_2",),
+        "batch/images": ("batch", "height", "width", "channels_2"),
+    },
+    "vit": {
+        "params/patch/kernel": (None, None, "channels", "embed"),
+        "params/positions": (None, "positions", "embed"),
+        "params/token": (None, None, "embed"),
+        "params/MultiHeadDotProductAttention_*/value/kernel": ("embed", "heads", "head_dim"),
+        "params/classify/kernel": ("embed", "vocab"),
+    },
+    "t5": {
+        "params/Embed_*/embedding": ("vocab", "embed"),
+        "params/MultiHeadDotProductAttention_*/key/kernel": ("embed", "heads", "head_dim"),
+        "batch/source": ("batch", "seq"),
+        "batch/target": ("batch", "seq"),
+    },
+    "mamba": {
+        "params/decay": ("mlp", "features"),
+        "params/Conv_*/kernel": (None, None, "mlp"),
+        "params/RMSNorm_*/scale": ("embed",),
+    },
+    "lstm": {"params/Dense_*/kernel": ("embed", "vocab"), "params/LSTMCell_*/hf/kernel": ("embed", None)},
+    "unet": {"batch/images": ("batch", "height", "width", "channels_2")},
+    "diffusion transformer": {
+        "params/Conv_*/kernel": (None, None, "channels", "embed"),
+        "params/LayerNorm_*/scale": ("embed",),
+        "batch/time": ("batch",),
+    },
+}
+
+
+@pytest.mark.parametrize("case", models.CASES)
+def test_dims_are_found(case: str) -> None:
+    found = found_in(case)
+    assert {path: found[path] for path in EXPECTED[case]} == EXPECTED[case]
+
+
+@pytest.mark.parametrize("case", models.CASES)
+def test_no_array_has_a_name_twice(case: str) -> None:
+    annotation = jp.annotate(*models.CASES[case]())
+    for array in annotation.arrays:
+        names = [name for name in array.names if name is not None]
+        assert len(names) == len(set(names)), array
+    assert not annotation.unknown
+
+
+def without_names(make_model: Any) -> Any:
+    """The model without its annotations."""
+
+    def made(key: jax.Array) -> Any:
+        model = make_model(key)
+        if not isinstance(model, nnx.Module):
+            return nn.unbox(model)
+        for _, variable in nnx.iter_graph(model):
+            if isinstance(variable, nnx.Variable) and "logical_dims" in variable.get_metadata():
+                variable.set_metadata("logical_dims", None)
+        return model
+
+    return made
+
+
+def by_hand(make_model: Any, layout: jp.Layout) -> dict[str, tuple[str | None, ...]]:
+    names: dict[str, tuple[str | None, ...]] = {}
+
+    def collect(key: jax.Array) -> jax.Array:
+        names.update({show(path): dims for path, dims in read(make_model(key)).dims})
+        return jnp.zeros(())
+
+    with layout:
+        jax.eval_shape(collect, jax.random.key(0))
+    return names
+
+
+LLAMA, VIT = LlamaConfig(layers=2), ViTConfig(layers=2)
+OURS = {
+    "llama": (make_llama(LLAMA), next_token_loss, models.TEXT),
+    "vit": (make_vit(VIT), vit_loss(VIT), {"images": models.floats(8, 16, 16, 3), "labels": models.integers(8)}),
+}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_our_models_without_their_names_are_named_as_by_hand(name: str) -> None:
+    make_model, loss_fn, batch = OURS[name]
+    rules = dict.fromkeys(("batch", "seq", "residual_seq", "embed", "mlp", "vocab", "norm", "heads", "layers"))
+    expected = by_hand(make_model, jp.Layout(jp.MeshSpec().build(jax.devices()[:1]), jp.Rules(**rules)))
+    found = {array.path: array.names for array in jp.annotate(without_names(make_model), loss_fn, batch).arrays}
+    pairs = [
+        (own, "embed" if hand == "norm" else hand)
+        for path, names in expected.items()
+        for own, hand in zip(found[path], names, strict=True)
+    ]
+    right = sum(own == hand for own, hand in pairs)
+    assert len(pairs) == {"llama": 34, "vit": 55}[name] and right / len(pairs) >= 0.95
+
+
+RULES: dict[str, dict[str, Any]] = {
+    "fsdp": {"batch": "data", "params": {"embed": "data"}},
+    "fsdp x tensor": {
+        "batch": "data",
+        "heads": "model",
+        "mlp": "model",
+        "vocab": "model",
+        "params": {"embed": "data"},
+    },
+    "sequence": {"batch": "data", "seq": "model"},
+}
+
+
+def layout_for(annotation: Annotation, rules: str) -> jp.Layout:
+    table = dict.fromkeys(annotation.names)
+    table |= {name: axis for name, axis in RULES[rules].items() if name in table}
+    overlay = {name: axis for name, axis in RULES[rules].get("params", {}).items() if name in table}
+    mesh = jp.MeshSpec(data=4, model=2).build()
+    dims = {name: "replicate" for name in table}
+    return jp.Layout(mesh, jp.Rules(**table, params=overlay, indivisible=dims))
+
+
+def numbers(batch: dict[str, jax.ShapeDtypeStruct]) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return {
+        name: rng.integers(0, 10, x.shape).astype(x.dtype)
+        if np.issubdtype(x.dtype, np.integer)
+        else rng.normal(size=x.shape).astype(x.dtype)
+        for name, x in batch.items()
+    }
+
+
+STEPS = [
+    *few(
+        [("gpt", "fsdp x tensor"), ("gpt scanned", "fsdp"), ("experts", "fsdp x tensor"), ("resnet", "fsdp")],
+        keep=2,
+        names=2,
+    )
+]
+
+
+@pytest.mark.parametrize(("case", "rules"), STEPS)
+def test_an_annotated_step_equals_the_users_loss_on_one_device(case: str, rules: str) -> None:
+    make_model, loss_fn, shapes = models.CASES[case]()
+    annotation, tx, batch = jp.annotate(make_model, loss_fn, shapes), optax.sgd(0.1), numbers(shapes)
+    layout = layout_for(annotation, rules)
+    one = layout.on_one_device()
+    state = jp.init(one, annotation.make_model, tx)
+    with jax.default_matmul_precision("highest"):
+        after, right = jp.train_step(one, loss_fn, return_grads=True)(state, batch)
+        state = jp.init(layout, annotation.make_model, tx)
+        own_after, own = jp.train_step(layout, annotation.loss_fn, return_grads=True)(state, batch)
+    np.testing.assert_allclose(float(own["loss"]), float(right["loss"]), rtol=1e-6)
+    largest = max(float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(right["grads"]))
+    for (path, a), (_, b) in zip(leaves_with_paths(right["grads"]), leaves_with_paths(own["grads"]), strict=True):
+        np.testing.assert_allclose(np.asarray(b), np.asarray(a), atol=2e-6 * largest, err_msg=show(path))
+    for a, b in zip(jax.tree.leaves(after.variables), jax.tree.leaves(own_after.variables), strict=True):
+        np.testing.assert_allclose(np.asarray(b), np.asarray(a), rtol=1e-5, atol=1e-6)
+
+
+def test_names_given_by_patterns_are_kept_and_name_the_same_dims_elsewhere() -> None:
+    make_model, loss_fn, batch = models.gpt()
+    names = {"blocks/*/up/kernel": ("width", "ffn"), "head/kernel": (None, "words")}
+    annotation = jp.annotate(make_model, loss_fn, batch, names=names)
+    found = {array.path: array for array in annotation.arrays}
+    assert found["params/blocks/1/down/kernel"].names == ("ffn", "width")
+    assert found["params/blocks/0/attention/query/kernel"].names == ("width", "heads", "head_dim")
+    assert found["params/head/kernel"].names == (None, "words")
+    up = found["params/blocks/0/up/kernel"]
+    assert {dim.reason for dim in up.dims} == {"given by the pattern 'blocks/*/up/kernel'"}
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        (
+            {"block/*/up/kernel": ("embed", "mlp")},
+            (
+                "names['block/*/up/kernel'] matches no parameter. Did you mean 'blocks/1/up/kernel'? "
+                "Remedy: write paths as annotate(...) prints them, with * "
+                "for one part of a path and ** for any number, such as 'blocks/0/attention/key/bias'."
+            ),
+        ),
+        (
+            {"**/up/*": ("embed", "mlp")},
+            (
+                "names['**/up/*'] has 2 names, but matches 'blocks/0/up/bias [40]', 'blocks/1/up/bias [40]'. Remedy: "
+                "give "
+                "each dim a name or None, or a narrower pattern."
+            ),
+        ),
+        (
+            {"head/kernel": "embed"},
+            (
+                "names['head/kernel']: the logical dims must be a string or None for each dim, such as ('embed', "
+                "'mlp'), "
+                "got 'embed'."
+            ),
+        ),
+    ],
+)
+def test_a_pattern_that_does_not_fit_is_named(names: Any, text: str) -> None:
+    with pytest.raises(AnnotationError) as error:
+        jp.annotate(*models.gpt(), names=names)
+    assert str(error.value) == text
+
+
+def test_a_primitive_through_which_nothing_is_followed_is_named() -> None:
+    make_model = models.weights(table=(16, 8), w=(8, 8))
+
+    def loss_fn(p: Any, batch: Any) -> jax.Array:
+        return jnp.linalg.qr(p["table"][batch["tokens"]] @ p["w"])[1].sum()
+
+    annotation = jp.annotate(make_model, loss_fn, {"tokens": models.integers(8, 8)})
+    assert dict(annotation.unknown) == {"qr": 1}
+    assert "dims are not followed through 'qr (1)': what only they connect has names of its own" in str(annotation)
+
+
+def test_tags_of_the_batch_and_a_key_are_kept() -> None:
+    make_model, loss_fn, _ = models.gpt()
+    batch = {
+        name: jp.tag(jax.ShapeDtypeStruct((8, models.SEQ), "int32"), "rows", "time") for name in ("tokens", "targets")
+    }
+
+    def noisy(model: Any, batch: Any, key: jax.Array) -> jax.Array:
+        return loss_fn(model, batch) + 0 * jax.random.normal(key)
+
+    annotation = jp.annotate(make_model, noisy, batch)
+    assert annotation.batch_dims == {"tokens": ("rows", "time"), "targets": ("rows", "time")}
+    assert "rows" in annotation.names and "batch" not in annotation.names
