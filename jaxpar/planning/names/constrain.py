@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jax.sharding import AxisType, PartitionSpec
 
-from jaxpar.parallel.zero.gather import gather_weight
+from jaxpar.parallel.zero.gather import gather_weight, sharded_dot
 from jaxpar.planning.names.propagate import TracedValue, Visited
 from jaxpar.sharding.layout import current_layout, with_sharding
 from jaxpar.sharding.names import Names
@@ -39,36 +39,127 @@ class NamesOf(Protocol):
 def constrained(jaxpr: Jaxpr, visited: Sequence[Visited], names_of: NamesOf) -> Jaxpr:
     """Returns a jaxpr in which matmuls gather their weights, and shard their results by the rules of activations.
 
-    The bodies of loops, branches, recomputed layers and jitted functions are rewritten too. Those of custom derivatives
-    and of ``shard_map`` remain as they are.
+    Matmuls of one activation with several weights are one :func:`jaxpar.sharded_dot`. The bodies of loops, branches,
+    recomputed layers and jitted functions are rewritten too. Those of custom derivatives and of ``shard_map`` remain as
+    they are.
 
     Args:
       jaxpr: the traced program; unchanged.
       visited: its equations, as :meth:`Propagation.run` returns them.
       names_of: the names of a value's dims.
     """
-    eqns: list[JaxprEqn] = []
-    replaced: dict[Any, Any] = {}
-    gathered: dict[Var, Var] = {}
+    body = _Body(names_of)
+    ordered = _weights_first(jaxpr, visited)
+    together = _products(ordered, names_of)
+    for step in ordered:
+        group = together.get(id(step.eqn))
+        if group is None:
+            body.add(step)
+        elif group[0] is step:
+            body.add_products(group)
+    return jaxpr.replace(eqns=body.eqns, outvars=[body.read(atom) for atom in jaxpr.outvars])
+
+
+class _Body:
+    """The equations of a jaxpr while it is rewritten."""
+
+    def __init__(self, names_of: NamesOf):
+        self.names_of = names_of
+        self.eqns: list[JaxprEqn] = []
+        self.replaced: dict[Any, Any] = {}
+        self.gathered: dict[Any, Any] = {}
+
+    def read(self, atom: Any) -> Any:
+        """Returns the variable that now holds what ``atom`` held."""
+        return self.replaced.get(atom, atom) if isinstance(atom, Var) else atom
+
+    def add(self, step: Visited) -> None:
+        """Add an equation; of a matmul or lookup also the gathers of its weights and the constraint on its result."""
+        reads = [self.read(atom) for atom in step.eqn.invars]
+        reading = step.eqn.primitive.name in MATMULS and step.makes[0].data
+        weighted = reading and any(value.weight for value in step.reads)
+        if weighted:
+            reads = [self._gather(atom, value, step) for atom, value in zip(reads, step.reads, strict=True)]
+        self.eqns.append(step.eqn.replace(invars=reads, params={**step.eqn.params, **_rewritten(step, self.names_of)}))
+        if reading:
+            self._shard_result(step, step.eqn.outvars[0], weighted=weighted)
+
+    def add_products(self, group: Sequence[Visited]) -> None:
+        """Add the matmuls of one activation with several weights."""
+        first = group[0]
+        x = self._gather(self.read(first.eqn.invars[0]), first.reads[0], first)
+        weights = [self.read(step.eqn.invars[1]) for step in group]
+        names = [self.names_of(step.reads[1]) for step in group]
+        (contracted, _), _ = first.eqn.params["dimension_numbers"]
+
+        def products(x: jax.Array, *ws: jax.Array) -> tuple[jax.Array, ...]:
+            dims = (_fitting(own, w.shape) for own, w in zip(names, ws, strict=True))
+            return sharded_dot(x, *zip(ws, dims, strict=True), summed=len(contracted))
+
+        for step, out in zip(group, self._insert(products, [x, *weights], first), strict=True):
+            self._shard_result(step, out, weighted=True)
+
+    def _gather(self, atom: Any, value: TracedValue, step: Visited) -> Any:
+        """The variable of a gathered weight, or of an activation of the residual stream in full sequences."""
+        if not isinstance(atom, Var):
+            return atom
+        if atom not in self.gathered:
+            if value.weight:
+                (self.gathered[atom],) = self._insert(_gather(self.names_of(value)), [atom], step)
+            elif value.data and _separate_residual() and self.names_of.is_residual(value):
+                (self.gathered[atom],) = self._insert(_shard(self.names_of(value)), [atom], step)
+        return self.gathered.get(atom, atom)
+
+    def _shard_result(self, step: Visited, var: Any, *, weighted: bool) -> None:
+        names, out = self.names_of(step.makes[0]), step.eqn.outvars[0]
+        if weighted and _separate_residual() and self.names_of.is_residual(step.makes[0]):
+            names = tuple(RESIDUAL_SEQ if name == "seq" else name for name in names)
+        self.replaced[out] = self._insert(_shard(names), [var], step)[0] if any(names) else var
+
+    def _insert(self, function: Callable[..., Any], reads: Sequence[Any], step: Visited) -> list[Any]:
+        """Add the equations of ``function(*reads)``, and return the variables of its results."""
+        shapes = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in reads]
+        traced = opened(jax.make_jaxpr(function)(*shapes))
+        inside = dict(zip(traced.invars, reads, strict=True))
+        new = lambda atom: inside.get(atom, atom) if isinstance(atom, Var) else atom
+        source = step.eqn.source_info
+        self.eqns += [eqn.replace(invars=[*map(new, eqn.invars)], source_info=source) for eqn in traced.eqns]
+        return [new(atom) for atom in traced.outvars]
+
+
+def _weights_first(jaxpr: Jaxpr, visited: Sequence[Visited]) -> list[Visited]:
+    """The equations with those first that depend on no part of the batch, so that all weights are at hand."""
+    ready: set[Any] = {*jaxpr.invars, *jaxpr.constvars}
+    first: list[Visited] = []
+    later: list[Visited] = []
     for step in visited:
-        reads = [replaced.get(atom, atom) if isinstance(atom, Var) else atom for atom in step.eqn.invars]
-        matmul = step.eqn.primitive.name in MATMULS and step.makes[0].data
-        weighted = matmul and any(value.weight for value in step.reads)
-        for i, (atom, value) in enumerate(zip(reads, step.reads, strict=True) if weighted else ()):
-            if isinstance(atom, Var) and atom not in gathered:
-                if value.weight:
-                    gathered[atom] = _insert(eqns, _gather(names_of(value)), atom, step.eqn)
-                elif value.data and _separate_residual() and names_of.is_residual(value):
-                    gathered[atom] = _insert(eqns, _shard(names_of(value)), atom, step.eqn)
-            reads[i] = gathered.get(atom, atom) if isinstance(atom, Var) else atom
-        eqns.append(step.eqn.replace(invars=reads, params={**step.eqn.params, **_rewritten(step, names_of)}))
-        if matmul and any(names := names_of(step.makes[0])):
-            out = step.eqn.outvars[0]
-            if weighted and _separate_residual() and names_of.is_residual(step.makes[0]):
-                names = tuple(RESIDUAL_SEQ if name == "seq" else name for name in names)
-            replaced[out] = _insert(eqns, _shard(names), out, step.eqn)
-    outvars = [replaced.get(atom, atom) if isinstance(atom, Var) else atom for atom in jaxpr.outvars]
-    return jaxpr.replace(eqns=eqns, outvars=outvars)
+        known = all(not isinstance(atom, Var) or atom in ready for atom in step.eqn.invars)
+        if known and step.makes and not any(value.data for value in (*step.reads, *step.makes)):
+            first.append(step)
+            ready |= set(step.eqn.outvars)
+        else:
+            later.append(step)
+    return [*first, *later]
+
+
+def _products(steps: Sequence[Visited], names_of: NamesOf) -> dict[int, list[Visited]]:
+    """The matmuls of an activation with weights, by id of their equation: those that read the same activation.
+
+    Only products that :func:`jaxpar.sharded_dot` computes as they are: the last dims of the activation with the first
+    of the weight, in their own dtype and with the default precision.
+    """
+    groups: dict[Any, list[Visited]] = {}
+    for step in steps:
+        if step.eqn.primitive.name != "dot_general" or not (step.reads[0].data and step.reads[1].weight):
+            continue
+        (left, right), batch = step.eqn.params["dimension_numbers"]
+        count = len(left)
+        x, w, out = (cast(Any, atom.aval) for atom in (*step.eqn.invars, *step.eqn.outvars))
+        as_dot = [*left] == [*range(len(x.shape) - count, len(x.shape))] and [*right] == [*range(count)]
+        same = x.dtype == w.dtype == out.dtype and step.eqn.params["precision"] is None
+        if as_dot and same and not any(batch) and names_of(step.reads[0])[0] == "batch" and len(x.shape) > count:
+            groups.setdefault((step.eqn.invars[0], count), []).append(step)
+    return {id(step.eqn): group for group in groups.values() for step in group}
 
 
 def _separate_residual() -> bool:
@@ -87,17 +178,6 @@ def _rewritten(step: Visited, names_of: NamesOf) -> dict[str, Any]:
         after = body if isinstance(before, Jaxpr) else ClosedJaxpr(body, before.consts)
         changed[key] = after if index is None else (*changed.get(key, ()), after)
     return changed
-
-
-def _insert(eqns: list[JaxprEqn], function: Callable[[jax.Array], jax.Array], var: Any, matmul: JaxprEqn) -> Any:
-    """Append the equations of ``function(var)``, and return the variable of its result."""
-    traced = opened(jax.make_jaxpr(function)(jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)))
-    (start,), (end,) = traced.invars, traced.outvars
-    eqns += [
-        eqn.replace(invars=[var if atom is start else atom for atom in eqn.invars], source_info=matmul.source_info)
-        for eqn in traced.eqns
-    ]
-    return var if end is start else end
 
 
 def _shard(names: Names) -> Callable[[jax.Array], jax.Array]:
