@@ -14,6 +14,7 @@ from jaxpar.planning.names.propagate import TracedValue, Visited
 from jaxpar.sharding.layout import current_layout, with_sharding
 from jaxpar.sharding.names import Names
 from jaxpar.sharding.resolve import resolve
+from jaxpar.utils.contexts import hint_observer
 from jaxpar.utils.jaxprs import opened
 
 MATMULS = frozenset(("dot_general", "conv_general_dilated", "ragged_dot_general", "gather"))
@@ -187,9 +188,11 @@ def _shard(names: Names) -> Callable[[jax.Array], jax.Array]:
         layout, context = current_layout(), jax.sharding.get_abstract_mesh()
         fitting = _fitting(names, x.shape)
         sizes = {axis: size for axis, size in layout.sizes.items() if axis not in context.manual_axes}
-        axes = resolve(layout.rules, sizes, fitting, x.shape, itemsize=x.dtype.itemsize).axes
+        resolved = resolve(layout.rules, sizes, fitting, x.shape, itemsize=x.dtype.itemsize)
+        if hint_observer.value is not None:
+            hint_observer.value("annotate", fitting, x, resolved)
         free = None if AxisType.Explicit in layout.mesh.axis_types else PartitionSpec.UNCONSTRAINED
-        spec = PartitionSpec(*(free if name is None else own for name, own in zip(fitting, axes, strict=True)))
+        spec = PartitionSpec(*(free if dim is None else own for dim, own in zip(fitting, resolved.axes, strict=True)))
         sharded: jax.Array = with_sharding(context if context.manual_axes else layout.mesh, x, spec)
         return sharded
 
