@@ -67,6 +67,8 @@ class ClassNames:
             return self._of_sum(terms, first)
         if Use.PARTS in self.classes.uses[flat[0]] and len(flat) > 1:
             return _fused(self.of(flat[1:]), self.classes.sizes[flat[0]])
+        if first.name == "head_groups":  # all queries share one head of keys
+            return DimName("heads", first.reason)
         if first.name == "heads" and self.grouped and not self.has_groups(flat):
             return DimName("kv_heads", "heads of keys and values, fewer than those of queries")
         return first

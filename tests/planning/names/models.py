@@ -118,6 +118,21 @@ def grouped_queries(heads: int = 4, kv_heads: int = 2, size: int = 8) -> Case:
     return weights(table=(VOCAB, e), q=(e, q), k=(e, k), v=(e, k), o=(q, e), head=(e, VOCAB)), loss, TEXT
 
 
+def multi_query(heads: int = 4, size: int = 8) -> Case:
+    """All queries share one head of keys and values."""
+
+    def loss(p: Any, batch: Any) -> jax.Array:
+        x = p["table"][batch["tokens"]]
+        q, k, v = jnp.einsum("bse,ehd->bshd", x, p["q"]), x @ p["k"], x @ p["v"]
+        scores = jax.nn.softmax(jnp.einsum("bqhd,bkd->bhqk", q, k))
+        x = x + jnp.einsum("bqhd,hde->bqe", jnp.einsum("bhqk,bkd->bqhd", scores, v), p["o"])
+        return entropy(x @ p["table"].T, batch["targets"])
+
+    e = EMBED
+    shapes = {"table": (VOCAB, e), "q": (e, heads, size), "k": (e, size), "v": (e, size), "o": (heads, size, e)}
+    return weights(**shapes), loss, TEXT
+
+
 def experts(count: int = 4, capacity: int = 6) -> Case:
     """Switch routing by einsum."""
 
@@ -255,6 +270,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "gpt tied": lambda: gpt(tied=True),
     "fused qkv": fused_qkv,
     "grouped queries": grouped_queries,
+    "multi-query": multi_query,
     "experts": experts,
     "resnet": lambda: linen(ResNet(), labelled, IMAGES, lambda b: (b["images"],)),
     "vit": lambda: linen(ViT(), labelled, IMAGES, lambda b: (b["images"],)),

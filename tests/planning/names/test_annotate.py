@@ -54,6 +54,7 @@ EXPECTED = {
         "params/v": ("embed", "kv_heads"),
         "params/o": ("heads", "embed"),
     },
+    "multi-query": {"params/q": ("embed", "heads", "head_dim"), "params/k": ("embed", "head_dim")},
     "experts": {
         "params/router": ("embed", "experts"),
         "params/up": ("experts", "embed", "mlp"),
