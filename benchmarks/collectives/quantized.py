@@ -110,7 +110,7 @@ def measure(name: str, run: Run, options: argparse.Namespace, before: dict[str, 
     layers = [f"model.layers={options.layers}"] if options.layers else []
     job = make_job(load_run(BENCH_CONFIGS / f"{run.config}.yaml", [*run.settings, *layers]))
     found = compile_step(job, Topology.parse("v5e:4x4"), options.keep_cache, other_arms=run.after)
-    wire, hand = found["wire_bytes"] / 1e9, run.wire(job.model) / 1e9
+    wire, hand = found["wire_bytes"] / 1e9, run.wire(job.llama) / 1e9
     packed = sum(found["wire_by_dtype"].get(dtype, 0) for dtype in ("s8", "u8")) / 1e9
     near = found["wire_by_group"].get(4, 0) / 1e9
     print(

@@ -97,7 +97,7 @@ def main() -> int:
     found: dict[str, dict[str, float]] = {}
     likeliest, made, trained = {}, {}, None
     for name, kept in KEPT.items():
-        model = jp.Generator(layout, job.make_model, cached_llama(job.model, **kept), batch=rows, slots=data.seq)
+        model = jp.Generator(layout, job.make_model, cached_llama(job.llama, **kept), batch=rows, slots=data.seq)
         trained = restored(arguments.checkpoint, model.params, print)[0] if trained is None else trained
         params = model.prepare(trained)
         loss, likeliest[name] = read_through(model, params, batch)

@@ -196,7 +196,7 @@ def compare(name: str, run: Run, options: argparse.Namespace, python: str | None
     if theirs:
         say("", "ratio", ratios(ours, theirs))
     sizes, tokens = job.layout(topology.devices).sizes, job.config.data.batch * job.config.data.seq
-    terms = by_hand(job.model, sizes["data"], sizes["model"], tokens // sizes["data"])
+    terms = by_hand(job.llama, sizes["data"], sizes["model"], tokens // sizes["data"])
     hand = sum(terms.values())
     say("", "by hand", f"{hand / 1e9:7.2f}  ({', '.join(f'{k} {v / 1e9:.2f}' for k, v in terms.items() if v)})")
     as_set = options.topology == "v5e:4x4" and options.layers is None

@@ -53,7 +53,7 @@ def main() -> int:
         # The configuration's model recomputes everything; parallel.remat overrides that.
         job = make_job(load_run(BENCH_CONFIGS / "1b_fsdp16.yaml", [f"parallel.remat={RUNS[name]}", *layers]))
         found = compile_step(job, Topology.parse("v5e:4x4"), options.keep_cache)
-        found["needed_flops"] = job.model.matmul_params * 6 * job.config.data.batch * job.config.data.seq / 16
+        found["needed_flops"] = job.llama.matmul_params * 6 * job.config.data.batch * job.config.data.seq / 16
         figures[name] = found
         memory, matmul, kernel = found["memory"], found["matmul_flops"], found["kernel_flops"]
         print(

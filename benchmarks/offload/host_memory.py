@@ -67,9 +67,9 @@ def measure(name: str, config: str, settings: tuple[str, ...], layers: int | Non
         flush=True,
     )
     # The last norm is small and stays on the device. The layers' norms are replicated; all else is sharded.
-    norms = 2 * job.model.layers * job.model.embed
-    moments = 2 * FP32 * ((job.model.params - norms - job.model.embed) // DEVICES + norms)
-    model = job.model
+    norms = 2 * job.llama.layers * job.llama.embed
+    moments = 2 * FP32 * ((job.llama.params - norms - job.llama.embed) // DEVICES + norms)
+    model = job.llama
     kernels = model.embed * (2 * model.head_dim * (model.heads + model.kv_heads) + 3 * model.mlp)
     waits = moments + (FP32 * model.layers * kernels // DEVICES if BOTH in settings else 0)
     return {"memory": memory, "reads": reads, "writes": writes, "by_host": by_host, "waits": waits}

@@ -56,7 +56,7 @@ are compiled again, at most ``AGAIN`` times, and the fastest compile counts.
 def by_autodiff(settings: list[str], microbatches: int) -> dict[str, float]:
     """Compile the step with a pipeline that jax differentiates; return its figures."""
     job = make_job(load_run(CONFIG, settings))
-    loss = autodiff_gpipe(staged_next_token_loss(job.model), microbatches)
+    loss = autodiff_gpipe(staged_next_token_loss(job.llama), microbatches)
     return figures_of(compile_step(replace(job, loss_fn=loss, pipeline=None), Topology.parse("v5e:4x4"), False))
 
 

@@ -127,7 +127,7 @@ def state_by_hand(job: Job, run: Run) -> int:
 
     The last norm is replicated, because it is below 64 KiB.
     """
-    model = job.model
+    model = job.llama
     norms = 2 * model.layers * model.embed
     whole = {"split": 0, "moments": FP32 * norms, "whole": 3 * FP32 * norms}[run.norms]
     split = 3 * FP32 * (model.params - model.embed) - whole
@@ -139,7 +139,7 @@ def measure(name: str, run: Run, options: argparse.Namespace) -> dict[str, Any]:
     """Compile a run, print its row, and return its figures and goals."""
     layers = [f"model.layers={options.layers}"] if options.layers else []
     job = make_job(load_run(BENCH_CONFIGS / f"{run.config}.yaml", [*run.settings, *layers]))
-    hand, state = run.wire(job.model) / 1e9, state_by_hand(job, run)
+    hand, state = run.wire(job.llama) / 1e9, state_by_hand(job, run)
     formula = run.formula(job.model.params) / 2**20 if run.formula else 0
     try:
         found = compile_step(job, Topology.parse("v5e:4x4"), options.keep_cache)

@@ -337,7 +337,7 @@ def _compiled(command: Check, topology: str) -> int:
     job = _job(command)
     tokens, seq = job.config.data.batch * job.config.data.seq, job.config.data.seq
     flops, policy = tokens * job.model.flops_per_token(seq), RematPolicy.of(job.model.remat).policy
-    about = About(tokens, flops, job.model.vocab, seq, policy, job.config.parallel.reshard_after_forward)
+    about = About(tokens, flops, job.model.vocab or 0, seq, policy, job.config.parallel.reshard_after_forward)
     options = job.step_options() | {"compiler_options": job.compiler_options(parsed.platform)}
     run = (job.layout(parsed.devices), job.make_model, job.tx, job.loss_fn, job.batch_spec())
     found = check_up(parsed, *run, about=about, **options)

@@ -318,7 +318,8 @@ class RunConfig:
     """The configuration of a run, as written in a YAML file.
 
     Attributes:
-      model: ``family``, ``preset``, and any field of the family's configuration.
+      model: ``family``, ``preset``, and any field of the family's configuration; or for a model of your own
+        ``factory``, ``loss`` and ``args`` (:class:`jaxpar.app.factory.FactoryConfig`).
       layout: a layout file, relative to the run's file.
       mesh, rules: changes to that layout, key by key.
       parallel: parallelism that the layout does not describe.

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import optax
 
 import jaxpar as jp
-from jaxpar.app.config import ContextConfig, Loaded, OptimizerConfig, PrecisionConfig, RunConfig
+from jaxpar.app.config import ContextConfig, Loaded, OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
+from jaxpar.app.factory import FactoryConfig, FactoryModel, factory_model
 from jaxpar.app.pipeline_config import check_recompute, make_pipeline
 from jaxpar.data.sources import SEPARATOR
 from jaxpar.errors import ConfigError, JaxparError, did_you_mean
@@ -38,7 +39,8 @@ class Job:
     Attributes:
       name: the name of the configuration.
       config: the configuration itself.
-      model: the model's configuration, with the settings of ``parallel`` and ``precision`` applied.
+      model: the model's configuration, with the settings of ``parallel`` and ``precision`` applied; or a model of the
+        user's own.
       make_model: takes a PRNG key and returns the model.
       loss_fn: the loss, as :func:`jaxpar.train_step` takes it.
       tx: the optimizer.
@@ -48,7 +50,7 @@ class Job:
 
     name: str
     config: RunConfig
-    model: llama.LlamaConfig
+    model: llama.LlamaConfig | FactoryModel
     make_model: Callable[[jax.Array], Any]
     loss_fn: Callable[..., Any]
     tx: optax.GradientTransformation
@@ -57,6 +59,20 @@ class Job:
     precision: jp.Precision
     fusion: jp.overlap.CollectiveFusion
     pipeline: jp.Pipeline | jp.pipeline.Asynchronous | None = None
+
+    @property
+    def llama(self) -> llama.LlamaConfig:
+        """The configuration of a built-in model.
+
+        Raises:
+          ConfigError: the model is one of the user's own.
+        """
+        if isinstance(self.model, FactoryModel):
+            raise ConfigError(
+                f"{self.model.name} is a model of your own, but this is for built-in models. Remedy: model: {{family: "
+                "llama}}, or call the library from Python."
+            )
+        return self.model
 
     def layout(self, devices: Sequence[Any] | int | None = None) -> jp.Layout:
         """Returns the layout, including optimizer parallelism.
@@ -80,7 +96,8 @@ class Job:
     def step_options(self) -> dict[str, Any]:
         """The keyword arguments of :func:`jaxpar.train_step`."""
         train, precision = self.config.train, self.precision
-        if (self.zero.step or self.pipeline) and precision.compute is None and precision.gather is None:
+        casts = isinstance(self.model, llama.LlamaConfig) and (self.zero.step or self.pipeline)
+        if casts and precision.compute is None and precision.gather is None:
             precision = replace(precision, gather=self.model.dtype)  # the dtype to which the model would cast them
         return {
             "clip_norm": self.config.optimizer.clip_norm,
@@ -121,7 +138,7 @@ class Job:
           ConfigError: the sequence cannot be cut into pieces to balance.
         """
         data, options = self.config.data, {"separator": SEPARATOR[0] if self.config.data.packing else None}
-        if self.model.context.load_balance != BALANCED:
+        if self.model.context.load_balance != BALANCED or isinstance(self.model, FactoryModel):
             return options
         with layout:
             ring_size = self.model.context.ring(*llama.layer_shapes(self.model, (data.batch, data.seq)))
@@ -166,6 +183,8 @@ def make_job(loaded: Loaded, *, training: bool = True) -> Job:
       ConfigError: an unknown model family, preset, field or optimizer; or settings that contradict each other.
     """
     config = loaded.config
+    if "factory" in config.model:
+        return _factory_job(loaded)
     precision, zero = _precision(config), _zero(config)
     model = _model(config.model, precision)
     if config.parallel.remat is not None:
@@ -188,6 +207,30 @@ def make_job(loaded: Loaded, *, training: bool = True) -> Job:
     check_recompute(pipeline, model.remat)
     make_model, loss = llama.make_llama(model), _loss(model, pipeline)
     return Job(loaded.name, config, model, make_model, loss, tx, loaded.layout, zero, precision, fusion, pipeline)
+
+
+def _factory_job(loaded: Loaded) -> Job:
+    """The job of a model of the user's own, which itself decides what is recomputed and how attention runs."""
+    config, parallel, default = loaded.config, loaded.config.parallel, ParallelConfig()
+    for key in ("remat", "context", "reshard_after_forward", "overlap", "pipeline", "offload"):
+        if getattr(parallel, key) != getattr(default, key):
+            raise ConfigError(
+                f"parallel.{key} is for built-in models, but model.factory names one of your own. Remedy: leave it "
+                f"out; the model itself can do this, with the functions of jaxpar."
+            )
+    if config.data.packing:
+        raise ConfigError(
+            "data.packing is for built-in models, but model.factory names one of your own. Remedy: packing: false."
+        )
+    precision, zero, fusion = _precision(config), _zero(config), _fusion(config)
+    if config.optimizer.name == ONE_BIT:
+        _check_one_bit(config, precision, zero, fusion)
+    shape = (config.data.batch, config.data.seq)
+    batch = {name: jax.ShapeDtypeStruct(shape, "int32") for name in ("tokens", "targets")}
+    model = factory_model(build(FactoryConfig, config.model, "model"), batch)
+    tx = make_optimizer(config.optimizer, config.train.steps)
+    run = (model.make_model, model.loss_fn, tx, loaded.layout)
+    return Job(loaded.name, config, model, *run, zero, precision, fusion)
 
 
 @contextmanager
@@ -320,6 +363,8 @@ def _precision(config: RunConfig) -> jp.Precision:
 
 def in_fp32(job: Job) -> Job:
     """Returns the same job with compute and parameters in fp32."""
+    if isinstance(job.model, FactoryModel):
+        return replace(job, precision=jp.Precision())
     model = replace(job.model, dtype="float32", param_dtype="float32")
     make_model, loss = llama.make_llama(model), _loss(model, job.pipeline)
     return replace(job, model=model, make_model=make_model, loss_fn=loss, precision=jp.Precision())
@@ -335,7 +380,8 @@ def _model(data: Mapping[str, Any], precision: jp.Precision) -> llama.LlamaConfi
     family = fields.pop("family", None)
     if family not in FAMILIES:
         raise ConfigError(
-            f"model: unknown family {family!r}.{did_you_mean(family, FAMILIES)} Families: {', '.join(FAMILIES)}."
+            f"model: unknown family {family!r}.{did_you_mean(family, FAMILIES)} Families: {', '.join(FAMILIES)}. "
+            "Remedy: for a model of your own, model: {factory: my_module:make_model, loss: my_module:loss}."
         )
     base = llama.preset(fields.pop("preset", "tiny"))
     return build(llama.LlamaConfig, {**asdict(base), **fields}, "model")

@@ -33,6 +33,7 @@ from jaxpar.inference.cached_model import CACHE_SEQ
 from jaxpar.inference.generator import shards_of, with_cache
 from jaxpar.inference.pipeline import stages_of
 from jaxpar.inference.request import SEEDS, check_requests
+from jaxpar.models.llama import LlamaConfig
 from jaxpar.models.llama.decode import cached_llama
 from jaxpar.utils.multihost import check_same, gather, settled
 
@@ -83,6 +84,11 @@ def generator(job: Job, texts: Sequence[Sequence[int]], options: GenerateOptions
         stop string is empty.
       LayoutError: the mesh does not divide parameters or cache.
     """
+    if not isinstance(job.model, LlamaConfig):
+        raise ConfigError(
+            f"generate: {job.model.name} is a model of your own, whose cache is not known. Remedy: generate in Python, "
+            "with jaxpar.Generator and jaxpar.inference.DecoderFns."
+        )
     if job.model.vocab < BYTES:
         raise ConfigError(
             f"model: vocab must be at least {BYTES}, the number of byte values, got {job.model.vocab}. Remedy: the "

@@ -74,7 +74,7 @@ def train(job: Job, console: Console) -> Summary:
 def _train(job: Job, console: Console, stop: Stop) -> tuple[Summary, Saver]:
     account, config, layout = Goodput(), job.config, job.layout()
     text = load_text(config.data.source)
-    if text.vocab > job.model.vocab:
+    if job.model.vocab is not None and text.vocab > job.model.vocab:
         raise ConfigError(
             f"model: vocab must be at least {text.vocab}, the vocabulary of the text, got {job.model.vocab}. "
             f"Remedy: model: {{vocab: {text.vocab}}}."

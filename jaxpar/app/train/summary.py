@@ -87,9 +87,9 @@ def introduce(job: Job, layout: jp.Layout, text: Text, console: Console) -> None
     total, params = report.total(), report.total("params")
     config = job.config
     console.print(f"[bold]{job.name}[/]  {report.headline()} ({jax.devices()[0].device_kind})")
+    model = config.model.get("family", config.model.get("factory"))
     console.print(
-        f"model   {config.model['family']}, {job.model.params:,} parameters in {params.tensors} tensors, "
-        f"{job.model.dtype} compute"
+        f"model   {model}, {job.model.params:,} parameters in {params.tensors} tensors, {job.model.dtype} compute"
     )
     console.print(
         f"memory  {show_bytes(total.bytes)} of parameters and optimizer state, {show_bytes(total.device_bytes)} on "

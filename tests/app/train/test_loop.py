@@ -171,7 +171,13 @@ def test_the_loop_steps_with_the_moments_on_disk_and_verify_refuses(
                 "b1, b2, eps, "
             ),
         ),
-        ("model.family=lama", "ConfigError: model: unknown family 'lama'. Did you mean 'llama'? Families: llama."),
+        (
+            "model.family=lama",
+            (
+                "ConfigError: model: unknown family 'lama'. Did you mean 'llama'? Families: llama. Remedy: for a "
+                "model of your own, model: {factory: my_module:make_model, loss: my_module:loss}."
+            ),
+        ),
         ("model.preset=8b", "ConfigError: llama: unknown preset '8b'. Presets: tiny, 1b, llama3_1_8b, llama3_1_70b."),
         ("model.embd=8", "ConfigError: model: unknown key 'embd'. Did you mean 'embed'? The keys are: vocab, embed, "),
         (
