@@ -186,6 +186,8 @@ def _shard(names: Names) -> Callable[[jax.Array], jax.Array]:
 
     def shard(x: jax.Array) -> jax.Array:
         layout, context = current_layout(), jax.sharding.get_abstract_mesh()
+        if not set(layout.sizes) - set(context.manual_axes):
+            return x  # inside of a shard_map over all axes each device has its own shard
         fitting = _fitting(names, x.shape)
         sizes = {axis: size for axis, size in layout.sizes.items() if axis not in context.manual_axes}
         resolved = resolve(layout.rules, sizes, fitting, x.shape, itemsize=x.dtype.itemsize)

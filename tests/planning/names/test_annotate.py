@@ -287,3 +287,17 @@ def test_tags_of_the_batch_and_a_key_are_kept() -> None:
     annotation = jp.annotate(make_model, noisy, batch)
     assert annotation.batch_dims == {"tokens": ("rows", "time"), "targets": ("rows", "time")}
     assert "rows" in annotation.names and "batch" not in annotation.names
+
+
+@pytest.mark.parametrize("stage", few([1, 2, 3], keep=1))
+def test_an_annotated_loss_runs_with_zero(stage: int) -> None:
+    make_model, loss_fn, shapes = models.gpt(layers=1)
+    annotation, batch, tx = jp.annotate(make_model, loss_fn, shapes), numbers(shapes), optax.adam(1e-2)
+    zero, mesh = jp.Zero(stage), jp.MeshSpec(data=8).build()
+    layout = jp.Layout(mesh, zero.rules(jp.Rules(**dict.fromkeys(annotation.names) | {"batch": "data"})))
+    losses = []
+    for here, loss, options in ((layout.on_one_device(), loss_fn, {}), (layout, annotation.loss_fn, zero.step)):
+        state, step = jp.init(here, annotation.make_model, tx), jp.train_step(here, loss, **options)
+        state, _ = step(state, batch)
+        losses.append(float(step(state, batch)[1]["loss"]))
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
