@@ -232,7 +232,7 @@ class Limits:
         cpu, wall = time.process_time() - cpu, time.monotonic() - wall
         self.cpu, self.wall = max(self.cpu, cpu), max(self.wall, wall)
         assert cpu < self.seconds and wall < WALL, f"{what} took {cpu:.1f} s of CPU, {wall:.1f} s"
-        assert self.memory < MEMORY, f"{what}: {self.memory >> 20} MiB"
+        assert self.memory - self.before < MEMORY, f"{what}: {self.memory - self.before >> 20} MiB"
 
     @property
     def memory(self) -> int:

@@ -7,6 +7,7 @@ pytrees. ``build`` first makes the model, with initial parameters that are equal
 
 from __future__ import annotations
 
+import inspect
 import sys
 from dataclasses import replace
 from typing import Any
@@ -115,8 +116,17 @@ def build(make_model: MakeModel, key: jax.Array) -> tuple[ModelParts, dict[str, 
     return ModelParts(params, variables, *static[0]), causes
 
 
+def _takes_key(kind: Any) -> bool:
+    """Whether a class can be called with a PRNG key: no Linen module, nor an NNX module whose argument is ``rngs``."""
+    if not _is_subclass(kind, "nnx"):
+        return not _is_subclass(kind, "linen")
+    own = list(inspect.signature(kind.__init__).parameters.values())[1:]
+    needed = [p for p in own if p.default is p.empty]
+    return len(needed) == 1 and needed[0].kind is not inspect.Parameter.KEYWORD_ONLY and needed[0].name != "rngs"
+
+
 def _call(make_model: MakeModel, key: jax.Array) -> Any:
-    if isinstance(make_model, type) and any(_is_subclass(make_model, api) for api in ("nnx", "linen")):
+    if isinstance(make_model, type) and not _takes_key(make_model):
         name = make_model.__name__
         made = (
             f"{name}(rngs=nnx.Rngs(key))" if _is_subclass(make_model, "nnx") else f"{name}().init(key, example_input)"
