@@ -13,7 +13,8 @@ import jax
 import optax
 
 from jaxpar.analysis.layout.notes import assumed_replicated, narrow_sums, unequal_initial_values, with_reason
-from jaxpar.analysis.layout.report import Report, Row
+from jaxpar.analysis.layout.report import Report
+from jaxpar.analysis.layout.rows import Row
 from jaxpar.analysis.memory.estimate import Memory, estimate
 from jaxpar.analysis.units import device_bytes, shard_count, show_bytes
 from jaxpar.errors import LayoutError

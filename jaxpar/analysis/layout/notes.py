@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from jaxpar.analysis.layout.report import Row
+from jaxpar.analysis.layout.rows import Row
 from jaxpar.analysis.units import show_bytes
 from jaxpar.errors import listing
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from jaxpar.analysis.layout.rows import Row, fold
 from jaxpar.analysis.units import html_table, show_bytes
 from jaxpar.errors import did_you_mean
 
@@ -20,52 +21,6 @@ PARTS = ("params", "opt_state", "variables", "batch", "activations", "other", "c
 
 _TOTALS = ("part", "tensors", "bytes", "bytes/device", "replicated", "copies")
 _COLUMNS = ("tensor", "shape", "dtype", "logical dims", "spec", "bytes/device", "rule", "notes")
-
-
-@dataclass(frozen=True)
-class Row:
-    """One tensor of a report.
-
-    Attributes:
-      part: one of :data:`PARTS`.
-      path: such as ``params/blocks/attention/q``.
-      shape: the global shape.
-      dtype: the element type.
-      dims: the logical dims; ``None`` where a dim has no name.
-      spec: the mesh axes of each dim.
-      bytes: of one full copy.
-      device_bytes: in the memory of each device; 0 if the tensor is in host memory or on disk.
-      rules: the rules that shard it.
-      why: the resolver's reasons why a dim is not sharded further, and notes.
-      problems: one text each.
-      disk_bytes: on disk for each device, in each of two generations.
-    """
-
-    part: str
-    path: str
-    shape: tuple[int, ...]
-    dtype: str
-    dims: tuple[str | None, ...]
-    spec: tuple[tuple[str, ...], ...]
-    bytes: int
-    device_bytes: int
-    rules: tuple[str, ...]
-    why: tuple[str, ...]
-    problems: tuple[str, ...]
-    disk_bytes: int = 0
-
-    @property
-    def replicated(self) -> bool:
-        """Whether the tensor is replicated on all devices, because no axis shards it."""
-        return not any(self.spec)
-
-    def cells(self) -> tuple[str, ...]:
-        spec = ", ".join("+".join(axes) or "·" for axes in self.spec)
-        dims = ", ".join(str(dim) if dim is not None else "·" for dim in self.dims)
-        shape = " × ".join(map(str, self.shape)) or "scalar"
-        # remarks() prints the remedies once, below the tables.
-        why = "; ".join([*(f"ERROR {p.partition(' Remedy: ')[0]}" for p in self.problems), *self.why])
-        return self.path, shape, self.dtype, dims, spec, show_bytes(self.device_bytes), "; ".join(self.rules), why
 
 
 @dataclass(frozen=True)
@@ -96,6 +51,10 @@ class Total:
 @dataclass(frozen=True)
 class Report:
     """How every tensor of a run is sharded, and why.
+
+    Text and HTML show equal tensors of numbered layers as one row, such as ``params/blocks/*/attn/q (26 x)``, whose
+    bytes are those of one of them (:func:`jaxpar.analysis.layout.rows.fold`). ``rows``, JSON and the totals hold every
+    tensor.
 
     Attributes:
       mesh: mesh axis → size, without axes of size 1.
@@ -182,7 +141,7 @@ class Report:
     def _tables(self) -> Iterator[tuple[str, Sequence[str], Sequence[tuple[str, ...]]]]:
         """Yields the title, the columns and the rows of each table."""
         for part in PARTS:
-            if rows := [row.cells() for row in self.rows if row.part == part]:
+            if rows := [row.cells() for row in fold(row for row in self.rows if row.part == part)]:
                 yield part, _COLUMNS, rows
         yield "totals", _TOTALS, [total.cells() for total in self.totals()]
         if self.memory is not None:
@@ -211,7 +170,7 @@ class Report:
         return f"<div><b>{html.escape(self.headline())}</b>{''.join(tables)}{notes}</div>"
 
     def to_json(self) -> str:
-        """Returns the report as JSON: rows, totals, unused rules, problems, memory."""
+        """Returns the report as JSON: every row (none folded), totals, unused rules, problems, memory."""
         data = {**asdict(self), "totals": [asdict(t) for t in self.totals()]}
         if self.memory is not None:
             data["memory"]["total"] = self.memory.total
