@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -33,6 +33,7 @@ from jaxpar.training.model.fixed_order import FIXED, ONE_CODE, Causes
 from jaxpar.training.optimizers import with_slow_parameters
 from jaxpar.training.self_reducing import SelfReducing
 from jaxpar.utils.contexts import hint_observer
+from jaxpar.utils.executables import compile_once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,6 +136,8 @@ def init(
     in a fixed order (:mod:`jaxpar.training.model.fixed_order`). A few other operations, such as matmuls, have no fixed
     order; :func:`jaxpar.explain` lists the parameters that depend on them.
 
+    ``make_model`` is traced in every call; a program that an earlier call compiled is not compiled again.
+
     Args:
       layout: mesh and rules. Its mesh holds devices.
       make_model: ``make_model(key)`` returns an NNX module, Linen variables or a (tagged) pytree. It is traced.
@@ -162,12 +165,33 @@ def init(
     return init_program(layout, make_model, tx, precision)(jax.random.key(seed))
 
 
+@dataclasses.dataclass(frozen=True)
+class InitProgram:
+    """The program ``key -> state`` that :func:`init` calls; ``lower(key)`` shows that it materializes no full array.
+
+    Attributes:
+      leaves: the jitted function from the key to the leaves of the state.
+      structure: of the state. It holds the optimizer and the model's static parts, so the executable does not.
+      key: what the program's text does not say; see :func:`jaxpar.utils.executables.compile_once`.
+    """
+
+    leaves: jax.stages.Wrapped
+    structure: Any
+    key: Hashable
+
+    def lower(self, key: jax.Array) -> jax.stages.Lowered:
+        return self.leaves.lower(key)
+
+    def __call__(self, key: jax.Array) -> TrainState:
+        made = compile_once(self.lower(key), self.key)(key)
+        state: TrainState = jax.tree.unflatten(self.structure, made)
+        return state
+
+
 def init_program(
     layout: Layout, make_model: MakeModel, tx: optax.GradientTransformation, precision: PrecisionLike = None
-) -> jax.stages.Wrapped:
-    """Returns the jitted function ``key -> state`` that :func:`init` calls.
-
-    Its ``.lower()`` shows that the program materializes no full array.
+) -> InitProgram:
+    """Returns the program ``key -> state`` that :func:`init` calls.
 
     Args:
       layout, make_model, tx, precision: as for :func:`init`.
@@ -176,13 +200,10 @@ def init_program(
       LayoutError: the rules cannot place some tensors; the error lists all of them.
     """
     abstract, causes = _abstract(layout, make_model, tx, precision)
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-    treedef = jax.tree.structure(abstract)
+    shardings = tuple(leaf.sharding for leaf in jax.tree.leaves(abstract))
 
-    def build(key: jax.Array) -> TrainState:
-        # Functions created while the model is built (attention_fn=lambda ...) differ in every call: take only arrays.
-        made = _build(layout, make_model, tx, Precision.of(precision), key)
-        return jax.tree.unflatten(treedef, jax.tree.leaves(made))
+    def build(key: jax.Array) -> tuple[Any, ...]:
+        return tuple(jax.tree.leaves(_build(layout, make_model, tx, Precision.of(precision), key)))
 
     # XLA:CPU vectorises by the shape of a shard, and its vector erf_inv and log differ from the scalar ones in the last
     # bit. Only unoptimised code makes the parameters bitwise equal in every layout.
@@ -191,7 +212,8 @@ def init_program(
         options["xla_backend_optimization_level"] = 0
         if any(names & FIXED for names in causes.values()):
             options |= ONE_CODE
-    return jax.jit(build, out_shardings=shardings, compiler_options=options or None)
+    program = jax.jit(build, out_shardings=shardings, compiler_options=options or None)
+    return InitProgram(program, jax.tree.structure(abstract), (shardings, tuple(options.items())))
 
 
 def abstract_state(
