@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from jaxpar.parallel.attention.mask import Mask as Mask
     from jaxpar.parallel.pipeline.options import Pipeline as Pipeline
     from jaxpar.parallel.precision.policy import Precision as Precision
+    from jaxpar.parallel.unsharded import unsharded as unsharded
     from jaxpar.parallel.zero.gather import gather_weight as gather_weight
     from jaxpar.parallel.zero.gather import sharded_dot as sharded_dot
     from jaxpar.parallel.zero.stages import Zero as Zero

@@ -3,6 +3,7 @@
 from jaxpar.parallel.attention.attention_local import attention_local
 from jaxpar.parallel.attention.context import Context
 from jaxpar.parallel.attention.cost_model import QKVSharding
+from jaxpar.parallel.attention.flax_attention import FlaxAttention
 from jaxpar.parallel.attention.load_balance import balance
 from jaxpar.parallel.attention.packing import balanced_packing
 from jaxpar.parallel.attention.plot import draw_mask
@@ -11,6 +12,7 @@ from jaxpar.parallel.collectives.hierarchical import all_to_all_local
 
 __all__ = [
     "Context",
+    "FlaxAttention",
     "QKVSharding",
     "all_to_all_local",
     "attention_local",

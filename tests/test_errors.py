@@ -352,7 +352,7 @@ def test_layout(act: Callable[[], Any], text: str) -> None:
 def test_no_active_layout() -> None:
     text = (
         "no active layout, but constrain() and hint() need one. Remedy: run inside 'with layout:', or call the model "
-        "through train_step(layout, ...); for one device, Layout(MeshSpec().build(jax.devices()[:1]), rules)."
+        "through train_step(layout, ...); or, to run the model as plain JAX, inside 'with jp.unsharded():'."
     )
     assert_says(NoLayoutError, text, lambda: constrain(jnp.ones(8), "batch"))
 

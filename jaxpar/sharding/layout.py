@@ -204,7 +204,7 @@ def current_layout() -> Layout:
     if layout is None:
         raise NoLayoutError(
             "no active layout, but constrain() and hint() need one. Remedy: run inside 'with layout:', or call the "
-            "model through train_step(layout, ...); for one device, Layout(MeshSpec().build(jax.devices()[:1]), rules)."
+            "model through train_step(layout, ...); or, to run the model as plain JAX, inside 'with jp.unsharded():'."
         )
     return layout
 
@@ -297,7 +297,7 @@ def _apply(x: Any, dims: Sequence[str | None], *, lenient: bool, role: str = "ac
         hint_observer.value(site, dims, x, resolved)
     elif resolved.problems:
         raise LayoutError(resolved.problems)
-    if resolved.problems:
+    if resolved.problems or context.empty:  # without a mesh, as in unsharded(), there is nothing to shard over
         return x
     # Only the context knows which axes are manual. Only the layout's own mesh has devices, which an eager call needs.
     return with_sharding(context if manual else layout.mesh, x, to_spec(resolved))

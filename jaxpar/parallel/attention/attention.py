@@ -92,7 +92,7 @@ def attention(
       queries.
 
     Raises:
-      NoLayoutError: no layout is ambient.
+      NoLayoutError: no layout is ambient, nor :func:`jaxpar.unsharded`.
       LayoutError: sizes, dims or heads do not fit the layout or each other, or a position or segment id exceeds int32.
       ConfigError: an option is unknown or out of range.
 
@@ -105,7 +105,7 @@ def attention(
     (2, 16, 4, 8)
     """
     check_impl(impl)
-    if jax.sharding.get_abstract_mesh().empty:  # `init` builds the model, and only the shape of the result matters
+    if jax.sharding.get_abstract_mesh().empty:  # `init` builds the model, or `unsharded` runs it without a mesh
         impl = "dense"
     keep = read_keep(impl, options)
     rules, array_options, offset = read(q_BSHD, k_BTKD, v_BTKD, options)
