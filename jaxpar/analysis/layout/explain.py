@@ -23,8 +23,9 @@ from jaxpar.parallel.offload.placement import no_layers
 from jaxpar.parallel.pipeline.staged_loss import PipelineLoss
 from jaxpar.parallel.precision.policy import INT8, Precision
 from jaxpar.sharding.layout import Layout, tracing_under
+from jaxpar.sharding.messages import entry
 from jaxpar.sharding.resolve import Resolved
-from jaxpar.sharding.rules import Over
+from jaxpar.sharding.rules import Over, Rules
 from jaxpar.training.disk_step import AHEAD
 from jaxpar.training.loss import loss_of
 from jaxpar.training.model import MakeModel, Tagged, show, to_path
@@ -157,7 +158,8 @@ def check(
     problems = list(report.problems)
     if strict and report.traced:
         problems += [
-            f"the rule {rule} is not used by any tensor. Remedy: remove it, or correct its intended annotation."
+            f"the rule {rule} is not used by any tensor. Remedy: {_without(layout.rules, rule, report.unused)}, or "
+            "correct its intended annotation."
             for rule in report.unused
         ]
     total = report.total("params", "opt_state")
@@ -266,7 +268,19 @@ def _activations(
 
 def _unused(layout: Layout, used: set[tuple[str, str]]) -> tuple[str, ...]:
     rules = layout.rules
-    all_rules = [("", dim) for dim, _ in rules.base]
+    # A role may overlay only what the base table names, so a base rule of None says no more than that the name exists.
+    needed = {dim for role, dim in used if role and rules.table.get(dim) == ()}
+    all_rules = [("", dim) for dim, _ in rules.base if dim not in needed]
     for role, overlay in rules.overlays:
         all_rules += [(role, "over")] if isinstance(overlay, Over) else [(role, dim) for dim, _ in overlay]
-    return tuple(f"{role}: {dim}" if role else dim for role, dim in all_rules if (role, dim) not in used)
+    return tuple(entry(role, dim) for role, dim in all_rules if (role, dim) not in used)
+
+
+def _without(rules: Rules, rule: str, unused: Sequence[str]) -> str:
+    """Returns how to remove an unused rule, if another part of the table requires the name of its dim."""
+    owners = [role for role, own in rules.overlays if not isinstance(own, Over) and rule in dict(own)]
+    needed = [entry(role, rule) for role in owners if entry(role, rule) not in unused]
+    if needed:
+        return f"set it to None, because {' and '.join(needed)} requires the name"
+    others = [*owners, *(["indivisible"] if rule in rules.indivisible else [])]
+    return f"remove it, also from {' and '.join(others)}" if others else "remove it"

@@ -105,7 +105,7 @@ def test_unused_rules_are_named_and_certain_once_activations_are_traced(mlp: Any
     traced, guessed = explained(mlp, UNUSED), explained(mlp, UNUSED, batch=None)
     assert (traced.unused, traced.traced) == (("heads",), True)
     assert "rules not used: heads" in traced.to_text()
-    assert (guessed.unused, guessed.traced) == (("batch", "heads", "mlp"), False)
+    assert (guessed.unused, guessed.traced) == (("batch", "heads"), False)
     assert (
         "rules not used by parameters, optimizer or batch (activations were not traced): batch, " in guessed.to_text()
     )
@@ -197,6 +197,39 @@ def test_strict_minds_unused_rules_and_only_when_certain(mlp: Any) -> None:
     )
     assert jp.check(*args, **options, strict=False) == jp.explain(*args, **options)
     assert jp.check(*args) == jp.explain(*args)
+
+
+@pytest.mark.parametrize(
+    ("table", "texts"),
+    [
+        ({"embed": None, "params": {"embed": "data"}}, []),
+        (
+            {"embed": "model", "params": {"embed": "data"}},
+            ["embed is not used by any tensor. Remedy: set it to None, because params: embed requires the name, or "],
+        ),
+        (
+            {"embed": "data", "heads": None, "params": {"heads": "data"}, "indivisible": {"heads": "replicate"}},
+            [
+                "heads is not used by any tensor. Remedy: remove it, also from params and indivisible, or ",
+                "params: heads is not used by any tensor. Remedy: remove it, or ",
+            ],
+        ),
+    ],
+    ids=["needed", "needed but never applied", "named elsewhere"],
+)
+def test_no_remedy_for_an_unused_rule_leads_to_another_error(table: Any, texts: list[str]) -> None:
+    """A role may only overlay what the base table names: to remove such a rule would be the next error."""
+    batch = jp.tag(jax.ShapeDtypeStruct((8, 16), np.float32), "batch", None)
+    layout = jp.Layout(jp.MeshSpec(data=4, model=2).abstract(), jp.Rules(batch="data", mlp=None, **table))
+    loss = lambda params, x: jnp.mean(jp.hint(x @ params["w"], "batch", "mlp"))
+    args = layout, lambda key: {"w": jp.tag(jnp.ones((16, 8)), "embed", "mlp")}, TX
+    want = [f"the rule {text}correct its intended annotation." for text in texts]
+    if not want:
+        assert jp.check(*args, batch=batch, loss_fn=loss).unused == ()
+        return
+    with pytest.raises(LayoutError) as error:
+        jp.check(*args, batch=batch, loss_fn=loss)
+    assert list(error.value.problems) == want
 
 
 def test_max_replicated_bounds_what_lies_whole_on_every_device(mlp: Any) -> None:

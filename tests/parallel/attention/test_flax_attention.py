@@ -85,8 +85,8 @@ BROADCAST = (
     "broadcast_dropout=False."
 )
 UNKNOWN = (
-    "FlaxAttention: Flax passes 'module (sow_weights)', 'precision', which jp.attention cannot take. Remedy: leave these "
-    "options of the attention module out, or use Flax's own attention for this module."
+    "FlaxAttention: Flax passes 'module (sow_weights)', 'precision', which jp.attention cannot take. Remedy: leave "
+    "these options of the attention module out, or use Flax's own attention for this module."
 )
 
 
