@@ -150,7 +150,7 @@ def first_host(nodes: str) -> str:
 
 
 def address_in(variables: Mapping[str, str]) -> tuple[str, str]:
-    """Returns the address that jax.distributed would use for its coordinator, and its source; empty if there is none."""
+    """Returns the address of the coordinator of jax.distributed, and its source; empty if none is found."""
     if "JAX_COORDINATOR_ADDRESS" in variables:
         return variables["JAX_COORDINATOR_ADDRESS"], "JAX_COORDINATOR_ADDRESS"
     if all(name in variables for name in _SLURM):

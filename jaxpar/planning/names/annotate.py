@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 
+from jaxpar.parallel.unsharded import unsharded
 from jaxpar.planning.names.annotation import Annotation
 from jaxpar.planning.names.given import Given, Patterns, match
 from jaxpar.planning.names.program import NamedProgram
-from jaxpar.sharding.layout import Layout
-from jaxpar.sharding.mesh import MeshSpec
 from jaxpar.sharding.names import Names
-from jaxpar.sharding.rules import Rules
 from jaxpar.training.arguments import check_loss
 from jaxpar.training.loss import LossFn, LossProgram, loss_program, wants_key
 from jaxpar.training.model import MakeModel, ModelParts, NamedModel, Tagged, build, leaves_with_paths, show
-from jaxpar.utils.contexts import ambient_layout, hint_observer
 
 
 def annotate(make_model: MakeModel, loss_fn: LossFn, batch: Any, *, names: Patterns | None = None) -> Annotation:
@@ -60,7 +56,7 @@ def annotate(make_model: MakeModel, loss_fn: LossFn, batch: Any, *, names: Patte
     P(None, 'model')
     """
     check_loss(loss_fn)
-    with _any_names():
+    with unsharded():
         parts = _shapes_of(make_model)
     plain, batch_names = _without_tags(batch)
     shapes = {show(path): leaf.shape for path, leaf in leaves_with_paths(parts.params)}
@@ -70,7 +66,7 @@ def annotate(make_model: MakeModel, loss_fn: LossFn, batch: Any, *, names: Patte
     given |= batch_names
     extra = {"key": jax.eval_shape(lambda: jax.random.key(0))} if wants_key(loss_fn) else {}
     run = loss_program(loss_fn, parts.kind, {})
-    with _any_names():
+    with unsharded():
         program = NamedProgram.of(run, (parts.params, parts.variables, plain, extra), given)
     arrays = program.arrays()
     found = {array.path: array.names for array in arrays if array.path.startswith(("params/", "variables/"))}
@@ -129,11 +125,3 @@ def _without_tags(batch: Any) -> tuple[Any, Given]:
     given = {show(("batch", *path)): (leaf.dims, "tagged") for path, leaf in leaves if isinstance(leaf, Tagged)}
     plain = jax.tree.map(lambda x: x.value if is_tag(x) else x, batch, is_leaf=is_tag)
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jax.numpy.shape(x), x.dtype), plain), given
-
-
-@contextmanager
-def _any_names() -> Iterator[None]:
-    """Lets a model with hints be traced where no layout says what its names mean."""
-    layout = ambient_layout.value or Layout(MeshSpec().abstract(1), Rules())
-    with ambient_layout(layout), hint_observer(lambda *_: None):
-        yield
