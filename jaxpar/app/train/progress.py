@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Self
 
@@ -24,8 +25,9 @@ class StepLine:
     def update(
         self, step: int, loss: float, heldout: float, seconds: float, tokens_per_second: float, mfu: float | None
     ) -> None:
-        """Show a step that has just ended."""
-        text = f"loss {loss:.4f}  held-out {heldout:.4f}  {tokens_per_second:,.0f} tok/s  {seconds * 1e3:.0f} ms/step"
+        """Show a step that has just ended; a held-out loss that this process does not know is NaN, and left out."""
+        known = "" if math.isnan(heldout) else f"  held-out {heldout:.4f}"
+        text = f"loss {loss:.4f}{known}  {tokens_per_second:,.0f} tok/s  {seconds * 1e3:.0f} ms/step"
         text += f"  MFU {mfu:.1%}" if mfu is not None else ""
         if self._console.is_terminal:
             self._bar.update(self._task, completed=step, text=text)

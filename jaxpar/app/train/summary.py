@@ -125,7 +125,9 @@ def conclude(summary: Summary, folder: Path, console: Console, saver: Saver) -> 
     )
     _speed(summary, console)
     if summary.losses:
-        console.print(f"training loss     {summary.losses[0]:.4f} -> {summary.losses[-1]:.4f} nats per token")
+        # Of the steps before a resume only process 0 knows the losses.
+        first = next((loss for loss in summary.losses if not math.isnan(loss)), math.nan)
+        console.print(f"training loss     {first:.4f} -> {summary.losses[-1]:.4f} nats per token")
     if summary.evals:
         verdict = "below" if summary.heldout < summary.bigram else "above"
         console.print(f"held-out loss     {summary.heldout:.4f} nats per token")
