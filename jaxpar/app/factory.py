@@ -23,7 +23,7 @@ import jax
 import jaxpar as jp
 from jaxpar.errors import ConfigError, JaxparError, did_you_mean
 from jaxpar.parallel.attention.context import Context
-from jaxpar.training.model import ModelParts, build
+from jaxpar.training.model import build_shapes
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def factory_model(config: FactoryConfig, batch: Mapping[str, jax.ShapeDtypeStruc
     factory, loss_fn = _load(config.factory, "model.factory"), _load(config.loss, "model.loss")
     make_model: Callable[[jax.Array], Any] = functools.partial(factory, **config.args)
     try:
-        parts = _shapes(make_model)
+        parts = build_shapes(make_model)
     except JaxparError:
         raise
     except Exception as error:
@@ -96,17 +96,6 @@ def factory_model(config: FactoryConfig, batch: Mapping[str, jax.ShapeDtypeStruc
         make_model, loss_fn = found.make_model, found.loss_fn
     dtype = ", ".join(sorted({str(leaf.dtype) for leaf in leaves}))
     return FactoryModel(config.factory, make_model, loss_fn, sum(leaf.size for leaf in leaves), dtype)
-
-
-def _shapes(make_model: Callable[[jax.Array], Any]) -> ModelParts:
-    found: list[ModelParts] = []
-
-    def arrays(key: jax.Array) -> Any:
-        found.append(build(make_model, key)[0])
-        return found[0].params
-
-    params = jax.eval_shape(arrays, jax.eval_shape(lambda: jax.random.key(0)))
-    return ModelParts(params, {}, found[0].dims, found[0].kind)
 
 
 def _place(error: BaseException) -> str:

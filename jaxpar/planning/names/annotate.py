@@ -15,7 +15,7 @@ from jaxpar.planning.names.program import NamedProgram
 from jaxpar.sharding.names import Names
 from jaxpar.training.arguments import check_loss
 from jaxpar.training.loss import LossFn, LossProgram, loss_program, wants_key
-from jaxpar.training.model import MakeModel, ModelParts, NamedModel, Tagged, build, leaves_with_paths, show
+from jaxpar.training.model import MakeModel, NamedModel, Tagged, build_shapes, leaves_with_paths, show
 
 
 def annotate(make_model: MakeModel, loss_fn: LossFn, batch: Any, *, names: Patterns | None = None) -> Annotation:
@@ -57,7 +57,7 @@ def annotate(make_model: MakeModel, loss_fn: LossFn, batch: Any, *, names: Patte
     """
     check_loss(loss_fn)
     with unsharded():
-        parts = _shapes_of(make_model)
+        parts = build_shapes(make_model)
     plain, batch_names = _without_tags(batch)
     shapes = {show(path): leaf.shape for path, leaf in leaves_with_paths(parts.params)}
     given: dict[str, tuple[Names, str]] = {show(path): (dims, "named in the model") for path, dims in parts.dims}
@@ -104,18 +104,6 @@ class AnnotatedLoss:
             return NamedProgram.of(run, args, given).run_constrained(args)
 
         return rewritten
-
-
-def _shapes_of(make_model: MakeModel) -> ModelParts:
-    found: list[ModelParts] = []
-
-    def arrays(key: jax.Array) -> Any:
-        parts, _ = build(make_model, key)
-        found.append(parts)
-        return parts.params, parts.variables
-
-    params, variables = jax.eval_shape(arrays, jax.eval_shape(lambda: jax.random.key(0)))
-    return ModelParts(params, variables, found[0].dims, found[0].kind)
 
 
 def _without_tags(batch: Any) -> tuple[Any, Given]:

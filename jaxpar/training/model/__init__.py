@@ -116,6 +116,19 @@ def build(make_model: MakeModel, key: jax.Array) -> tuple[ModelParts, dict[str, 
     return ModelParts(params, variables, *static[0]), causes
 
 
+def build_shapes(make_model: MakeModel) -> ModelParts:
+    """Returns the model's parts with shapes in place of arrays; nothing is computed. Raises as :func:`build`."""
+    found: list[ModelParts] = []
+
+    def arrays(key: jax.Array) -> Any:
+        parts, _ = build(make_model, key)
+        found.append(parts)
+        return parts.params, parts.variables
+
+    params, variables = jax.eval_shape(arrays, jax.eval_shape(lambda: jax.random.key(0)))
+    return ModelParts(params, variables, found[0].dims, found[0].kind)
+
+
 def _takes_key(kind: Any) -> bool:
     """Whether a class can be called with a PRNG key: no Linen module, nor an NNX module whose argument is ``rngs``."""
     if not _is_subclass(kind, "nnx"):
