@@ -3,6 +3,7 @@
 ::
 
     jaxpar train | explain | check | verify CONFIG [--set a.b=c]
+    jaxpar plan CONFIG --topology v5e:4x4
     jaxpar generate CONFIG --prompt TEXT
     jaxpar verify-checkpoint DIR
     jaxpar schedule NAME
@@ -113,6 +114,38 @@ class Check(Explain):
         if self.topology is not None:
             return _compiled(self, self.topology)
         return _report(self, strict=self.strict, max_replicated=self.max_replicated)
+
+
+@dataclass(frozen=True)
+class PlanCommand:
+    """Find the fastest layout of a run on a topology, and compile it. Needs no devices (extra tpu).
+
+    Attributes:
+      topology: the hardware, such as v5e:4x4
+      set: a value of the config; of the mesh and of what is planned, the planner keeps it, such as mesh.model=4
+      objective: minimize the time of a sequence, or the memory of a device
+      max_batch: also try larger batches, up to this one
+      output: write the best plan as a configuration that trains
+      json: also write the plans as JSON
+      picture: draw time against memory to this file (extra plots)
+      programs: the largest number of programs to compile
+    """
+
+    config: Config
+    topology: str
+    set: Settings = ()
+    objective: Literal["time", "memory"] = "time"
+    max_batch: Number = None
+    output: File = None
+    json: File = None
+    picture: File = None
+    programs: int = 12
+
+    def run(self) -> int:
+        from jaxpar.app.plan import PlanOptions, PlanOutputs, go
+
+        options = PlanOptions(self.objective, self.max_batch, self.programs)
+        return go(self.config, self.set, self.topology, options, PlanOutputs(self.output, self.json, self.picture))
 
 
 @dataclass(frozen=True)
@@ -381,6 +414,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Train
         | Explain
         | Check
+        | Annotated[PlanCommand, tyro.conf.subcommand("plan")]
         | Verify
         | Generate
         | VerifyCheckpoint

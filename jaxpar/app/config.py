@@ -320,7 +320,7 @@ class RunConfig:
     Attributes:
       model: ``family``, ``preset``, and any field of the family's configuration; or for a model of your own
         ``factory``, ``loss`` and ``args`` (:class:`jaxpar.app.factory.FactoryConfig`).
-      layout: a layout file, relative to the run's file.
+      layout: a layout file, relative to the run's file; without one, ``mesh`` and ``rules`` are the layout.
       mesh, rules: changes to that layout, key by key.
       parallel: parallelism that the layout does not describe.
       precision: a dtype such as ``bf16`` or ``fp8``, or ``{compute, gather, reduce, scale, matmul}``; by default the
@@ -338,7 +338,7 @@ class RunConfig:
     """
 
     model: dict[str, Any]
-    layout: str
+    layout: str | None = None
     mesh: dict[str, AxisSize] = field(default_factory=dict)
     rules: dict[str, Any] = field(default_factory=dict)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -373,8 +373,10 @@ def load_run(path: str | os.PathLike[str], settings: Sequence[str] = ()) -> Load
     data = override(load_yaml(file, paths=("layout",)), settings)
     config = build(RunConfig, data, str(file))
     _check_spike(config.train.spike, file)
-    source = file.parent / config.layout
-    own = build(LayoutData, {"mesh": None, "rules": None, **load_yaml(source)}, str(source))
+    own = LayoutData(mesh=None, rules=None)
+    if config.layout is not None:
+        source = file.parent / config.layout
+        own = build(LayoutData, {"mesh": None, "rules": None, **load_yaml(source)}, str(source))
     layout = {"mesh": merge(own.mesh or {}, config.mesh), "rules": merge(own.rules or {}, config.rules)}
     return Loaded(config, layout, file.stem)
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from jaxpar.data.windows import Arrange, Batch, Plan, as_integer, token_vector
+from jaxpar.data.windows import Arrange, Batch, EpochPlan, as_integer, token_vector
 from jaxpar.errors import DataError, need
 from jaxpar.utils.checks import is_count, shown
 
@@ -74,7 +74,7 @@ def batches(
     >>> first["tokens"].tolist(), first["targets"].tolist()
     ([[0, 1], [2, 3]], [[1, 2], [3, 4]])
     """
-    plan = Plan(token_vector(tokens), batch, seq, process_index, process_count, separator, arrange)
+    plan = EpochPlan(token_vector(tokens), batch, seq, process_index, process_count, separator, arrange)
     epochs = None if epochs is None else as_integer("epochs", epochs, least=1)
     return Batches(plan, seed=as_integer("seed", seed), shuffle=bool(shuffle), epochs=epochs)
 
@@ -115,7 +115,7 @@ def eval_batches(
     >>> [b["targets"].tolist() for b in eval_batches(np.arange(6), batch=2, seq=1, max_batches=9)]
     [[[1], [2]], [[3], [4]]]
     """
-    plan = Plan(token_vector(tokens), batch, seq, process_index, process_count, separator, arrange)
+    plan = EpochPlan(token_vector(tokens), batch, seq, process_index, process_count, separator, arrange)
     steps = min(as_integer("max_batches", max_batches, least=1), plan.steps)
     # Spread over the text, because the first windows are the first files, and neighbouring files are similar.
     numbers = np.arange(steps * plan.batch) * plan.windows // (steps * plan.batch)
@@ -139,7 +139,7 @@ class Batches(Iterator[Batch]):
     True
     """
 
-    def __init__(self, plan: Plan, *, seed: int, shuffle: bool, epochs: int | None):
+    def __init__(self, plan: EpochPlan, *, seed: int, shuffle: bool, epochs: int | None):
         self._plan = plan
         self._seed = seed
         self._shuffle = shuffle
@@ -229,7 +229,7 @@ class Batches(Iterator[Batch]):
             )
 
 
-def _grain_iterator(plan: Plan, seed: int, shuffle: bool, epochs: int | None) -> Any:
+def _grain_iterator(plan: EpochPlan, seed: int, shuffle: bool, epochs: int | None) -> Any:
     """Returns the grain iterator over one process's batches.
 
     Batching window numbers before reading keeps every process on the same global batch although it reads only its own

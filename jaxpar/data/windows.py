@@ -28,7 +28,7 @@ _HASH_CHUNK = 1 << 20
 
 
 @dataclass(eq=False)
-class Plan:
+class EpochPlan:
     """Checked sizes over a text, and the method that reads its rows.
 
     Attributes:
@@ -44,7 +44,7 @@ class Plan:
         DataError: a size is not a positive integer, ``batch`` is not divisible by ``process_count``, the text is too
             short for one global batch, or ``arrange`` is given without ``separator``.
 
-    >>> plan = Plan(token_vector(range(100)), batch=4, seq=8, process_index=0, process_count=2)
+    >>> plan = EpochPlan(token_vector(range(100)), batch=4, seq=8, process_index=0, process_count=2)
     >>> plan.windows, plan.steps
     (12, 3)
     """

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from jaxpar.sharding.names import Names
 from jaxpar.training.arguments import check_loss
 from jaxpar.training.loss import LossFn, LossProgram, loss_program, wants_key
 from jaxpar.training.model import MakeModel, NamedModel, Tagged, build_shapes, leaves_with_paths, show
+from jaxpar.utils.contexts import hint_observer
 
 
 def annotate(make_model: MakeModel, loss_fn: LossFn, batch: Any, *, names: Patterns | None = None) -> Annotation:
@@ -55,6 +57,36 @@ def annotate(make_model: MakeModel, loss_fn: LossFn, batch: Any, *, names: Patte
     >>> state.params["up"].sharding.spec
     P(None, 'model')
     """
+    arrays = (program := trace_loss(make_model, loss_fn, batch, names=names)).arrays()
+    found = {array.path: array.names for array in arrays if array.path.startswith(("params/", "variables/"))}
+    by_path = tuple((tuple(path.split("/")), names) for path, names in found.items())
+    return Annotation(
+        make_model=lambda key: NamedModel(make_model(key), by_path),
+        loss_fn=AnnotatedLoss(loss_fn, {array.path: array.names for array in arrays}),
+        arrays=arrays,
+        unknown=dict(program.unknown),
+        notes=program.notes,
+    )
+
+
+def trace_loss(
+    make_model: MakeModel,
+    loss_fn: LossFn,
+    batch: Any,
+    *,
+    names: Patterns | None = None,
+    transform: Callable[[LossProgram], LossProgram] = lambda run: run,
+) -> NamedProgram:
+    """Returns the trace of a loss, or of a transformation of it, with the names of its dims.
+
+    Args:
+      make_model, loss_fn, batch, names: as for :func:`annotate`.
+      transform: takes and returns a function of the model's parameters and variables, the batch, and a dict with the
+        key, if the loss takes one.
+
+    Raises:
+      AnnotationError, ModelError: as for :func:`annotate`.
+    """
     check_loss(loss_fn)
     with unsharded():
         parts = build_shapes(make_model)
@@ -65,19 +97,11 @@ def annotate(make_model: MakeModel, loss_fn: LossFn, batch: Any, *, names: Patte
         given[f"params/{path}"] = dims, f"given by the pattern {pattern!r}"
     given |= batch_names
     extra = {"key": jax.eval_shape(lambda: jax.random.key(0))} if wants_key(loss_fn) else {}
-    run = loss_program(loss_fn, parts.kind, {})
-    with unsharded():
+    run = transform(loss_program(loss_fn, parts.kind, {}))
+    hinted: set[str | None] = set()
+    with unsharded(), hint_observer(lambda site, dims, x, resolved: hinted.update(dims)):
         program = NamedProgram.of(run, (parts.params, parts.variables, plain, extra), given)
-    arrays = program.arrays()
-    found = {array.path: array.names for array in arrays if array.path.startswith(("params/", "variables/"))}
-    by_path = tuple((tuple(path.split("/")), names) for path, names in found.items())
-    return Annotation(
-        make_model=lambda key: NamedModel(make_model(key), by_path),
-        loss_fn=AnnotatedLoss(loss_fn, {array.path: array.names for array in arrays}),
-        arrays=arrays,
-        unknown=dict(program.unknown),
-        notes=program.notes,
-    )
+    return replace(program, hinted=frozenset(name for name in hinted if name is not None))
 
 
 class AnnotatedLoss:

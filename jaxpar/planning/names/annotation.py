@@ -6,13 +6,16 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
+
+import jax
 
 from jaxpar.analysis.units import aligned
 from jaxpar.errors import listing
 from jaxpar.planning.names.roles import DimName
 from jaxpar.sharding.names import Names
 from jaxpar.training.loss import LossFn
-from jaxpar.training.model import MakeModel
+from jaxpar.training.model import MakeModel, Tagged, leaves_with_paths, show, tag
 
 _NUMBER = re.compile(r"\d+(?=/|$)")
 
@@ -67,6 +70,20 @@ class Annotation:
     def batch_dims(self) -> dict[str, Names]:
         """The names of the batch's arrays, by path below the batch, for :func:`jaxpar.shard_array` and ``verify``."""
         return {a.path.partition("/")[2]: a.names for a in self.arrays if a.path.startswith("batch/")}
+
+    def tagged(self, batch: Any) -> Any:
+        """Returns the shapes of a batch with their dims' names, as :func:`jaxpar.analysis.compile_for` takes them.
+
+        Args:
+          batch: a pytree of arrays or shapes, tagged or not, of the structure that was annotated.
+        """
+        is_tag = lambda x: isinstance(x, Tagged)
+        plain = jax.tree.map(lambda x: x.value if is_tag(x) else x, batch, is_leaf=is_tag)
+        leaves = [
+            tag(jax.ShapeDtypeStruct(jax.numpy.shape(x), x.dtype), *self.batch_dims[show(path)])
+            for path, x in leaves_with_paths(plain)
+        ]
+        return jax.tree.unflatten(jax.tree.structure(plain), leaves)
 
     def __str__(self) -> str:
         reasons: dict[str, tuple[set[int], str]] = {}

@@ -33,20 +33,24 @@ class NamedProgram:
       out_tree: the structure of its results.
       visited: its equations with their values.
       inputs: the model's arrays, those of the batch, and the key, by path.
+      outputs: its results.
       names: the names of all classes of dims.
       given: names that the user gave, by path.
       unknown: how often each primitive occurs through which no dims are followed.
       notes: classes that have several given names.
+      hinted: the names that the model's hints use.
     """
 
     jaxpr: Any
     out_tree: Any
     visited: list[Visited]
     inputs: dict[str, TracedValue]
+    outputs: list[TracedValue]
     names: ClassNames
     given: Given
     unknown: Counter[str]
     notes: tuple[str, ...]
+    hinted: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, run: LossProgram, args: Sequence[Any], given: Given) -> Self:
@@ -68,7 +72,7 @@ class NamedProgram:
         for leaf, value in zip(jax.tree.leaves(args), values, strict=True):
             value.numbers = value.data and jax.numpy.issubdtype(leaf.dtype, jax.numpy.integer)
         inputs = dict(zip(order, values, strict=True))
-        _, visited = propagation.run(traced.jaxpr, values)
+        outputs, visited = propagation.run(traced.jaxpr, values)
         params = {path: value for path, value in inputs.items() if path.startswith("params/")}
         propagation.classes.unite_equal_sums()
         classes = fold(propagation.classes, {path: value.dims for path, value in params.items()})
@@ -78,7 +82,7 @@ class NamedProgram:
         names = name_classes(classes, ProgramArrays(params, batch, tuple(propagation.values)), single)
         names.by_dim |= several
         out_tree = jax.tree.structure(shapes)
-        return cls(traced, out_tree, visited, inputs, names, given, propagation.unknown, tuple(notes))
+        return cls(traced, out_tree, visited, inputs, outputs, names, given, propagation.unknown, tuple(notes))
 
     def arrays(self) -> tuple[NamedArray, ...]:
         """Returns the arrays of the model and the batch with their names."""

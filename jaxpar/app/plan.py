@@ -1,0 +1,206 @@
+"""``jaxpar plan``: the fastest layout of a run on a topology, as a configuration that trains."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+import yaml
+
+from jaxpar.analysis.checkup.findings import About
+from jaxpar.app.config import Loaded, RunConfig, load_run
+from jaxpar.app.factory import FactoryModel
+from jaxpar.app.job import Job, make_job
+from jaxpar.errors import PlanError
+from jaxpar.models import llama
+from jaxpar.planning.search.cost import CostModel
+from jaxpar.planning.search.plan import Plan
+from jaxpar.planning.search.report import PlanReport
+from jaxpar.planning.search.search import Objective, PlannedRun, SearchOptions, search
+from jaxpar.planning.search.space import Space, plans, tensor_dims
+from jaxpar.planning.search.workload import Workload, workload
+from jaxpar.sharding.hardware.topology import Topology
+from jaxpar.sharding.rules import ROLES
+from jaxpar.training.remat import RematPolicy
+from jaxpar.utils.yaml_config import build, load_yaml, override
+
+_REMAT = ("none", "save_outputs", "save_attention", "dots", "full")
+_CHOICES = {
+    "parallel.remat": "remat",
+    "parallel.optimizer.stage": "zero",
+    "parallel.pipeline.microbatches": "microbatches",
+    "parallel.pipeline.virtual_stages": "virtual_stages",
+    "parallel.overlap.ways": "copies",
+    "train.grad_accum_steps": "grad_accum_steps",
+}
+"""Keys of a configuration, and the field of :class:`Plan` that ``--set`` fixes with them."""
+_LLAMA_AXES = ("pipeline", "replica", "data", "context", "ulysses", "model")
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What ``jaxpar plan`` minimizes, the largest batch that it tries, and how many programs it compiles."""
+
+    objective: Objective = "time"
+    max_batch: int | None = None
+    programs: int = 12
+
+
+@dataclass(frozen=True)
+class PlanOutputs:
+    """Files that ``jaxpar plan`` writes: the best plan as YAML, all plans as JSON, and a picture."""
+
+    yaml: Path | None = None
+    json: Path | None = None
+    picture: Path | None = None
+
+
+def go(config: Path, settings: Sequence[str], topology: str, options: PlanOptions, outputs: PlanOutputs) -> int:
+    """Run ``jaxpar plan``: print the ranked plans, and write what was asked for."""
+    parsed = Topology.parse(topology)
+    planner = RunPlanner(config, settings)
+    refused: Counter[str] = Counter()
+    searched = search(
+        CostModel(planner.workload, parsed),
+        plans(planner.workload, parsed.devices, planner.space(options.max_batch), refused),
+        planner.run_of,
+        refused,
+        SearchOptions(options.objective, at_most=options.programs),
+        progress=lambda line: print(line, flush=True),
+    )
+    report = PlanReport(searched, planner)
+    print(f"\n{report}", end="")
+    if outputs.json is not None:
+        outputs.json.write_text(report.to_json(), encoding="utf-8")
+    if outputs.yaml is not None:
+        text = f"# {report.headline()}\n" + yaml.safe_dump(planner.config_of(report.best.plan), sort_keys=False)
+        outputs.yaml.write_text(text, encoding="utf-8")
+        print(f"wrote {outputs.yaml}: jaxpar check {outputs.yaml} --topology {parsed}")
+    if outputs.picture is not None:
+        report.draw().savefig(outputs.picture)
+    return 0
+
+
+def _fixed(settings: Sequence[str]) -> dict[str, Any]:
+    """The choices that ``--set`` makes: a field of :class:`Plan` → its value.
+
+    >>> _fixed(["mesh.model=4", "parallel.remat=full", "train.steps=10"])
+    {'model': 4, 'remat': 'full'}
+    """
+    found: dict[str, Any] = {}
+    for setting in settings:
+        key, _, _ = setting.partition("=")
+        chosen = _CHOICES.get(key) or key.removeprefix("mesh.") * key.startswith("mesh.")
+        if chosen:
+            value: Any = override({}, [setting])
+            for part in key.split("."):
+                value = value[part]
+            found[chosen] = value
+    return {name: value for name, value in found.items() if value != -1}
+
+
+class RunPlanner:
+    """A run whose layout is to be planned: its data, and the data of each plan.
+
+    Args:
+      config: the YAML file of the run.
+      settings: changes to it, as ``--set`` takes them.
+    """
+
+    def __init__(self, config: Path, settings: Sequence[str] = ()):
+        self.loaded: Loaded = load_run(config, settings)
+        self.fixed = _fixed(settings)
+        self.data = override(load_yaml(config, paths=("layout",)), settings)
+        self.job: Job = make_job(replace(self.loaded, layout={**self.loaded.layout, "mesh": {}}), training=False)
+
+    @cached_property
+    def workload(self) -> Workload:
+        """What one step of the run computes and keeps."""
+        job, model = self.job, self.job.model
+        reduced = job.precision.reduce
+        models: dict[str, Any] = {}
+        if isinstance(model, llama.LlamaConfig):
+            models = {name: llama.make_llama(replace(model, remat=name)) for name in _REMAT}
+        return workload(
+            job.make_model,
+            job.loss_fn,
+            job.batch_spec(),
+            job.tx,
+            models=models,
+            flash=isinstance(model, llama.LlamaConfig),
+            reduce_bytes=4 if reduced is None else 1 if reduced == "int8" else jax.numpy.dtype(reduced).itemsize,
+        )
+
+    def space(self, max_batch: int | None = None) -> Space:
+        """Returns what may be chosen for the run: more for a built-in model than for one of the user's own."""
+        batches = () if max_batch is None else tuple(_batches(self.job.config.data.batch, max_batch))
+        if isinstance(self.job.model, FactoryModel):
+            return Space(tensor=tensor_dims(self.workload), batches=batches, fixed=self.fixed)
+        tensor = tensor_dims(self.workload)
+        return Space(_LLAMA_AXES, tensor, True, remat=_REMAT, copies=(1, 2), batches=batches, fixed=self.fixed)
+
+    def config_of(self, plan: Plan) -> dict[str, Any]:
+        """Returns the run with a plan's layout and options, as data for a YAML file."""
+        data: dict[str, Any] = {key: value for key, value in self.data.items() if key != "layout"}
+        rules = self.loaded.layout["rules"] or {}
+        names = [name for name in rules if name not in ROLES]
+        kept = {name: rules[name] for name in ("indivisible", "unannotated") if name in rules}
+        data["mesh"] = plan.mesh_data
+        data["rules"] = plan.rules(plan.names(name for name in names if name not in kept)) | kept
+        own = isinstance(self.job.model, FactoryModel)
+        data["parallel"] = _parallel(data.get("parallel") or {}, plan, own_model=own, shards_embed="embed" in names)
+        data["model"] = {key: value for key, value in data["model"].items() if own or key != "remat"}
+        if plan.grad_accum_steps > 1 or "grad_accum_steps" in (data.get("train") or {}):
+            data["train"] = {**(data.get("train") or {}), "grad_accum_steps": plan.grad_accum_steps}
+        if plan.batch:
+            data["data"] = {**data["data"], "batch": plan.batch}
+        return data
+
+    def run_of(self, plan: Plan) -> PlannedRun:
+        """Returns what a plan runs."""
+        data = self.config_of(plan)
+        config = build(RunConfig, data, self.loaded.name)
+        job = make_job(Loaded(config, {"mesh": config.mesh, "rules": config.rules}, self.loaded.name))
+        tokens, seq = config.data.batch * config.data.seq, config.data.seq
+        policy = RematPolicy.of(job.model.remat).policy
+        about = About(tokens, tokens * job.model.flops_per_token(seq), job.model.vocab or 0, seq, policy)
+        run = (job.layout(plan.devices), job.make_model, job.tx, job.loss_fn, job.batch_spec())
+        return PlannedRun(*run, job.step_options(), job.compiler_options("tpu"), about)
+
+
+def _batches(own: int, most: int) -> list[int]:
+    """The run's batch, doubled while it stays within a maximum."""
+    if most < own:
+        raise PlanError(f"--max-batch {most} is less than data.batch {own}. Remedy: a larger --max-batch.")
+    return [own * 2**i for i in range(int(math.log2(most // own)) + 1)]
+
+
+def _parallel(own: Mapping[str, Any], plan: Plan, *, own_model: bool, shards_embed: bool) -> dict[str, Any]:
+    """The table ``parallel`` of a plan: what it decides, and what it leaves as it was."""
+    planned = ("optimizer", "remat", "context", "pipeline", "overlap")
+    table = {key: value for key, value in own.items() if key not in planned}
+    if plan.zero in (1, 2) or (plan.zero == 3 and not shards_embed):
+        table["optimizer"] = {"stage": plan.zero, "axis": list(plan.zero_axes)}
+    if plan.remat:
+        table["remat"] = plan.remat
+    if plan.context_impl is not None:
+        table["context"] = {**(own.get("context") or {}), "impl": plan.context_impl}
+    if plan.pipeline > 1:
+        table["pipeline"] = {
+            "schedule": "1f1b" if plan.virtual_stages == 1 else "interleaved",
+            "microbatches": plan.microbatches,
+            "virtual_stages": plan.virtual_stages,
+            "activation_checkpointing": "full" if plan.checkpoint_stages else "none",
+            "grad_reduction": "per_chunk" if plan.virtual_stages > 1 else "per_step",
+        }
+    if plan.copies > 1:
+        table["overlap"] = {"ways": plan.copies}
+    if plan.offload:
+        table["offload"] = {**(own.get("offload") or {}), "optimizer": "host"}
+    return table

@@ -1,0 +1,1 @@
+"""plan searches for the fastest layout of a model on a topology: it enumerates, estimates, compiles and explains."""

@@ -1,0 +1,163 @@
+"""``Plan``: one layout of a run, with the options of its step, as a point of the space that the planner searches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from jaxpar.parallel.zero.stages import Zero
+from jaxpar.sharding.layout import Layout
+from jaxpar.sharding.mesh import AXES, MeshSpec
+from jaxpar.sharding.rules import Rules
+
+BATCH, SEQ, RESIDUAL_SEQ, LAYERS, EMBED, VOCAB = "batch", "seq", "residual_seq", "layers", "embed", "vocab"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One layout of a run, with the options of its step.
+
+    Attributes:
+      pipeline, replica, data, expert, context, ulysses, model: sizes of the mesh axes.
+      tensor: the logical dims that are sharded over ``model``.
+      sequence_parallel: whether the residual stream is sharded over ``model`` along the sequence.
+      zero: the ZeRO stage. Stage 3 shards the weights where they are used, along ``embed`` if they have it (FSDP).
+      remat: the recomputation policy of the layers, or "" for what the model itself does.
+      grad_accum_steps: microbatches that are run one after the other, without a pipeline.
+      microbatches: of a pipeline.
+      virtual_stages: pieces of the model on each stage of a pipeline.
+      checkpoint_stages: whether a stage keeps only its input, and runs its layers again for the backward pass.
+      copies: 2 runs the layers on two halves of each device's rows.
+      offload: whether the optimizer state is stored in host memory.
+      batch: sequences of a step over all devices; 0 for those of the run.
+
+    >>> Plan(data=4, model=2, tensor=("heads", "mlp"), zero=3).describe()
+    'FSDP 4 × TP 2'
+    """
+
+    pipeline: int = 1
+    replica: int = 1
+    data: int = 1
+    expert: int = 1
+    context: int = 1
+    ulysses: int = 1
+    model: int = 1
+    tensor: tuple[str, ...] = ()
+    sequence_parallel: bool = False
+    zero: int = 0
+    remat: str = ""
+    grad_accum_steps: int = 1
+    microbatches: int = 1
+    virtual_stages: int = 1
+    checkpoint_stages: bool = False
+    copies: int = 1
+    offload: bool = False
+    batch: int = 0
+
+    @cached_property
+    def mesh(self) -> Mapping[str, int]:
+        """The sizes of all mesh axes, outermost first."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    @cached_property
+    def mesh_sizes(self) -> tuple[int, ...]:
+        """The sizes of all mesh axes, outermost first."""
+        return tuple(self.mesh.values())
+
+    @property
+    def devices(self) -> int:
+        """The number of devices."""
+        return math.prod(self.mesh.values())
+
+    @property
+    def token_axes(self) -> tuple[str, ...]:
+        """The axes of more than one device over which tokens are sharded."""
+        return tuple(a for a in ("replica", "data", "context", "ulysses") if self.mesh[a] > 1)
+
+    @property
+    def zero_axes(self) -> tuple[str, ...]:
+        """The axes over which ZeRO shards: all that split tokens, but for ``replica``."""
+        return tuple(a for a in self.token_axes if a != "replica") if self.zero else ()
+
+    @property
+    def ticks(self) -> float:
+        """The passes through a stage's layers that a pipeline runs, divided by those of its microbatches alone."""
+        passes = self.microbatches * self.virtual_stages
+        return (passes + self.pipeline - 1) / passes
+
+    @property
+    def context_impl(self) -> str | None:
+        """How attention runs over a split sequence, as ``parallel.context.impl`` names it."""
+        if self.context > 1:
+            return "hybrid" if self.ulysses > 1 else "ring"
+        return "ulysses" if self.ulysses > 1 else None
+
+    def rules(self, names: Iterable[str]) -> dict[str, Any]:
+        """Returns the rules of a model with these logical dims, as plain data.
+
+        >>> Plan(data=4, model=2, tensor=("mlp",), zero=3).rules(("batch", "embed", "mlp"))
+        {'batch': ['replica', 'data'], 'embed': None, 'mlp': 'model', 'params': {'embed': ['data']}}
+        """
+        axes: dict[str, Any] = {BATCH: ["replica", "data"], SEQ: ["context", "ulysses"]}
+        axes[RESIDUAL_SEQ] = [*axes[SEQ], *(["model"] if self.sequence_parallel else [])]
+        axes |= dict.fromkeys(self.tensor, "model")
+        if self.pipeline > 1:
+            axes[LAYERS] = "pipeline"
+            axes[VOCAB] = ["pipeline", *(["model"] if VOCAB in self.tensor else [])]
+        table: dict[str, Any] = {name: axes.get(name) for name in names}
+        if self.zero == 3 and EMBED in table:
+            table["params"] = {EMBED: list(self.zero_axes)}
+        return table
+
+    def names(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Returns the logical dims that the plan's rules are for: a model's, and ``residual_seq`` if it is sharded."""
+        found = tuple(names)
+        return found if not self.sequence_parallel or RESIDUAL_SEQ in found else (*found, RESIDUAL_SEQ)
+
+    @property
+    def mesh_data(self) -> dict[str, int]:
+        """The axes of more than one device, as a configuration has them."""
+        return {axis: size for axis, size in self.mesh.items() if size > 1} or {"data": 1}
+
+    def layout(self, names: Iterable[str], devices: Sequence[Any] | int | None = None) -> tuple[Layout, Zero]:
+        """Returns the plan's layout of a model with these logical dims, and its ZeRO stage.
+
+        Args:
+          names: of the model.
+          devices: of the mesh; by default all of this machine, and for a number an abstract mesh of so many.
+        """
+        names = self.names(names)
+        zero = Zero(self.zero if self.zero < 3 or EMBED not in names else 0, self.zero_axes or "data")
+        rules = zero.rules(Rules.from_dict(self.rules(names)))
+        spec = MeshSpec(**self.mesh_data)
+        return Layout(spec.abstract(devices) if isinstance(devices, int) else spec.build(devices), rules), zero
+
+    def describe(self) -> str:
+        """Returns the plan in the words of the field."""
+        words = [f"PP {self.pipeline}"] if self.pipeline > 1 else []
+        if self.zero == 3 and self.data > 1:
+            words.append(f"HSDP {self.replica}×{self.data}" if self.replica > 1 else f"FSDP {self.data}")
+        elif self.replica * self.data > 1:
+            words.append(f"DP {self.replica * self.data}")
+        words += [f"ring {self.context}"] if self.context > 1 else []
+        words += [f"Ulysses {self.ulysses}"] if self.ulysses > 1 else []
+        words += [f"TP{'+SP' if self.sequence_parallel else ''} {self.model}"] if self.model > 1 else []
+        text = " × ".join(words) or "one device"
+        return ", ".join([text, *self._options()])
+
+    def _options(self) -> list[str]:
+        chosen: Mapping[str, Any] = {
+            f"ZeRO {self.zero}": self.zero in (1, 2),
+            f"remat {self.remat}": self.remat not in ("", "none"),
+            f"{self.microbatches} microbatches": self.pipeline > 1,
+            f"{self.virtual_stages} virtual stages": self.virtual_stages > 1,
+            "stages recomputed": self.checkpoint_stages,
+            f"{self.grad_accum_steps} accumulated": self.grad_accum_steps > 1,
+            f"batch {self.batch}": self.batch,
+            "two copies": self.copies > 1,
+            "optimizer on the host": self.offload,
+        }
+        return [text for text, on in chosen.items() if on]

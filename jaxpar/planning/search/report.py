@@ -1,0 +1,226 @@
+"""``PlanReport``: the plans that were compiled, best first, why the best one wins, and what was left out."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from jaxpar.analysis.roofline import show_time
+from jaxpar.analysis.units import aligned, html_table, show_bytes
+from jaxpar.errors import PlanError
+from jaxpar.planning.search.plan import Plan
+from jaxpar.planning.search.search import TOLERANCE, Candidate, PlannedRun, Search
+from jaxpar.planning.search.workload import Workload
+from jaxpar.sharding.layout import Layout
+from jaxpar.utils.plotting import new_figure
+
+_COLUMNS = ("", "plan", "step", "MFU", "sends", "exposed", "peak", "")
+_MOST_SHOWN = 8
+
+
+class Planner(Protocol):
+    """A model whose layout is planned: what a plan of it runs."""
+
+    @property
+    def workload(self) -> Workload:
+        """What one step computes and keeps."""
+
+    def run_of(self, plan: Plan) -> PlannedRun:
+        """Returns what a plan runs."""
+
+    def config_of(self, plan: Plan) -> Mapping[str, Any]:
+        """Returns a plan as plain data, as a configuration's YAML file has it."""
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """The result of :func:`jaxpar.plan`.
+
+    Attributes:
+      search: every plan with what is known of it.
+      planner: the model that was planned.
+    """
+
+    search: Search
+    planner: Planner
+
+    @property
+    def best(self) -> Candidate:
+        """The best compiled plan.
+
+        Raises:
+          PlanError: no plan fits.
+        """
+        ranked = self.search.ranked
+        if ranked:
+            return ranked[0]
+        tried = [c for c in self.search.candidates if c.problem]
+        reasons = "; ".join(f"{c.plan.describe()}: {c.problem.splitlines()[0]}" for c in tried[:3])
+        raise PlanError(
+            f"no plan fits {self.search.topology}: {self.search.too_large} plans exceed its memory by their estimate, "
+            f"and {len(tried)} others failed{': ' if reasons else ''}{reasons}. Remedy: more devices, or a smaller "
+            "batch."
+        )
+
+    @property
+    def run(self) -> PlannedRun:
+        """What the best plan trains: the model, the loss, the optimizer and the options of the step."""
+        return self.planner.run_of(self.best.plan)
+
+    def layout(self, devices: Sequence[Any] | None = None) -> Layout:
+        """Returns the layout of the best plan.
+
+        Args:
+          devices: of its mesh; by default all of this machine.
+
+        Raises:
+          MeshError: there are more or fewer of them than the plan is for.
+        """
+        return self.best.plan.layout(self.planner.workload.names, devices)[0]
+
+    def why(self) -> str:
+        """Returns why the best plan beats the next one of another kind, in one sentence."""
+        ranked = self.search.ranked
+        if len(ranked) < 2:
+            return "no other plan was compiled"
+        best, other = ranked[:2]
+        if self.search.objective == "memory":
+            less = other.peak_bytes - best.peak_bytes
+            return f"{show_bytes(round(less))} less at the peak than {other.plan.describe()}"
+        parts = []
+        for what in ("compute", "hbm", "exposed"):
+            pair = [getattr(c.found.roofline, what) for c in (other, best) if c.found and c.found.roofline]
+            gain = pair[0] - pair[1]
+            if abs(gain) > 0.002 * best.step_seconds:
+                parts.append(f"{show_time(abs(gain))} {'less' if gain > 0 else 'more'} {_WHAT[what]}")
+        gain = show_time(abs(other.step_seconds - best.step_seconds))
+        reason = f": {', '.join(parts)}" if parts else ""
+        return f"{gain} before {other.plan.describe()}{reason}"
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """Returns the cells of the ranked table: compiled plans, then the best estimates that were not compiled."""
+        found = [_cells(str(i), c, "") for i, c in enumerate(self.search.ranked, 1)]
+        waiting = self.search.waiting()[: max(_MOST_SHOWN - len(found), 0)]
+        return [*found, *(_cells("", c, "estimate") for c in waiting)]
+
+    def headline(self) -> str:
+        """Returns the best plan and its figures in a line."""
+        best = self.best
+        line = best.found.roofline if best.found is not None else None
+        text = f"{best.plan.describe()} on {self.search.topology}: {show_time(best.step_seconds)} a step"
+        text += f", MFU {line.mfu:.1%}" if line is not None and line.mfu is not None else ""
+        return f"{text}, {show_bytes(round(best.peak_bytes))} at the peak"
+
+    def remarks(self) -> list[str]:
+        """Returns how the search went: what was compiled, what failed, and what was left out."""
+        found, compiled = self.search, len(self.search.ranked)
+        left = found.waiting()
+        lines = [
+            f"{len(found.candidates):,} plans fit by their estimate, {found.too_large:,} do not; {compiled} compiled"
+        ]
+        if left:
+            best, lowest = found.value(found.ranked[0]) if compiled else 0.0, found.expected(left[0])
+            share = best / lowest if lowest else 1.0
+            lines.append(
+                f"the best program takes {share:.2f} × the lowest estimate left"
+                + ("" if share <= TOLERANCE else f", more than {TOLERANCE}: more programs may find a better plan")
+            )
+        lines += [f"failed: {c.plan.describe()}: {c.problem.splitlines()[0]}" for c in found.candidates if c.problem]
+        lines += [f"left out ({count} meshes): {reason}" for reason, count in found.refused.most_common(5)]
+        return lines
+
+    def __str__(self) -> str:
+        lines = [self.headline(), f"why: {self.why()}", ""]
+        lines += [*aligned([_COLUMNS, *self.rows()]), "", *self.remarks()]
+        return "\n".join(lines) + "\n"
+
+    def _repr_html_(self) -> str:
+        notes = "".join(f"<li>{html.escape(line)}</li>" for line in self.remarks())
+        head = f"<b>{html.escape(self.headline())}</b><br>why: {html.escape(self.why())}"
+        return f"<div>{head}{html_table(self.rows(), _COLUMNS)}<ul>{notes}</ul></div>"
+
+    def to_json(self) -> str:
+        """Returns the plans, best first, and what was left out, as JSON."""
+        search = self.search
+        shown = [*search.ranked, *search.waiting()[:20]]
+        facts = {
+            "topology": str(search.topology),
+            "objective": search.objective,
+            "plans": [self._facts(candidate) for candidate in shown],
+            "failed": [{"plan": c.plan.describe(), "problem": c.problem} for c in search.candidates if c.problem],
+            "fitting": len(search.candidates),
+            "too_large": search.too_large,
+            "left_out": dict(search.refused),
+        }
+        return json.dumps(facts, indent=1)
+
+    def _facts(self, c: Candidate) -> dict[str, Any]:
+        line = c.found.roofline if c.found is not None else None
+        return {
+            "plan": c.plan.describe(),
+            "choices": asdict(c.plan),
+            "config": dict(self.planner.config_of(c.plan)),
+            "compiled": c.compiled,
+            "step_seconds": c.step_seconds,
+            "mfu": None if line is None else line.mfu,
+            "tokens_per_second": None if line is None else line.tokens_per_second,
+            "wire_bytes": c.wire_bytes,
+            "exposed_bytes": c.exposed_bytes,
+            "peak_bytes": c.peak_bytes,
+            "estimated": {
+                "step_seconds": c.cost.step,
+                "wire_bytes": c.cost.wire_bytes,
+                "exposed_bytes": c.cost.exposed_bytes,
+                "peak_bytes": c.cost.peak_bytes,
+                "traced_peak_bytes": c.traced_bytes,
+            },
+        }
+
+    def draw(self) -> Any:
+        """Returns the plans as a picture: step time against memory, and the front of those that nothing beats in both.
+
+        Raises:
+          MissingExtraError: matplotlib is not installed.
+        """
+        figure = new_figure("PlanReport.draw", figsize=(7, 4.5), layout="constrained")
+        axes = figure.subplots()
+        search = self.search
+        groups = (
+            ([c for c in search.candidates if c.found is None and not c.problem], "estimated", "0.75", ".", 3),
+            (search.ranked, "compiled", "tab:blue", "o", 6),
+        )
+        for plans, label, color, marker, size in groups:
+            points = [(c.peak_bytes / 2**30, c.step_seconds * 1e3) for c in plans]
+            axes.plot(*zip(*points, strict=True) if points else ([], []), marker, color=color, ms=size, label=label)
+        edge = front(search.candidates)
+        axes.step(
+            [c.peak_bytes / 2**30 for c in edge], [c.step_seconds * 1e3 for c in edge], "k-", lw=0.8, where="post"
+        )
+        for c in edge:
+            axes.annotate(c.plan.describe(), (c.peak_bytes / 2**30, c.step_seconds * 1e3), fontsize=7)
+        best = self.best.step_seconds * 1e3
+        axes.set(xlabel="GiB at the peak", ylabel="ms a step", title=str(search.topology), ylim=(0.8 * best, 3 * best))
+        axes.legend()
+        return figure
+
+
+_WHAT = {"compute": "compute", "hbm": "memory traffic", "exposed": "exposed communication"}
+
+
+def front(candidates: list[Candidate]) -> list[Candidate]:
+    """Returns the plans that no other beats in both time and memory, by rising memory."""
+    edge: list[Candidate] = []
+    for one in sorted((c for c in candidates if not c.problem), key=lambda c: (c.peak_bytes, c.step_seconds)):
+        if not edge or one.step_seconds < edge[-1].step_seconds:
+            edge.append(one)
+    return edge
+
+
+def _cells(rank: str, c: Candidate, note: str) -> tuple[str, ...]:
+    line = c.found.roofline if c.found is not None else None
+    mfu = f"{line.mfu:.1%}" if line is not None and line.mfu is not None else ""
+    sizes = (show_bytes(round(n)) for n in (c.wire_bytes, c.exposed_bytes, c.peak_bytes))
+    return (rank, c.plan.describe(), show_time(c.step_seconds), mfu, *sizes, note)

@@ -1,0 +1,252 @@
+"""``search``: compiles plans in the order of their estimates, and corrects the estimates after each program."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import optax
+
+from jaxpar.analysis.checkup.checkup import Checkup, check_up
+from jaxpar.analysis.checkup.findings import About
+from jaxpar.analysis.compile.ahead_of_time import CompilerOptions, aim
+from jaxpar.analysis.layout.explain import explain
+from jaxpar.errors import JaxparError, MissingExtraError
+from jaxpar.planning.search.cost import CostModel, StepCost
+from jaxpar.planning.search.plan import Plan
+from jaxpar.sharding.hardware.topology import Topology
+from jaxpar.sharding.layout import Layout
+from jaxpar.training.loss import LossFn
+from jaxpar.training.model import MakeModel
+
+Objective = Literal["time", "memory"]
+TOLERANCE = 1.05
+"""The search ends when the best program is within this factor of the lowest estimate that is left."""
+_FULL = 0.98
+"""The fraction of a device's memory that a program may use."""
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """What a search minimizes, and how long it looks.
+
+    Attributes:
+      objective: ``time`` minimizes the seconds for each sequence, ``memory`` the bytes at the peak.
+      at_least: the number of programs, of plans of as many families, that are compiled in any case.
+      at_most: the largest number of programs.
+    """
+
+    objective: Objective = "time"
+    at_least: int = 2
+    at_most: int = 12
+
+
+FASTEST = SearchOptions()
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """What a plan runs, as :func:`jaxpar.analysis.check_up` takes it.
+
+    Attributes:
+      layout: on an abstract mesh.
+      make_model, tx, loss_fn, batch: as for :func:`jaxpar.analysis.compile_for`.
+      options: keyword arguments of :func:`jaxpar.train_step`.
+      compiler_options: of XLA.
+      about: facts about the model.
+    """
+
+    layout: Layout
+    make_model: MakeModel
+    tx: optax.GradientTransformation
+    loss_fn: LossFn
+    batch: Any
+    options: Mapping[str, Any] = field(default_factory=dict)
+    compiler_options: CompilerOptions | None = None
+    about: About | None = None
+
+
+@dataclass
+class Candidate:
+    """A plan and what is known of it.
+
+    Attributes:
+      plan: the plan.
+      cost: its estimate.
+      traced_bytes: its peak memory, estimated from the trace of its step.
+      found: its compiled program; ``None`` if it was not compiled.
+      problem: why it cannot run, if it cannot.
+    """
+
+    plan: Plan
+    cost: StepCost
+    traced_bytes: int | None = None
+    found: Checkup | None = None
+    problem: str = ""
+
+    @property
+    def compiled(self) -> bool:
+        """Whether it was compiled and fits."""
+        return self.found is not None and self.found.fits
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of a step by the roofline of its program, or as estimated."""
+        line = self.found.roofline if self.found is not None else None
+        return self.cost.step if line is None else line.step
+
+    @property
+    def peak_bytes(self) -> float:
+        """Bytes on one device at the peak, of its program, of its trace, or as estimated."""
+        memory = self.found.memory if self.found is not None else None
+        if memory is not None:
+            return memory.total
+        return self.cost.peak_bytes if self.traced_bytes is None else self.traced_bytes
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that a device sends in a step."""
+        report = self.found.audit if self.found is not None else None
+        return self.cost.wire_bytes if report is None else sum(c.total_wire_bytes for c in report.collectives)
+
+    @property
+    def exposed_bytes(self) -> float:
+        """The part of ``wire_bytes`` that overlaps with no compute."""
+        report = self.found.audit if self.found is not None else None
+        return self.cost.exposed_bytes if report is None else sum(c.exposed_bytes * c.count for c in report.collectives)
+
+
+@dataclass
+class Search:
+    """The state of a search.
+
+    Attributes:
+      topology: the hardware.
+      objective: what is minimized: seconds for each sequence, or bytes at the peak.
+      candidates: all plans whose estimate fits, and those that were found not to.
+      too_large: the number of plans whose estimate does not fit.
+      refused: why meshes are no plans → how many.
+    """
+
+    topology: Topology
+    objective: Objective
+    candidates: list[Candidate]
+    too_large: int
+    refused: Counter[str]
+
+    @property
+    def ranked(self) -> list[Candidate]:
+        """The compiled plans that fit, best first."""
+        return sorted((c for c in self.candidates if c.compiled), key=self.value)
+
+    def value(self, candidate: Candidate) -> float:
+        """What is minimized, as far as it is known."""
+        if self.objective == "memory":
+            return candidate.peak_bytes
+        return candidate.step_seconds / (candidate.plan.batch or 1)
+
+    def expected(self, candidate: Candidate) -> float:
+        """The value of a plan that was not compiled, corrected by the programs of similar plans."""
+        return self.value(candidate) * self._correction(candidate, self._ratio)
+
+    def waiting(self) -> list[Candidate]:
+        """The plans that were not compiled, lowest expected value first."""
+        left = [c for c in self.candidates if c.found is None and not c.problem]
+        return sorted(left, key=lambda c: (self.expected(c), c.cost.peak_bytes))
+
+    def _ratio(self, candidate: Candidate) -> float:
+        estimated = candidate.cost.peak_bytes if self.objective == "memory" else candidate.cost.step
+        known = candidate.peak_bytes if self.objective == "memory" else candidate.step_seconds
+        return known / estimated if estimated else 1.0
+
+    def _correction(self, candidate: Candidate, ratio: Callable[[Candidate], float]) -> float:
+        """Compiled by estimated, in plans of the same family if there are any, else in all."""
+        done = [c for c in self.candidates if c.compiled]
+        same = [ratio(c) for c in done if family(c.plan) == family(candidate.plan)]
+        return statistics.median(same or [ratio(c) for c in done] or [1.0])
+
+
+def family(plan: Plan) -> tuple[object, ...]:
+    """What makes estimates err alike: the axes that are used, the stage of ZeRO, accumulation and copies."""
+    used = tuple(axis for axis, size in plan.mesh.items() if size > 1)
+    return used, plan.zero, plan.grad_accum_steps > 1, plan.copies, plan.offload
+
+
+def search(
+    model: CostModel,
+    plans: Iterable[Plan],
+    run_of: Callable[[Plan], PlannedRun],
+    refused: Counter[str],
+    options: SearchOptions = FASTEST,
+    *,
+    progress: Callable[[str], None] = lambda line: None,
+) -> Search:
+    """Returns the search, in which the best plans are compiled.
+
+    Args:
+      model: estimates plans.
+      plans: all plans.
+      run_of: what a plan runs.
+      refused: why meshes are no plans → how many; filled while ``plans`` is read.
+      options: what is minimized, and how many programs are compiled.
+      progress: is given a line for each plan that is compiled.
+
+    Raises:
+      MissingExtraError: there is no compiler for the topology's devices.
+    """
+    limit = model.topology.accelerator.hbm_bytes * _FULL
+    fitting, too_large = [], 0
+    for plan in plans:
+        cost = model.cost(plan)
+        if cost.peak_bytes > limit:
+            too_large += 1
+        else:
+            fitting.append(Candidate(plan, cost))
+    found = Search(model.topology, options.objective, fitting, too_large, refused)
+    tried: list[Candidate] = []
+    while len(tried) < options.at_most:
+        waiting = found.waiting()
+        if not waiting:
+            break
+        done, chosen = found.ranked, waiting[0]
+        if len(done) < options.at_least:
+            families = {family(c.plan) for c in tried}
+            chosen = next((c for c in waiting if family(c.plan) not in families), chosen)
+        elif found.value(done[0]) <= TOLERANCE * found.expected(chosen):
+            break
+        _try(chosen, run_of, model.topology, limit)
+        if chosen.found is not None:
+            tried.append(chosen)
+        progress(_line(chosen))
+    return found
+
+
+def _try(candidate: Candidate, run_of: Callable[[Plan], PlannedRun], topology: Topology, limit: float) -> None:
+    """Trace a plan's step for its memory, and compile it if that fits."""
+    try:
+        run = run_of(candidate.plan)
+        aimed = aim(run.layout, topology)
+        report = explain(aimed, run.make_model, run.tx, batch=run.batch, loss_fn=run.loss_fn, step=dict(run.options))
+        candidate.traced_bytes = report.memory.total if report.memory is not None else None
+        if (candidate.traced_bytes or 0) > limit / 0.9:  # the trace is within a tenth
+            candidate.problem = "does not fit, by its trace"
+            return
+        candidate.found = check_up(
+            topology, run.layout, run.make_model, run.tx, run.loss_fn, run.batch,
+            about=run.about, compiler_options=run.compiler_options, **run.options,
+        )  # fmt: skip
+        if not candidate.found.fits:
+            candidate.problem = "does not fit, compiled"
+    except MissingExtraError:
+        raise
+    except JaxparError as error:
+        candidate.problem = str(error)
+
+
+def _line(candidate: Candidate) -> str:
+    if candidate.problem:
+        return f"{candidate.plan.describe()}: {candidate.problem.splitlines()[0]}"
+    return f"{candidate.plan.describe()}: {candidate.step_seconds * 1e3:.1f} ms, {candidate.peak_bytes / 2**30:.2f} GiB"
