@@ -19,10 +19,11 @@ from jaxpar.app.factory import FactoryModel
 from jaxpar.app.job import Job, make_job
 from jaxpar.errors import PlanError
 from jaxpar.models import llama
+from jaxpar.planning.search.compiled import PlannedRun
 from jaxpar.planning.search.cost import CostModel
 from jaxpar.planning.search.plan import Plan
 from jaxpar.planning.search.report import PlanReport
-from jaxpar.planning.search.search import Objective, PlannedRun, SearchOptions, search
+from jaxpar.planning.search.search import CompilerMeasures, Objective, SearchOptions, search
 from jaxpar.planning.search.space import Space, plans, tensor_dims
 from jaxpar.planning.search.workload import Workload, workload
 from jaxpar.sharding.hardware.topology import Topology
@@ -69,7 +70,7 @@ def go(config: Path, settings: Sequence[str], topology: str, options: PlanOption
     searched = search(
         CostModel(planner.workload, parsed),
         plans(planner.workload, parsed.devices, planner.space(options.max_batch), refused),
-        planner.run_of,
+        CompilerMeasures(planner.run_of, parsed),
         refused,
         SearchOptions(options.objective, at_most=options.programs),
         progress=lambda line: print(line, flush=True),

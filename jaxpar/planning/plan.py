@@ -15,10 +15,11 @@ from jaxpar.analysis.checkup.findings import About
 from jaxpar.parallel.offload.placement import to_host
 from jaxpar.planning.names.annotate import annotate
 from jaxpar.planning.names.given import Patterns
+from jaxpar.planning.search.compiled import PlannedRun
 from jaxpar.planning.search.cost import CostModel
 from jaxpar.planning.search.plan import BATCH, EMBED, SEQ, Plan
 from jaxpar.planning.search.report import PlanReport
-from jaxpar.planning.search.search import FASTEST, PlannedRun, SearchOptions, search
+from jaxpar.planning.search.search import FASTEST, CompilerMeasures, SearchOptions, search
 from jaxpar.planning.search.space import Space, plans, tensor_dims
 from jaxpar.planning.search.workload import Workload, workload
 from jaxpar.sharding.hardware.topology import Topology
@@ -82,9 +83,9 @@ def plan(
     )
     refused: Counter[str] = Counter()
     candidates = plans(planner.workload, topology.devices, space, refused)
-    searched = search(
-        CostModel(planner.workload, topology), candidates, planner.run_of, refused, options, progress=progress
-    )
+    measures = CompilerMeasures(planner.run_of, topology)
+    model = CostModel(planner.workload, topology)
+    searched = search(model, candidates, measures, refused, options, progress=progress)
     return PlanReport(searched, planner)
 
 

@@ -150,7 +150,7 @@ class Plan:
 
     def _options(self) -> list[str]:
         chosen: Mapping[str, Any] = {
-            f"ZeRO {self.zero}": self.zero in (1, 2),
+            f"ZeRO {self.zero}": self.zero in (1, 2) or (self.zero == 3 and self.data == 1),
             f"remat {self.remat}": self.remat not in ("", "none"),
             f"{self.microbatches} microbatches": self.pipeline > 1,
             f"{self.virtual_stages} virtual stages": self.virtual_stages > 1,

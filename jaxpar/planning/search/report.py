@@ -11,8 +11,9 @@ from typing import Any, Protocol
 from jaxpar.analysis.roofline import show_time
 from jaxpar.analysis.units import aligned, html_table, show_bytes
 from jaxpar.errors import PlanError
+from jaxpar.planning.search.compiled import PlannedRun
 from jaxpar.planning.search.plan import Plan
-from jaxpar.planning.search.search import TOLERANCE, Candidate, PlannedRun, Search
+from jaxpar.planning.search.search import TOLERANCE, Candidate, Search
 from jaxpar.planning.search.workload import Workload
 from jaxpar.sharding.layout import Layout
 from jaxpar.utils.plotting import new_figure
@@ -92,7 +93,7 @@ class PlanReport:
             return f"{show_bytes(round(less))} less at the peak than {other.plan.describe()}"
         parts = []
         for what in ("compute", "hbm", "exposed"):
-            pair = [getattr(c.found.roofline, what) for c in (other, best) if c.found and c.found.roofline]
+            pair = [getattr(c.compiled, what) for c in (other, best)]
             gain = pair[0] - pair[1]
             if abs(gain) > 0.002 * best.step_seconds:
                 parts.append(f"{show_time(abs(gain))} {'less' if gain > 0 else 'more'} {_WHAT[what]}")
@@ -109,7 +110,7 @@ class PlanReport:
     def headline(self) -> str:
         """Returns the best plan and its figures in a line."""
         best = self.best
-        line = best.found.roofline if best.found is not None else None
+        line = best.compiled
         text = f"{best.plan.describe()} on {self.search.topology}: {show_time(best.step_seconds)} a step"
         text += f", MFU {line.mfu:.1%}" if line is not None and line.mfu is not None else ""
         return f"{text}, {show_bytes(round(best.peak_bytes))} at the peak"
@@ -158,12 +159,12 @@ class PlanReport:
         return json.dumps(facts, indent=1)
 
     def _facts(self, c: Candidate) -> dict[str, Any]:
-        line = c.found.roofline if c.found is not None else None
+        line = c.compiled
         return {
             "plan": c.plan.describe(),
             "choices": asdict(c.plan),
             "config": dict(self.planner.config_of(c.plan)),
-            "compiled": c.compiled,
+            "compiled": line is not None,
             "step_seconds": c.step_seconds,
             "mfu": None if line is None else line.mfu,
             "tokens_per_second": None if line is None else line.tokens_per_second,
@@ -189,7 +190,7 @@ class PlanReport:
         axes = figure.subplots()
         search = self.search
         groups = (
-            ([c for c in search.candidates if c.found is None and not c.problem], "estimated", "0.75", ".", 3),
+            ([c for c in search.candidates if c.waiting], "estimated", "0.75", ".", 3),
             (search.ranked, "compiled", "tab:blue", "o", 6),
         )
         for plans, label, color, marker, size in groups:
@@ -220,7 +221,7 @@ def front(candidates: list[Candidate]) -> list[Candidate]:
 
 
 def _cells(rank: str, c: Candidate, note: str) -> tuple[str, ...]:
-    line = c.found.roofline if c.found is not None else None
+    line = c.compiled
     mfu = f"{line.mfu:.1%}" if line is not None and line.mfu is not None else ""
     sizes = (show_bytes(round(n)) for n in (c.wire_bytes, c.exposed_bytes, c.peak_bytes))
     return (rank, c.plan.describe(), show_time(c.step_seconds), mfu, *sizes, note)

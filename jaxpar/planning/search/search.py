@@ -4,23 +4,15 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
-import optax
-
-from jaxpar.analysis.checkup.checkup import Checkup, check_up
-from jaxpar.analysis.checkup.findings import About
-from jaxpar.analysis.compile.ahead_of_time import CompilerOptions, aim
-from jaxpar.analysis.layout.explain import explain
 from jaxpar.errors import JaxparError, MissingExtraError
+from jaxpar.planning.search.compiled import CompiledPlan, PlannedRun, compile_plan, traced_bytes
 from jaxpar.planning.search.cost import CostModel, StepCost
 from jaxpar.planning.search.plan import Plan
 from jaxpar.sharding.hardware.topology import Topology
-from jaxpar.sharding.layout import Layout
-from jaxpar.training.loss import LossFn
-from jaxpar.training.model import MakeModel
 
 Objective = Literal["time", "memory"]
 TOLERANCE = 1.05
@@ -37,36 +29,47 @@ class SearchOptions:
       objective: ``time`` minimizes the seconds for each sequence, ``memory`` the bytes at the peak.
       at_least: the number of programs, of plans of as many families, that are compiled in any case.
       at_most: the largest number of programs.
+      traced: the number of the best other plans whose memory is estimated from a trace.
     """
 
     objective: Objective = "time"
     at_least: int = 2
     at_most: int = 12
+    traced: int = 6
 
 
 FASTEST = SearchOptions()
 
 
+class Measures(Protocol):
+    """What a search learns of one plan."""
+
+    def traced_bytes(self, plan: Plan) -> int | None:
+        """Returns the bytes at the peak, estimated from a trace; ``None`` if it has no estimate."""
+
+    def compiled(self, plan: Plan) -> CompiledPlan:
+        """Returns the figures of the compiled step."""
+
+
 @dataclass(frozen=True)
-class PlannedRun:
-    """What a plan runs, as :func:`jaxpar.analysis.check_up` takes it.
+class CompilerMeasures:
+    """What a topology's compiler says of plans.
 
     Attributes:
-      layout: on an abstract mesh.
-      make_model, tx, loss_fn, batch: as for :func:`jaxpar.analysis.compile_for`.
-      options: keyword arguments of :func:`jaxpar.train_step`.
-      compiler_options: of XLA.
-      about: facts about the model.
+      run_of: what a plan runs.
+      topology: the hardware.
     """
 
-    layout: Layout
-    make_model: MakeModel
-    tx: optax.GradientTransformation
-    loss_fn: LossFn
-    batch: Any
-    options: Mapping[str, Any] = field(default_factory=dict)
-    compiler_options: CompilerOptions | None = None
-    about: About | None = None
+    run_of: Callable[[Plan], PlannedRun]
+    topology: Topology
+
+    def traced_bytes(self, plan: Plan) -> int | None:
+        """Returns the bytes at the peak, estimated from a trace; ``None`` if it has no estimate."""
+        return traced_bytes(self.run_of(plan), self.topology)
+
+    def compiled(self, plan: Plan) -> CompiledPlan:
+        """Returns the figures of the compiled step."""
+        return compile_plan(self.run_of(plan), self.topology)
 
 
 @dataclass
@@ -77,46 +80,42 @@ class Candidate:
       plan: the plan.
       cost: its estimate.
       traced_bytes: its peak memory, estimated from the trace of its step.
-      found: its compiled program; ``None`` if it was not compiled.
+      compiled: the figures of its compiled step; ``None`` if it was not compiled, or does not fit.
       problem: why it cannot run, if it cannot.
     """
 
     plan: Plan
     cost: StepCost
     traced_bytes: int | None = None
-    found: Checkup | None = None
+    compiled: CompiledPlan | None = None
     problem: str = ""
 
     @property
-    def compiled(self) -> bool:
-        """Whether it was compiled and fits."""
-        return self.found is not None and self.found.fits
+    def waiting(self) -> bool:
+        """Whether it was not compiled, and nothing is known against it."""
+        return self.compiled is None and not self.problem
 
     @property
     def step_seconds(self) -> float:
         """Seconds of a step by the roofline of its program, or as estimated."""
-        line = self.found.roofline if self.found is not None else None
-        return self.cost.step if line is None else line.step
+        return self.cost.step if self.compiled is None else self.compiled.step
 
     @property
     def peak_bytes(self) -> float:
         """Bytes on one device at the peak, of its program, of its trace, or as estimated."""
-        memory = self.found.memory if self.found is not None else None
-        if memory is not None:
-            return memory.total
+        if self.compiled is not None:
+            return self.compiled.peak_bytes
         return self.cost.peak_bytes if self.traced_bytes is None else self.traced_bytes
 
     @property
     def wire_bytes(self) -> float:
         """Bytes that a device sends in a step."""
-        report = self.found.audit if self.found is not None else None
-        return self.cost.wire_bytes if report is None else sum(c.total_wire_bytes for c in report.collectives)
+        return self.cost.wire_bytes if self.compiled is None else self.compiled.wire_bytes
 
     @property
     def exposed_bytes(self) -> float:
         """The part of ``wire_bytes`` that overlaps with no compute."""
-        report = self.found.audit if self.found is not None else None
-        return self.cost.exposed_bytes if report is None else sum(c.exposed_bytes * c.count for c in report.collectives)
+        return self.cost.exposed_bytes if self.compiled is None else self.compiled.exposed_bytes
 
 
 @dataclass
@@ -140,7 +139,7 @@ class Search:
     @property
     def ranked(self) -> list[Candidate]:
         """The compiled plans that fit, best first."""
-        return sorted((c for c in self.candidates if c.compiled), key=self.value)
+        return sorted((c for c in self.candidates if c.compiled is not None), key=self.value)
 
     def value(self, candidate: Candidate) -> float:
         """What is minimized, as far as it is known."""
@@ -154,7 +153,7 @@ class Search:
 
     def waiting(self) -> list[Candidate]:
         """The plans that were not compiled, lowest expected value first."""
-        left = [c for c in self.candidates if c.found is None and not c.problem]
+        left = [c for c in self.candidates if c.waiting]
         return sorted(left, key=lambda c: (self.expected(c), c.cost.peak_bytes))
 
     def _ratio(self, candidate: Candidate) -> float:
@@ -164,7 +163,7 @@ class Search:
 
     def _correction(self, candidate: Candidate, ratio: Callable[[Candidate], float]) -> float:
         """Compiled by estimated, in plans of the same family if there are any, else in all."""
-        done = [c for c in self.candidates if c.compiled]
+        done = [c for c in self.candidates if c.compiled is not None]
         same = [ratio(c) for c in done if family(c.plan) == family(candidate.plan)]
         return statistics.median(same or [ratio(c) for c in done] or [1.0])
 
@@ -178,7 +177,7 @@ def family(plan: Plan) -> tuple[object, ...]:
 def search(
     model: CostModel,
     plans: Iterable[Plan],
-    run_of: Callable[[Plan], PlannedRun],
+    measures: Measures,
     refused: Counter[str],
     options: SearchOptions = FASTEST,
     *,
@@ -189,7 +188,7 @@ def search(
     Args:
       model: estimates plans.
       plans: all plans.
-      run_of: what a plan runs.
+      measures: traces and compiles them.
       refused: why meshes are no plans → how many; filled while ``plans`` is read.
       options: what is minimized, and how many programs are compiled.
       progress: is given a line for each plan that is compiled.
@@ -217,33 +216,38 @@ def search(
             chosen = next((c for c in waiting if family(c.plan) not in families), chosen)
         elif found.value(done[0]) <= TOLERANCE * found.expected(chosen):
             break
-        _try(chosen, run_of, model.topology, limit)
-        if chosen.found is not None:
+        _trace(chosen, measures, limit)
+        if chosen.waiting:
             tried.append(chosen)
+            _compile(chosen, measures)
         progress(_line(chosen))
+    for shown in found.waiting()[: options.traced]:
+        _trace(shown, measures, limit)
     return found
 
 
-def _try(candidate: Candidate, run_of: Callable[[Plan], PlannedRun], topology: Topology, limit: float) -> None:
-    """Trace a plan's step for its memory, and compile it if that fits."""
+def _trace(candidate: Candidate, measures: Measures, limit: float) -> None:
+    """Estimate a plan's memory from the trace of its step."""
     try:
-        run = run_of(candidate.plan)
-        aimed = aim(run.layout, topology)
-        report = explain(aimed, run.make_model, run.tx, batch=run.batch, loss_fn=run.loss_fn, step=dict(run.options))
-        candidate.traced_bytes = report.memory.total if report.memory is not None else None
-        if (candidate.traced_bytes or 0) > limit / 0.9:  # the trace is within a tenth
-            candidate.problem = "does not fit, by its trace"
-            return
-        candidate.found = check_up(
-            topology, run.layout, run.make_model, run.tx, run.loss_fn, run.batch,
-            about=run.about, compiler_options=run.compiler_options, **run.options,
-        )  # fmt: skip
-        if not candidate.found.fits:
-            candidate.problem = "does not fit, compiled"
+        candidate.traced_bytes = measures.traced_bytes(candidate.plan)
+    except JaxparError as error:
+        candidate.problem = str(error)
+    if (candidate.traced_bytes or 0) > limit / 0.9:  # the trace is within a tenth
+        candidate.problem = "does not fit, by its trace"
+
+
+def _compile(candidate: Candidate, measures: Measures) -> None:
+    try:
+        found = measures.compiled(candidate.plan)
     except MissingExtraError:
         raise
     except JaxparError as error:
         candidate.problem = str(error)
+        return
+    if found.fits:
+        candidate.compiled = found
+    else:
+        candidate.problem = "does not fit, compiled"
 
 
 def _line(candidate: Candidate) -> str:
