@@ -47,6 +47,8 @@ class Transfers:
       hidden: seconds that overlap with compute.
       stalled: seconds by which they outlast the compute that they overlap with.
       exposed: seconds of transfers that overlap with no compute.
+      network_seconds: seconds on the network between slices or hosts, hidden or not.
+      network_bytes: bytes that one device sends through it.
     """
 
     axes: tuple[str, ...]
@@ -56,6 +58,8 @@ class Transfers:
     hidden: float
     stalled: float
     exposed: float
+    network_seconds: float = 0.0
+    network_bytes: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -275,6 +279,7 @@ def _time(c: Collective, links: Links, pace: float) -> _Timed:
     exposed = seconds_once * c.exposed_bytes / c.wire_bytes if c.wire_bytes else 0.0
     overlapped_time = max(seconds_once - exposed, 0.0)  # rounding may make it negative
     hidden = min(overlapped_time, c.beside_flops * pace) if c.beside_flops else overlapped_time
+    network = c.count * sum(phase.network_seconds for phase in phases)
     transfers = Transfers(
         axes=c.axes,
         levels=tuple(phase.level for phase in phases),
@@ -283,6 +288,8 @@ def _time(c: Collective, links: Links, pace: float) -> _Timed:
         hidden=hidden * c.count,
         stalled=(overlapped_time - hidden) * c.count,
         exposed=exposed * c.count,
+        network_seconds=network,
+        network_bytes=network * links.accelerator.network_bandwidth,
     )
     # The phases are of different levels, so no queue occurs twice.
     queues = {queue: s / (seconds_once or 1.0) for phase in phases for queue, s in phase.queues.items()}
@@ -302,6 +309,8 @@ def _by_axes(timed: list[_Timed]) -> tuple[Transfers, ...]:
             hidden=sum(t.hidden for t in same),
             stalled=sum(t.stalled for t in same),
             exposed=sum(t.exposed for t in same),
+            network_seconds=sum(t.network_seconds for t in same),
+            network_bytes=sum(t.network_bytes for t in same),
         )
         for axes, same in groups.items()
     )

@@ -69,7 +69,7 @@ def go(config: Path, settings: Sequence[str], topology: str, options: PlanOption
     refused: Counter[str] = Counter()
     searched = search(
         CostModel(planner.workload, parsed),
-        plans(planner.workload, parsed.devices, planner.space(options.max_batch), refused),
+        plans(planner.workload, parsed.devices, planner.space(options.max_batch, parsed.slices), refused),
         CompilerMeasures(planner.run_of, parsed),
         refused,
         SearchOptions(options.objective, at_most=options.programs),
@@ -138,13 +138,15 @@ class RunPlanner:
             reduce_bytes=4 if reduced is None else 1 if reduced == "int8" else jax.numpy.dtype(reduced).itemsize,
         )
 
-    def space(self, max_batch: int | None = None) -> Space:
+    def space(self, max_batch: int | None = None, slices: int = 1) -> Space:
         """Returns what may be chosen for the run: more for a built-in model than for one of the user's own."""
         batches = () if max_batch is None else tuple(_batches(self.job.config.data.batch, max_batch))
         if isinstance(self.job.model, FactoryModel):
-            return Space(tensor=tensor_dims(self.workload), batches=batches, fixed=self.fixed)
+            return Space(tensor=tensor_dims(self.workload), batches=batches, fixed=self.fixed, slices=slices)
         tensor = tensor_dims(self.workload)
-        return Space(_LLAMA_AXES, tensor, True, remat=_REMAT, copies=(1, 2), batches=batches, fixed=self.fixed)
+        return Space(
+            _LLAMA_AXES, tensor, True, remat=_REMAT, copies=(1, 2), batches=batches, fixed=self.fixed, slices=slices
+        )
 
     def config_of(self, plan: Plan) -> dict[str, Any]:
         """Returns the run with a plan's layout and options, as data for a YAML file."""

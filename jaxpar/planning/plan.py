@@ -80,6 +80,7 @@ def plan(
         tensor=tensor_dims(planner.workload),
         sequence_parallel=planner.annotated and SEQ in planner.workload.sizes,
         fixed=fixed or {},
+        slices=topology.slices,
     )
     refused: Counter[str] = Counter()
     candidates = plans(planner.workload, topology.devices, space, refused)

@@ -68,6 +68,16 @@ class CompiledPlan:
     mfu: float | None = None
     tokens_per_second: float | None = None
 
+    @property
+    def network_bytes(self) -> float:
+        """Bytes that one device sends to other slices or hosts."""
+        return sum(t.network_bytes for t in self.transfers)
+
+    @property
+    def network_seconds(self) -> float:
+        """Seconds of the network between slices or hosts, hidden or not."""
+        return sum(t.network_seconds for t in self.transfers)
+
     @classmethod
     def of(cls, found: Checkup) -> Self:
         """Returns the figures of a checkup.

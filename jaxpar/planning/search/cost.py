@@ -60,12 +60,15 @@ class Transfer:
       axes: the mesh axes.
       wire_bytes: bytes that one device sends.
       seconds: on the links.
+      network_seconds, network_bytes: the part of both on the network between slices or hosts.
     """
 
     what: str
     axes: Axes
     wire_bytes: float
     seconds: float
+    network_seconds: float = 0.0
+    network_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,16 @@ class StepCost:
     def wire_bytes(self) -> float:
         """Bytes that one device sends."""
         return sum(t.wire_bytes for t in self.transfers)
+
+    @property
+    def network_bytes(self) -> float:
+        """Bytes that one device sends to other slices or hosts."""
+        return sum(t.network_bytes for t in self.transfers)
+
+    @property
+    def network_seconds(self) -> float:
+        """Seconds of the network between slices or hosts, hidden or not."""
+        return sum(t.network_seconds for t in self.transfers)
 
     @property
     def exposed_bytes(self) -> float:
@@ -337,9 +350,24 @@ class CostModel:
         )
         if n == 1 or not sent:
             return Transfer(what, axes, 0.0, 0.0)
-        if plan.mesh_sizes not in self._known:
-            self._known[plan.mesh_sizes] = Links.of(self.topology, plan.mesh)
-        return Transfer(what, axes, sent, self._known[plan.mesh_sizes].seconds(kind, axes, sent))
+        seconds, network = self._seconds_per_byte(plan, "ring" if what == "ring" else kind, axes)
+        bandwidth = self.topology.accelerator.network_bandwidth
+        return Transfer(what, axes, sent, sent * seconds, sent * network, sent * network * bandwidth)
+
+    def _seconds_per_byte(self, plan: Plan, kind: str, axes: Axes) -> tuple[float, float]:
+        """Seconds of a collective for each byte that a device sends, and the part of them on the network."""
+        key = plan.mesh_sizes, kind, axes
+        if key not in self._known:
+            if plan.mesh_sizes not in self._known:
+                self._known[plan.mesh_sizes] = Links.of(self.topology, plan.mesh)
+            links: Links = self._known[plan.mesh_sizes]
+            if kind == "ring":
+                # All devices of a ring wait for the one that sends to another slice.
+                kind = "collective-permute" if links.crossing.get("context") else "all-gather"
+            phases = links.phases(kind, axes, 1.0)
+            self._known[key] = sum(p.seconds for p in phases), sum(p.network_seconds for p in phases)
+        found: tuple[float, float] = self._known[key]
+        return found
 
     def _state(self, plan: Plan) -> dict[str, float]:
         """Bytes of the parameters and the optimizer state at rest."""

@@ -15,6 +15,8 @@ from jaxpar.planning.search.compiled import PlannedRun
 from jaxpar.planning.search.plan import Plan
 from jaxpar.planning.search.search import TOLERANCE, Candidate, Search
 from jaxpar.planning.search.workload import Workload
+from jaxpar.sharding.hardware.links import Links
+from jaxpar.sharding.hardware.topology import Topology
 from jaxpar.sharding.layout import Layout
 from jaxpar.utils.plotting import new_figure
 
@@ -103,9 +105,15 @@ class PlanReport:
 
     def rows(self) -> list[tuple[str, ...]]:
         """Returns the cells of the ranked table: compiled plans, then the best estimates that were not compiled."""
-        found = [_cells(str(i), c, "") for i, c in enumerate(self.search.ranked, 1)]
-        waiting = self.search.waiting()[: max(_MOST_SHOWN - len(found), 0)]
-        return [*found, *(_cells("", c, "estimate") for c in waiting)]
+        ranked, topology = self.search.ranked, self.search.topology
+        waiting = self.search.waiting()[: max(_MOST_SHOWN - len(ranked), 0)]
+        found = [_cells(str(i), c, topology, "") for i, c in enumerate(ranked, 1)]
+        return [*found, *(_cells("", c, topology, "estimate") for c in waiting)]
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The head of the ranked table; ``network`` is what crosses slices or hosts, where there are several."""
+        return _COLUMNS if self.search.topology.slices == 1 else (*_COLUMNS[:-1], "network", "")
 
     def headline(self) -> str:
         """Returns the best plan and its figures in a line."""
@@ -135,13 +143,13 @@ class PlanReport:
 
     def __str__(self) -> str:
         lines = [self.headline(), f"why: {self.why()}", ""]
-        lines += [*aligned([_COLUMNS, *self.rows()]), "", *self.remarks()]
+        lines += [*aligned([self.columns, *self.rows()]), "", *self.remarks()]
         return "\n".join(lines) + "\n"
 
     def _repr_html_(self) -> str:
         notes = "".join(f"<li>{html.escape(line)}</li>" for line in self.remarks())
         head = f"<b>{html.escape(self.headline())}</b><br>why: {html.escape(self.why())}"
-        return f"<div>{head}{html_table(self.rows(), _COLUMNS)}<ul>{notes}</ul></div>"
+        return f"<div>{head}{html_table(self.rows(), self.columns)}<ul>{notes}</ul></div>"
 
     def to_json(self) -> str:
         """Returns the plans, best first, and what was left out, as JSON."""
@@ -170,6 +178,7 @@ class PlanReport:
             "tokens_per_second": None if line is None else line.tokens_per_second,
             "wire_bytes": c.wire_bytes,
             "exposed_bytes": c.exposed_bytes,
+            "network": self._network(c),
             "peak_bytes": c.peak_bytes,
             "estimated": {
                 "step_seconds": c.cost.step,
@@ -179,6 +188,11 @@ class PlanReport:
                 "traced_peak_bytes": c.traced_bytes,
             },
         }
+
+    def _network(self, c: Candidate) -> dict[str, Any]:
+        """What crosses slices or hosts."""
+        axes = Links.of(self.search.topology, c.plan.mesh).crossing
+        return {"axes": axes, "bytes": c.network_bytes, "seconds": c.network_seconds}
 
     def draw(self) -> Any:
         """Returns the plans as a picture: step time against memory, and the front of those that nothing beats in both.
@@ -220,8 +234,12 @@ def front(candidates: list[Candidate]) -> list[Candidate]:
     return edge
 
 
-def _cells(rank: str, c: Candidate, note: str) -> tuple[str, ...]:
+def _cells(rank: str, c: Candidate, topology: Topology, note: str) -> tuple[str, ...]:
     line = c.compiled
     mfu = f"{line.mfu:.1%}" if line is not None and line.mfu is not None else ""
     sizes = (show_bytes(round(n)) for n in (c.wire_bytes, c.exposed_bytes, c.peak_bytes))
-    return (rank, c.plan.describe(), show_time(c.step_seconds), mfu, *sizes, note)
+    cells = [rank, c.plan.describe(), show_time(c.step_seconds), mfu, *sizes]
+    if topology.slices > 1:
+        axes = " × ".join(f"{axis} {n}" for axis, n in Links.of(topology, c.plan.mesh).crossing.items())
+        cells.append(f"{axes}: {show_bytes(round(c.network_bytes))}, {show_time(c.network_seconds)}")
+    return (*cells, note)

@@ -117,6 +117,16 @@ class Candidate:
         """The part of ``wire_bytes`` that overlaps with no compute."""
         return self.cost.exposed_bytes if self.compiled is None else self.compiled.exposed_bytes
 
+    @property
+    def network_bytes(self) -> float:
+        """The part of ``wire_bytes`` that goes to other slices or hosts."""
+        return self.cost.network_bytes if self.compiled is None else self.compiled.network_bytes
+
+    @property
+    def network_seconds(self) -> float:
+        """Seconds of the network between slices or hosts, hidden or not."""
+        return self.cost.network_seconds if self.compiled is None else self.compiled.network_seconds
+
 
 @dataclass
 class Search:

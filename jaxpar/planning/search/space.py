@@ -11,8 +11,10 @@ from typing import Any
 from jaxpar.errors import PlanError, did_you_mean, listing
 from jaxpar.planning.search.plan import BATCH, EMBED, LAYERS, SEQ, Plan
 from jaxpar.planning.search.workload import Workload
+from jaxpar.sharding.hardware.torus import take
 from jaxpar.sharding.mesh import AXES
 
+_EXPOSED = ("expert", "ulysses", "model")
 _HEADS = ("heads", "kv_heads")
 _NOT_TENSOR = (BATCH, SEQ, EMBED, LAYERS, "residual_seq", "norm", "head_dim", "positions", "features", "channels")
 MOST_ACCUMULATED, MOST_VIRTUAL = 32, 4
@@ -33,6 +35,7 @@ class Space:
       offload: whether the optimizer state may be stored in host memory.
       batches: sequences of a step; empty for the run's.
       fixed: a field of :class:`Plan` → the only value that it may have.
+      slices: slices or hosts that the network joins. An axis of exposed collectives crosses them only if it is fixed.
     """
 
     axes: tuple[str, ...] = ("replica", "data", "model")
@@ -45,6 +48,7 @@ class Space:
     offload: tuple[bool, ...] = (False,)
     batches: tuple[int, ...] = ()
     fixed: Mapping[str, Any] = field(default_factory=dict)
+    slices: int = 1
 
     def __post_init__(self) -> None:
         names = [f.name for f in fields(Plan)]
@@ -75,7 +79,7 @@ def plans(workload: Workload, devices: int, space: Space, refused: Counter[str])
             continue
         for batch in space.batches or (0,):
             base = replace(Plan(batch=batch), **mesh)
-            reason = _problem(base, workload)
+            reason = _problem(base, workload) or _slow(base, space)
             tensor = _tensor(base, workload, space)
             if reason is None and base.model > 1 and not tensor:
                 reason = f"model {base.model} divides no dim of the weights"
@@ -115,6 +119,21 @@ def _problem(plan: Plan, workload: Workload) -> str | None:
             return f"{size[name]} {name} do not divide over {plan.ulysses * plan.model} devices"
     if size.get(LAYERS, 1) % plan.pipeline:
         return f"{size.get(LAYERS, 1)} layers do not divide over {plan.pipeline} stages"
+    return None
+
+
+def _slow(plan: Plan, space: Space) -> str | None:
+    """Why a mesh would wait for the network between slices, if it would.
+
+    Replicas, data and stages send little, or while they compute. So does a ring of ``context``, which the cost model
+    charges at the speed of the network.
+    """
+    if space.slices == 1:
+        return None
+    crossing = take(plan.mesh, space.slices, plan.mesh)
+    for axis in _EXPOSED:
+        if crossing[axis] > 1 and axis not in space.fixed:
+            return f"{axis} crosses {space.slices} slices: the step would wait for the network"
     return None
 
 

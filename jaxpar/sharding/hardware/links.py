@@ -39,6 +39,10 @@ if TYPE_CHECKING:
     from jax.sharding import AbstractMesh, Mesh
 
 
+NETWORK = "DCN"
+"""The level of the network between slices or hosts."""
+
+
 @dataclass(frozen=True)
 class Phase:
     """The part of a collective that uses one level of links.
@@ -55,6 +59,11 @@ class Phase:
     def seconds(self) -> float:
         """The time until the last link is done."""
         return max(self.queues.values(), default=0.0)
+
+    @property
+    def network_seconds(self) -> float:
+        """The time on the network between slices or hosts."""
+        return self.seconds if self.level == NETWORK else 0.0
 
 
 class Links:
@@ -75,7 +84,7 @@ class Links:
         middle = {axis: size // inner[axis] for axis, size in left.items()}
         fabric = "ICI" if accelerator.torus else "NVLink"
         self.accelerator, self.slices, self.shape = accelerator, slices, tuple(shape)
-        self.levels = {"DCN": outer, fabric: middle, "chip": inner}
+        self.levels = {NETWORK: outer, fabric: middle, "chip": inner}
         closed = accelerator.wraps(shape)
         self.torus = Torus.lay(middle, shape, closed, accelerator.link_bandwidth) if accelerator.torus else None
 
@@ -101,6 +110,15 @@ class Links:
                 f"Remedy: use more slices of fewer chips."
             )
         return cls(accelerator, topology.slices, topology.shape, accelerator.chip_devices, mesh)
+
+    @property
+    def crossing(self) -> dict[str, int]:
+        """The mesh axes that cross slices or hosts → over how many of them.
+
+        >>> Links.of(Topology.parse("v5e:4x4*2"), {"replica": 2, "data": 8, "model": 2}).crossing
+        {'replica': 2}
+        """
+        return {axis: size for axis, size in self.levels[NETWORK].items() if size > 1}
 
     @property
     def name(self) -> str:
@@ -157,7 +175,7 @@ class Links:
         """
         groups = {level: math.prod(sizes[axis] for axis in axes) for level, sizes in self.levels.items()}
         # A program for several slices shows for each collective whether it runs between them.
-        used = [level for level, n in groups.items() if n > 1 and between_slices in (None, level == "DCN")]
+        used = [level for level, n in groups.items() if n > 1 and between_slices in (None, level == NETWORK)]
         if kind == "collective-permute":
             return [self._permuted(used[0], axes, sent, pairs)] if used else []
         others = math.prod(groups[level] for level in used) - 1
@@ -176,7 +194,7 @@ class Links:
     def _phase(self, level: str, sent: float) -> Phase:
         """Returns the phase of a level whose devices each have one link."""
         speeds = {
-            "DCN": self.accelerator.network_bandwidth,
+            NETWORK: self.accelerator.network_bandwidth,
             "NVLink": self.accelerator.link_bandwidth,
             "chip": self.accelerator.chip_bandwidth or math.inf,
         }

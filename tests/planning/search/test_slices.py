@@ -1,0 +1,85 @@
+"""Tests what plans send between slices or hosts: which axes may cross, how many bytes, and for how long."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from jaxpar.planning.search.cost import CostModel
+from jaxpar.planning.search.plan import Plan
+from jaxpar.planning.search.space import Space, plans, tensor_dims
+from jaxpar.sharding.hardware.links import Links
+from jaxpar.sharding.hardware.topology import Topology
+from tests.planning.llama_workload import llama_workload
+
+WORKLOAD = llama_workload()
+AXES = ("pipeline", "replica", "data", "context", "ulysses", "model")
+V5E = Topology.parse("v5e:4x4*2")
+
+
+def found(topology: Topology, **fixed: int) -> tuple[list[Plan], Counter[str]]:
+    """The plans of a topology, and why the others are left out."""
+    refused: Counter[str] = Counter()
+    space = Space(AXES, tensor_dims(WORKLOAD), remat=("full",), fixed=fixed, slices=topology.slices)
+    return list(plans(WORKLOAD, topology.devices, space, refused)), refused
+
+
+@pytest.mark.parametrize("name", ["v5e:4x4*2", "v5e:2x4*4", "v5e:2x2*8", "h100:4x8"])
+def test_only_axes_that_send_little_cross_slices(name: str) -> None:
+    topology = Topology.parse(name)
+    crossing = {axis for plan in found(topology)[0] for axis in Links.of(topology, plan.mesh).crossing}
+    assert crossing == {"pipeline", "replica", "data", "context"}
+
+
+def test_meshes_whose_exposed_axes_would_cross_are_counted() -> None:
+    topology = Topology.parse("v5e:2x2*8")
+    refused = found(topology)[1]
+    for axis in ("ulysses", "model"):
+        assert refused[f"{axis} crosses {topology.slices} slices: the step would wait for the network"] > 0
+
+
+def test_a_fixed_axis_may_cross_slices() -> None:
+    made, _ = found(Topology.parse("v5e:2x2*2"), model=8)
+    assert {plan.model for plan in made} == {8}
+
+
+def test_one_slice_refuses_nothing_for_its_network() -> None:
+    assert not [reason for reason in found(Topology.parse("v5e:4x8"))[1] if "slices" in reason]
+
+
+def test_a_replica_across_slices_sums_the_gradients_of_its_shards_there() -> None:
+    plan = Plan(replica=2, data=16, zero=3, remat="full")
+    cost = CostModel(WORKLOAD, V5E).cost(plan)
+    # An all-reduce between two sends each device's share of the gradients once: fp32, over 16 devices.
+    assert cost.network_bytes == pytest.approx(WORKLOAD.param_count * 4 / 16)
+    assert cost.network_seconds == pytest.approx(cost.network_bytes / 3.125e9)
+    assert {t.axes for t in cost.transfers if t.network_bytes} == {("replica",)}
+
+
+def test_a_gather_across_slices_sends_each_device_its_share() -> None:
+    plan = Plan(data=32, zero=3, remat="full")
+    cost = CostModel(WORKLOAD, V5E).cost(plan)
+    layers = 8 * (4 * 1024 * 1024 + 3 * 1024 * 4096)
+    # One of 32 shards goes to the other slice: two gathers in bf16, one scatter in fp32. Outside layers: one gather.
+    expected = (layers * (2 * 2 + 4) + 2 * 32768 * 1024 * (2 + 4)) / 32
+    assert cost.network_bytes == pytest.approx(expected)
+    assert cost.wire_bytes > 20 * cost.network_bytes
+
+
+def test_stages_across_slices_send_activations() -> None:
+    plan = Plan(pipeline=2, data=16, zero=3, remat="full", microbatches=2)
+    crossing = {t.what for t in CostModel(WORKLOAD, V5E).cost(plan).transfers if t.network_bytes}
+    assert crossing == {"stages", "ends"}
+
+
+def test_a_ring_across_slices_runs_at_the_speed_of_the_network() -> None:
+    model = CostModel(llama_workload(batch=1, seq=65536), Topology.parse("h100:2x8"))
+    ring = next(t for t in model.cost(Plan(context=16, remat="full")).transfers if t.what == "ring")
+    assert ring.network_bytes == pytest.approx(ring.wire_bytes)
+    assert ring.seconds == pytest.approx(ring.wire_bytes / 50e9)
+
+
+def test_one_slice_sends_nothing_through_the_network() -> None:
+    cost = CostModel(WORKLOAD, Topology.parse("v5e:4x8")).cost(Plan(replica=2, data=16, zero=3, remat="full"))
+    assert (cost.network_bytes, cost.network_seconds) == (0, 0)
