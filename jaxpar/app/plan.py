@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,8 +22,8 @@ from jaxpar.planning.search.compiled import PlannedRun
 from jaxpar.planning.search.cost import CostModel
 from jaxpar.planning.search.plan import Plan
 from jaxpar.planning.search.report import PlanReport
-from jaxpar.planning.search.search import CompilerMeasures, Objective, SearchOptions, search
-from jaxpar.planning.search.space import Space, plans, tensor_dims
+from jaxpar.planning.search.search import CompilerMeasures, Objective, SearchOptions, find
+from jaxpar.planning.search.space import Space, tensor_dims
 from jaxpar.planning.search.workload import Workload, workload
 from jaxpar.sharding.hardware.topology import Topology
 from jaxpar.sharding.rules import ROLES
@@ -66,12 +65,10 @@ def go(config: Path, settings: Sequence[str], topology: str, options: PlanOption
     """Run ``jaxpar plan``: print the ranked plans, and write what was asked for."""
     parsed = Topology.parse(topology)
     planner = RunPlanner(config, settings)
-    refused: Counter[str] = Counter()
-    searched = search(
+    searched = find(
         CostModel(planner.workload, parsed),
-        plans(planner.workload, parsed.devices, planner.space(options.max_batch, parsed.slices), refused),
+        planner.space(options.max_batch, parsed.slices),
         CompilerMeasures(planner.run_of, parsed),
-        refused,
         SearchOptions(options.objective, at_most=options.programs),
         progress=lambda line: print(line, flush=True),
     )
@@ -141,18 +138,17 @@ class RunPlanner:
     def space(self, max_batch: int | None = None, slices: int = 1) -> Space:
         """Returns what may be chosen for the run: more for a built-in model than for one of the user's own."""
         batches = () if max_batch is None else tuple(_batches(self.job.config.data.batch, max_batch))
+        space = Space(tensor=tensor_dims(self.workload), batches=batches, fixed=self.fixed, slices=slices)
         if isinstance(self.job.model, FactoryModel):
-            return Space(tensor=tensor_dims(self.workload), batches=batches, fixed=self.fixed, slices=slices)
-        tensor = tensor_dims(self.workload)
-        return Space(
-            _LLAMA_AXES, tensor, True, remat=_REMAT, copies=(1, 2), batches=batches, fixed=self.fixed, slices=slices
-        )
+            return space
+        offload = self.job.config.parallel.offload.optimizer is None
+        return replace(space, axes=_LLAMA_AXES, sequence_parallel=True, remat=_REMAT, copies=(1, 2), offload=offload)
 
     def config_of(self, plan: Plan) -> dict[str, Any]:
         """Returns the run with a plan's layout and options, as data for a YAML file."""
         data: dict[str, Any] = {key: value for key, value in self.data.items() if key != "layout"}
         rules = self.loaded.layout["rules"] or {}
-        names = [name for name in rules if name not in ROLES]
+        names = [*(name for name in rules if name not in ROLES), *(n for n in self.workload.names if n not in rules)]
         kept = {name: rules[name] for name in ("indivisible", "unannotated") if name in rules}
         data["mesh"] = plan.mesh_data
         data["rules"] = plan.rules(plan.names(name for name in names if name not in kept)) | kept

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,8 +18,8 @@ from jaxpar.planning.search.compiled import PlannedRun
 from jaxpar.planning.search.cost import CostModel
 from jaxpar.planning.search.plan import BATCH, EMBED, SEQ, Plan
 from jaxpar.planning.search.report import PlanReport
-from jaxpar.planning.search.search import FASTEST, CompilerMeasures, SearchOptions, search
-from jaxpar.planning.search.space import Space, plans, tensor_dims
+from jaxpar.planning.search.search import FASTEST, CompilerMeasures, SearchOptions, find
+from jaxpar.planning.search.space import Space, tensor_dims
 from jaxpar.planning.search.workload import Workload, workload
 from jaxpar.sharding.hardware.topology import Topology
 from jaxpar.training.loss import LossFn
@@ -79,14 +78,12 @@ def plan(
     space = Space(
         tensor=tensor_dims(planner.workload),
         sequence_parallel=planner.annotated and SEQ in planner.workload.sizes,
+        offload=True,
         fixed=fixed or {},
         slices=topology.slices,
     )
-    refused: Counter[str] = Counter()
-    candidates = plans(planner.workload, topology.devices, space, refused)
     measures = CompilerMeasures(planner.run_of, topology)
-    model = CostModel(planner.workload, topology)
-    searched = search(model, candidates, measures, refused, options, progress=progress)
+    searched = find(CostModel(planner.workload, topology), space, measures, options, progress=progress)
     return PlanReport(searched, planner)
 
 

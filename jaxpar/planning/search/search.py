@@ -12,6 +12,7 @@ from jaxpar.errors import JaxparError, MissingExtraError
 from jaxpar.planning.search.compiled import CompiledPlan, PlannedRun, compile_plan, traced_bytes
 from jaxpar.planning.search.cost import CostModel, StepCost
 from jaxpar.planning.search.plan import Plan
+from jaxpar.planning.search.space import Space, plans
 from jaxpar.sharding.hardware.topology import Topology
 
 Objective = Literal["time", "memory"]
@@ -159,23 +160,28 @@ class Search:
 
     def expected(self, candidate: Candidate) -> float:
         """The value of a plan that was not compiled, corrected by the programs of similar plans."""
-        return self.value(candidate) * self._correction(candidate, self._ratio)
+        return self.value(candidate) * self._corrections()(candidate)
 
     def waiting(self) -> list[Candidate]:
         """The plans that were not compiled, lowest expected value first."""
+        correction = self._corrections()
         left = [c for c in self.candidates if c.waiting]
-        return sorted(left, key=lambda c: (self.expected(c), c.cost.peak_bytes))
+        return sorted(left, key=lambda c: (self.value(c) * correction(c), c.cost.peak_bytes))
+
+    def _corrections(self) -> Callable[[Candidate], float]:
+        """Compiled by estimated, in plans of the same family if there are any, else in all."""
+        by_family: dict[tuple[object, ...], list[float]] = {}
+        for done in self.candidates:
+            if done.compiled is not None:
+                by_family.setdefault(family(done.plan), []).append(self._ratio(done))
+        everything = statistics.median([r for ratios in by_family.values() for r in ratios] or [1.0])
+        medians = {name: statistics.median(ratios) for name, ratios in by_family.items()}
+        return lambda candidate: medians.get(family(candidate.plan), everything)
 
     def _ratio(self, candidate: Candidate) -> float:
         estimated = candidate.cost.peak_bytes if self.objective == "memory" else candidate.cost.step
         known = candidate.peak_bytes if self.objective == "memory" else candidate.step_seconds
         return known / estimated if estimated else 1.0
-
-    def _correction(self, candidate: Candidate, ratio: Callable[[Candidate], float]) -> float:
-        """Compiled by estimated, in plans of the same family if there are any, else in all."""
-        done = [c for c in self.candidates if c.compiled is not None]
-        same = [ratio(c) for c in done if family(c.plan) == family(candidate.plan)]
-        return statistics.median(same or [ratio(c) for c in done] or [1.0])
 
 
 def family(plan: Plan) -> tuple[object, ...]:
@@ -184,9 +190,37 @@ def family(plan: Plan) -> tuple[object, ...]:
     return used, plan.zero, plan.grad_accum_steps > 1, plan.copies, plan.offload
 
 
+def find(
+    model: CostModel,
+    space: Space,
+    measures: Measures,
+    options: SearchOptions = FASTEST,
+    *,
+    progress: Callable[[str], None] = lambda line: None,
+) -> Search:
+    """Returns the search of a space. Optimizer state is stored in host memory only where nothing fits without it.
+
+    Args:
+      model: estimates plans.
+      space: what may be chosen.
+      measures, options, progress: as for :func:`search`.
+
+    Raises:
+      MissingExtraError: there is no compiler for the topology's devices.
+    """
+
+    def search_with(offload: bool) -> Search:
+        refused: Counter[str] = Counter()
+        found = plans(model.workload, model.topology.devices, space, refused, offload=offload)
+        return search(model, found, measures, refused, options, progress=progress)
+
+    first = search_with(False)
+    return search_with(True) if space.offload and not first.ranked else first
+
+
 def search(
     model: CostModel,
-    plans: Iterable[Plan],
+    candidates: Iterable[Plan],
     measures: Measures,
     refused: Counter[str],
     options: SearchOptions = FASTEST,
@@ -197,9 +231,9 @@ def search(
 
     Args:
       model: estimates plans.
-      plans: all plans.
+      candidates: all plans.
       measures: traces and compiles them.
-      refused: why meshes are no plans → how many; filled while ``plans`` is read.
+      refused: why meshes are no plans → how many; filled while ``candidates`` is read.
       options: what is minimized, and how many programs are compiled.
       progress: is given a line for each plan that is compiled.
 
@@ -208,7 +242,7 @@ def search(
     """
     limit = model.topology.accelerator.hbm_bytes * _FULL
     fitting, too_large = [], 0
-    for plan in plans:
+    for plan in candidates:
         cost = model.cost(plan)
         if cost.peak_bytes > limit:
             too_large += 1

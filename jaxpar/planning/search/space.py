@@ -45,7 +45,7 @@ class Space:
     remat: tuple[str, ...] = ("",)
     copies: tuple[int, ...] = (1,)
     accumulate: bool = True
-    offload: tuple[bool, ...] = (False,)
+    offload: bool = False
     batches: tuple[int, ...] = ()
     fixed: Mapping[str, Any] = field(default_factory=dict)
     slices: int = 1
@@ -63,7 +63,9 @@ def tensor_dims(workload: Workload) -> tuple[str, ...]:
     return tuple(sorted(name for name in found if name not in _NOT_TENSOR and not name.startswith("channels")))
 
 
-def plans(workload: Workload, devices: int, space: Space, refused: Counter[str]) -> Iterator[Plan]:
+def plans(
+    workload: Workload, devices: int, space: Space, refused: Counter[str], *, offload: bool = False
+) -> Iterator[Plan]:
     """Returns every plan for a number of devices, and counts in ``refused`` why meshes were left out.
 
     Args:
@@ -71,6 +73,7 @@ def plans(workload: Workload, devices: int, space: Space, refused: Counter[str])
       devices: the number of devices.
       space: what may be chosen.
       refused: reason → number of meshes.
+      offload: whether the plans store the optimizer state in host memory.
     """
     for sizes in _factorizations(devices, len(space.axes)):
         mesh: dict[str, Any] = dict(zip(space.axes, sizes, strict=True))
@@ -78,9 +81,11 @@ def plans(workload: Workload, devices: int, space: Space, refused: Counter[str])
             refused["the mesh is fixed"] += 1
             continue
         for batch in space.batches or (0,):
-            base = replace(Plan(batch=batch), **mesh)
+            base = replace(Plan(batch=batch, offload=offload), **mesh)
             reason = _problem(base, workload) or _slow(base, space)
             tensor = _tensor(base, workload, space)
+            if reason is None and base.replica > 1 and (3 not in space.zero or base.token_axes == ("replica",)):
+                reason = "replica is the same as a larger data where it shards no weights"
             if reason is None and base.model > 1 and not tensor:
                 reason = f"model {base.model} divides no dim of the weights"
             if reason is not None:
@@ -119,6 +124,8 @@ def _problem(plan: Plan, workload: Workload) -> str | None:
             return f"{size[name]} {name} do not divide over {plan.ulysses * plan.model} devices"
     if size.get(LAYERS, 1) % plan.pipeline:
         return f"{size.get(LAYERS, 1)} layers do not divide over {plan.pipeline} stages"
+    if (batch // rows) % plan.pipeline:
+        return f"{batch // rows} rows of a device do not divide into microbatches for {plan.pipeline} stages"
     return None
 
 
@@ -149,7 +156,7 @@ def _options(plan: Plan, workload: Workload, space: Space) -> Iterator[Plan]:
     rows = (plan.batch or workload.sizes.get(BATCH, 1)) // (plan.replica * plan.data)
     seq = workload.sizes.get(SEQ, 1)
     sequence = space.sequence_parallel and plan.model > 1 and seq % (plan.context * plan.ulysses * plan.model) == 0
-    for zero, remat, offload in itertools.product(space.zero, space.remat, space.offload):
+    for zero, remat in itertools.product(space.zero, space.remat):
         if zero and (not plan.token_axes or plan.token_axes == ("replica",)):
             continue  # nothing to shard over
         if plan.replica > 1 and zero != 3:
@@ -157,7 +164,7 @@ def _options(plan: Plan, workload: Workload, space: Space) -> Iterator[Plan]:
         # The stages of a pipeline gather their weights once a step under stages 1 and 3 alike.
         if plan.pipeline > 1 and zero == 1:
             continue
-        chosen = replace(plan, sequence_parallel=sequence, zero=zero, remat=remat, offload=offload)
+        chosen = replace(plan, sequence_parallel=sequence, zero=zero, remat=remat)
         yield from _staged(chosen, workload, rows) if plan.pipeline > 1 else _unstaged(chosen, space, rows)
 
 

@@ -1,0 +1,100 @@
+"""The cost of a plan in closed form, against sums by hand."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import jaxpar as jp
+from jaxpar.planning.search.cost import CostModel
+from jaxpar.planning.search.plan import Plan
+from jaxpar.planning.search.workload import Workload, workload
+from jaxpar.sharding.hardware.topology import Topology
+
+ROWS, EMBED, MLP, LAYERS = 96, 24, 72, 6
+
+
+@functools.cache
+def stack() -> Workload:
+    """Layers of two matmuls, scanned, in fp32 with Adam."""
+
+    def make_model(key: jax.Array) -> dict[str, jp.tag]:
+        up, down = jax.random.split(key)
+        return {
+            "up": jp.tag(jax.random.normal(up, (LAYERS, EMBED, MLP)), "layers", "embed", "mlp"),
+            "down": jp.tag(jax.random.normal(down, (LAYERS, MLP, EMBED)), "layers", "mlp", "embed"),
+        }
+
+    def loss_fn(model: dict[str, jax.Array], batch: dict[str, jax.Array]) -> jax.Array:
+        def layer(x: jax.Array, w: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+            return x + jnp.tanh(x @ w[0]) @ w[1], None
+
+        out, _ = jax.lax.scan(layer, batch["x"], (model["up"], model["down"]))
+        return (out**2).mean()
+
+    batch = {"x": jp.tag(jax.ShapeDtypeStruct((ROWS, EMBED), jnp.float32), "batch", "embed")}
+    return workload(make_model, loss_fn, batch, optax.adam(1e-3))
+
+
+def model(topology: str = "v5e:2x4") -> CostModel:
+    return CostModel(stack(), Topology.parse(topology))
+
+
+def test_the_workload_has_the_layers_matmuls() -> None:
+    work = stack()
+    assert [(m.layered, m.weight, m.times) for m in work.matmuls] == [(True, True, LAYERS)] * 2
+    assert work.model_flops == 3 * 2 * 2 * LAYERS * ROWS * EMBED * MLP
+    assert work.param_count == 2 * LAYERS * EMBED * MLP and work.param_bytes == 4 * work.param_count
+    assert work.sizes == {"batch": ROWS, "embed": EMBED, "mlp": MLP, "layers": LAYERS}
+    assert work.state_bytes == pytest.approx(2, rel=1e-3)  # two moments, and a count
+    assert work.compute_bytes == 4
+
+
+def test_one_device_does_all_flops_and_sends_nothing() -> None:
+    cost = model().cost(Plan())
+    # The first layer's input needs no gradient outside of a scan; inside, all layers are the same program.
+    assert cost.compute == pytest.approx(stack().model_flops / Topology.parse("v5e:1x1").accelerator.rate("bf16"))
+    assert cost.wire_bytes == 0 == cost.exposed
+
+
+@given(st.sampled_from([1, 2, 3]), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 3]))
+def test_devices_share_flops_and_state(replica: int, data: int, model_size: int) -> None:
+    devices, tensor = replica * data * model_size, ("mlp",) if model_size > 1 else ()
+    costs = model(f"v5e:1x{devices}")
+    plan = Plan(replica=replica, data=data, model=model_size, tensor=tensor)
+    alone = costs.cost(Plan())
+    assert costs.cost(plan).compute * devices == pytest.approx(alone.compute)
+    assert costs.cost(plan).memory["parameters"] * model_size == pytest.approx(stack().param_bytes)
+    sharded = costs.cost(Plan(replica=replica, data=data, model=model_size, tensor=tensor, zero=3))
+    assert sharded.memory["optimizer"] * model_size * data == pytest.approx(2 * stack().param_bytes, rel=1e-3)
+
+
+def test_data_parallelism_sends_each_gradient_twice() -> None:
+    cost = model().cost(Plan(data=8))
+    assert cost.wire_bytes == pytest.approx(2 * 7 / 8 * 4 * stack().param_count)
+
+
+def test_fsdp_gathers_twice_and_reduces_once() -> None:
+    cost = model().cost(Plan(data=8, zero=3))
+    assert cost.wire_bytes == pytest.approx(3 * 7 / 8 * 4 * stack().param_count)
+    again = model().cost(Plan(data=8, zero=3, grad_accum_steps=2))
+    assert again.wire_bytes == pytest.approx(2 * cost.wire_bytes)
+
+
+def test_tensor_parallelism_sends_activations() -> None:
+    cost = model().cost(Plan(data=2, model=4, tensor=("mlp",)))
+    local = ROWS // 2 * EMBED * 4
+    layers = 2 * LAYERS * 2 * 3 / 4 * local  # one all-reduce in the forward pass, one in the backward pass
+    gradients = 2 * 1 / 2 * 4 * stack().param_count / 4
+    assert cost.wire_bytes == pytest.approx(layers + gradients)
+
+
+def test_a_pipeline_waits_for_its_first_microbatch() -> None:
+    few, many = (model().cost(Plan(pipeline=2, data=4, microbatches=n)) for n in (2, 12))
+    assert few.compute / many.compute == pytest.approx((3 / 2) / (13 / 12))

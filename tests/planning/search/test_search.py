@@ -1,0 +1,202 @@
+"""The search compiles plans in the order of their estimates, and ends when no estimate left promises more."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from profiles import examples
+
+from jaxpar.errors import LayoutError, MissingExtraError, PlanError
+from jaxpar.planning.search.compiled import CompiledPlan, PlannedRun
+from jaxpar.planning.search.cost import CostModel, StepCost
+from jaxpar.planning.search.plan import Plan
+from jaxpar.planning.search.report import PlanReport
+from jaxpar.planning.search.search import TOLERANCE, Candidate, Search, SearchOptions, family, find, search
+from jaxpar.planning.search.space import Space
+from jaxpar.planning.search.workload import Workload
+from jaxpar.sharding.hardware.topology import Topology
+
+TOPOLOGY = Topology.parse("v5e:2x4")
+PLANS = [
+    Plan(data=data, model=8 // data, zero=zero, grad_accum_steps=steps, tensor=("mlp",) if data < 8 else ())
+    for data in (8, 4, 2)
+    for zero in (0, 1, 3)
+    for steps in (1, 2, 4)
+]
+WORK = Workload((), (), {}, 2.0, {"batch": 8, "embed": 8, "mlp": 8}, ("batch", "embed", "mlp"))
+
+
+class Estimates(CostModel):
+    """Costs that are given."""
+
+    def __init__(self, seconds: dict[Plan, float], peak: float = 2.0**30):
+        super().__init__(WORK, TOPOLOGY)
+        self._seconds, self._peak = seconds, peak
+
+    def cost(self, plan: Plan) -> StepCost:
+        peak = self._peak / (8 if plan.offload else 1)
+        return StepCost(0.0, 0.0, (), 0.0, 0.0, self._seconds.get(plan, 1.0), {"parameters": peak})
+
+
+@dataclass
+class Compiler:
+    """Programs that are given, and which were compiled."""
+
+    seconds: dict[Plan, float]
+    problems: dict[Plan, str] = field(default_factory=dict)
+    too_large: frozenset[Plan] = frozenset()
+    traced: dict[Plan, int] = field(default_factory=dict)
+    tried: list[Plan] = field(default_factory=list)
+
+    def traced_bytes(self, plan: Plan) -> int | None:
+        return self.traced.get(plan)
+
+    def compiled(self, plan: Plan) -> CompiledPlan:
+        self.tried.append(plan)
+        if plan in self.problems:
+            raise LayoutError([self.problems[plan]])
+        return CompiledPlan(
+            plan not in self.too_large, self.seconds[plan], 0.5, 0.25, 0.125, (), 8.0, 4.0, 2.0**29, 0.5, 100.0
+        )
+
+
+@dataclass(frozen=True)
+class Planner:
+    workload: Workload = WORK
+
+    def run_of(self, plan: Plan) -> PlannedRun:
+        raise NotImplementedError
+
+    def config_of(self, plan: Plan) -> dict[str, Any]:
+        return {"mesh": plan.mesh_data}
+
+
+def run(seconds: dict[Plan, float], compiler: Compiler, **options: Any) -> Search:
+    return search(Estimates(seconds), seconds, compiler, Counter(), SearchOptions(**options))
+
+
+@examples(30)
+@given(st.lists(st.floats(0.1, 10.0), min_size=len(PLANS), max_size=len(PLANS)), st.data())
+def test_what_is_left_promises_less_than_the_tolerance(seconds: list[float], data: st.DataObject) -> None:
+    estimates = dict(zip(PLANS, seconds, strict=True))
+    compiler = Compiler({plan: s * data.draw(st.floats(0.5, 2.0)) for plan, s in estimates.items()})
+    found = run(estimates, compiler, at_most=len(PLANS))
+    best, left = found.ranked[0], found.waiting()
+    assert found.value(best) == min(compiler.seconds[plan] for plan in compiler.tried)
+    assert not left or found.value(best) <= TOLERANCE * found.expected(left[0])
+    assert len({family(plan) for plan in compiler.tried}) >= 2 and len(set(compiler.tried)) == len(compiler.tried)
+
+
+@examples(30)
+@given(st.lists(st.floats(0.1, 10.0), min_size=len(PLANS), max_size=len(PLANS)), st.integers(0, 2**32))
+def test_families_that_err_alike_are_corrected(seconds: list[float], seed: int) -> None:
+    """Where all plans of a family err by one factor, and all families were tried, the best plan is within 5 %."""
+    factors: dict[Any, float] = {}
+    for i, plan in enumerate(PLANS):
+        factors.setdefault(family(plan), 0.5 + ((seed >> i) % 16) / 10)
+    estimates = dict(zip(PLANS, seconds, strict=True))
+    compiler = Compiler({plan: s * factors[family(plan)] for plan, s in estimates.items()})
+    found = run(estimates, compiler, at_least=len(factors), at_most=len(PLANS))
+    assert found.value(found.ranked[0]) <= TOLERANCE * min(compiler.seconds.values()) * (1 + 1e-9)
+
+
+def test_plans_that_cannot_run_are_passed_over() -> None:
+    seconds = {plan: 1.0 + i for i, plan in enumerate(PLANS[:6])}
+    first, second, third, fourth, *_ = seconds
+    compiler = Compiler(seconds, {first: "mlp does not divide"}, frozenset({second}), {third: 2**60})
+    lines: list[str] = []
+    found = search(Estimates(seconds), seconds, compiler, Counter(), SearchOptions(at_least=1), progress=lines.append)
+    assert found.ranked[0].plan == fourth and third not in compiler.tried
+    problems = {c.plan: c.problem.splitlines()[0] for c in found.candidates if c.problem}
+    assert problems[second] == "does not fit, compiled" and problems[third] == "does not fit, by its trace"
+    assert "mlp does not divide" in problems[first]
+    assert lines[0].startswith(f"{first.describe()}: ") and f"{fourth.describe()}: 4000.0 ms, 0.50 GiB" in lines
+
+
+def test_no_compiler_is_an_error() -> None:
+    class Missing(Compiler):
+        def compiled(self, plan: Plan) -> CompiledPlan:
+            raise MissingExtraError("compiling for a TPU requires libtpu")
+
+    with pytest.raises(MissingExtraError, match="^compiling for a TPU requires libtpu$"):
+        run(dict.fromkeys(PLANS, 1.0), Missing({}))
+
+
+def test_the_number_of_programs_is_limited() -> None:
+    estimates = dict.fromkeys(PLANS, 1.0)
+    compiler = Compiler({plan: 10.0 + i for i, plan in enumerate(PLANS)})
+    run(estimates, compiler, at_least=5, at_most=3)
+    assert len(compiler.tried) == 3
+
+
+def test_least_memory() -> None:
+    seconds = dict.fromkeys(PLANS[:3], 1.0)
+    found = run(seconds, Compiler(seconds), objective="memory")
+    assert found.value(found.ranked[0]) == 2.0**29
+
+
+def test_the_host_is_used_only_where_nothing_else_fits() -> None:
+    space = Space(tensor=("mlp",), offload=True)
+    seconds = dict.fromkeys(PLANS, 1.0)
+
+    class Same(Compiler):
+        def compiled(self, plan: Plan) -> CompiledPlan:
+            self.seconds.setdefault(plan, 1.0)
+            return super().compiled(plan)
+
+    fits = find(Estimates(seconds), space, Same({}))
+    assert not any(c.plan.offload for c in fits.candidates)
+    full = find(Estimates(seconds, peak=2.0**40), space, Same({}))
+    assert full.ranked == [] and full.too_large > 0
+    tight = find(Estimates(seconds, peak=2.0**35), space, Same({}))
+    assert tight.ranked and all(c.plan.offload for c in tight.candidates)
+
+
+def test_nothing_fits() -> None:
+    found = search(Estimates({}, peak=2.0**40), PLANS, Compiler({}), Counter())
+    text = (
+        "no plan fits v5e:2x4: 27 plans exceed its memory by their estimate, and 0 others failed. Remedy: more "
+        "devices, or a smaller batch."
+    )
+    with pytest.raises(PlanError, match=f"^{re.escape(text)}$"):
+        _ = PlanReport(found, Planner()).best
+
+
+def report() -> PlanReport:
+    seconds = {plan: 1.0 + i for i, plan in enumerate(PLANS[:5])}
+    found = run(seconds, Compiler({plan: s * 1.5 for plan, s in seconds.items()}), at_least=1)
+    return PlanReport(found, Planner())
+
+
+def test_the_report_shows_what_was_compiled_and_what_was_left() -> None:
+    text = str(report())
+    assert text.splitlines()[0] == "DP 8 on v5e:2x4: 1.5 s a step, MFU 50.0%, 512.00 MiB at the peak"
+    assert re.search(r"^1  DP 8 +1\.5 s +50\.0% +8 B +4 B +512\.00 MiB$", text, re.MULTILINE)
+    assert re.search(r"^   DP 8, 2 accumulated +2 s .* estimate$", text, re.MULTILINE)
+    assert "5 plans fit by their estimate, 0 do not; 1 compiled" in text
+    assert "the best program takes 0.50 × the lowest estimate left" in text
+
+
+def test_the_json_has_what_a_script_wants() -> None:
+    told = json.loads(report().to_json())
+    first, second, *_ = told["plans"]
+    assert first["compiled"] and first["config"] == {"mesh": {"data": 8}} and first["step_seconds"] == 1.5
+    assert {"wire_bytes", "exposed_bytes", "peak_bytes", "mfu", "tokens_per_second"} <= first.keys()
+    assert not second["compiled"] and second["step_seconds"] == 2.0 and told["fitting"] == 5
+
+
+def test_a_plan_shows_itself_in_a_notebook() -> None:
+    page = report()._repr_html_()
+    assert page.startswith("<div><b>DP 8 on v5e:2x4") and "<table" in page
+
+
+def test_candidates_prefer_what_is_known() -> None:
+    cost = StepCost(0.0, 0.0, (), 0.0, 0.0, 2.0, {"parameters": 10.0})
+    assert Candidate(PLANS[0], cost).peak_bytes == 10.0 and Candidate(PLANS[0], cost, 20).peak_bytes == 20
