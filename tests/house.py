@@ -51,7 +51,7 @@ def read(root: Path, name: str = "jaxpar") -> Package:
 def _imports(file: Path, modules: Modules, name: str) -> Iterator[str]:
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            yield from (alias.name[len(name) + 1 :] for alias in node.names if alias.name.startswith(f"{name}."))
+            yield from (alias.name[len(name) + 1 :] for alias in node.names if alias.name.split(".")[0] == name)
         elif isinstance(node, ast.ImportFrom) and node.level:
             yield f"a relative import of {node.module}"
         elif isinstance(node, ast.ImportFrom) and (node.module == name or (node.module or "").startswith(f"{name}.")):

@@ -73,6 +73,8 @@ PLANTED = {
     ),
     "no floor": ({"room/__init__.py": "", "room/a.py": "from jaxpar.sharding import mesh"}, house.upward),
     "a public name": ({"parallel/__init__.py": "", "parallel/a.py": "from jaxpar import Layout"}, house.upward),
+    "the package itself": ({"parallel/__init__.py": "", "parallel/a.py": "import jaxpar as jp"}, house.upward),
+    "a relative import": ({"training/a.py": "from ..sharding import mesh"}, house.upward),
     "a circle of files": (
         {
             "training/a.py": "from jaxpar.training import b",
@@ -134,10 +136,15 @@ def test_the_diagram_of_the_architecture_is_true(pytestconfig: pytest.Config) ->
         assert text[start:end] == want, "pytest tests/test_house.py --update-golden"
 
 
+def test_the_page_about_the_architecture_is_short() -> None:
+    assert len((ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").splitlines()) <= 80
+
+
 def test_lines_are_not_wide() -> None:
     pages = [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]
     scripts = [file for folder in ("tests", "benchmarks") for file in (ROOT / folder).rglob("*.py")]
-    assert house.wide_lines([*SOURCES, *scripts, *pages]) == []
+    configs = (ROOT / "configs").rglob("*.yaml")
+    assert house.wide_lines([*SOURCES, *scripts, *pages, *configs]) == []
 
 
 def test_references_in_docstrings_resolve() -> None:

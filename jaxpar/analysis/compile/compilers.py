@@ -20,7 +20,6 @@ import jax
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-import jaxpar
 from jaxpar.errors import CompileError, MissingExtraError
 from jaxpar.sharding.hardware.topology import Topology
 
@@ -164,7 +163,7 @@ def environment_of(compiler: Compiler) -> dict[str, str]:
     """
     flags = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_NUM_CPU_DEVICES")
     own = {name: value for name, value in os.environ.items() if name not in flags}
-    root = str(Path(jaxpar.__file__).parents[1])
+    root = str(Path(__file__).parents[3])  # of the package
     # The caller reads warnings from stderr: XLA's, and those that libtpu would otherwise write to a file.
     log = {"TF_CPP_MIN_LOG_LEVEL": "1", "TPU_STDERR_LOG_LEVEL": "1"}
     return {**own, **log, "JAX_PLATFORMS": "cpu", "PYTHONPATH": root, **dict(compiler.environment)}
