@@ -49,7 +49,7 @@ print(f"{jax.device_count()} devices")
 
 # %%
 causal = jp.Mask(causal=True)
-jp.context.draw_mask(causal, seq=4096, ways=4, order="contiguous", block=128)
+jp.context.draw_mask(causal, seq=4096, num_shards=4, order="contiguous", block=128)
 
 # %% [markdown]
 # The work is unbalanced: the last device computes seven times as much as the first.
@@ -68,7 +68,7 @@ print(jp.context.balance(causal, 4096, 4, "contiguous", block=128).report())
 # mirror image from the back.
 
 # %%
-jp.context.draw_mask(causal, seq=4096, ways=4, order="zigzag", block=128)
+jp.context.draw_mask(causal, seq=4096, num_shards=4, order="zigzag", block=128)
 
 # %% [markdown]
 # Now all devices have the same work in every hop. The *striped* order gives each of n devices every n-th token, which
@@ -85,7 +85,9 @@ for order in ("contiguous", "striped", "zigzag"):
 # `jaxpar` skips the tiles outside the mask, and a ring skips the hops in which all tiles are masked.
 
 # %%
-jp.context.draw_mask(jp.Mask(causal=True, window=700, prefix=256), seq=4096, ways=4, order="contiguous", block=128)
+jp.context.draw_mask(
+    jp.Mask(causal=True, window=700, prefix=256), seq=4096, num_shards=4, order="contiguous", block=128
+)
 
 # %% [markdown]
 # ## Packed documents
@@ -105,7 +107,7 @@ print(jp.context.balance(causal, 4096, 4, "zigzag", block=64, segment_ids=docume
 # %%
 order = jp.context.balanced_packing(documents, 4, chunks=16)
 print(jp.context.balance(causal, 4096, 4, order, block=64, segment_ids=documents).report())
-jp.context.draw_mask(causal, seq=4096, ways=4, order=order, block=64, segment_ids=documents)
+jp.context.draw_mask(causal, seq=4096, num_shards=4, order=order, block=64, segment_ids=documents)
 
 # %% [markdown]
 # ## Attention under a layout

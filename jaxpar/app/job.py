@@ -149,7 +149,10 @@ class Job:
                 f"{ring_size} devices, but data.seq={data.seq} is not a multiple of {2 * ring_size}. Remedy: set "
                 f"data.seq to a multiple of {2 * ring_size}."
             )
-        return {**options, "arrange": functools.partial(jp.context.balanced_packing, ways=ring_size, chunks=chunks)}
+        return {
+            **options,
+            "arrange": functools.partial(jp.context.balanced_packing, num_shards=ring_size, chunks=chunks),
+        }
 
     def compiler_options(self, platform: str) -> dict[str, Any] | None:
         """XLA options for a platform, as ``jax.stages.Lowered.compile`` takes them; ``None`` if none are configured."""

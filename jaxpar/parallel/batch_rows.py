@@ -141,7 +141,7 @@ def rows_of(batch: Any) -> int | None:
 
 
 def microbatch_rows(
-    rows: int | None, count: int, number: Any, *, ways: int = 1, index: Callable[[], Any] = lambda: 0
+    rows: int | None, count: int, number: Any, *, num_shards: int = 1, index: Callable[[], Any] = lambda: 0
 ) -> Numbers | None:
     """Returns the global row numbers of a microbatch, split as by :func:`jaxpar.training.microbatches.pieces_of`.
 
@@ -149,12 +149,12 @@ def microbatch_rows(
       rows: rows in the microbatch; ``None`` returns ``None``.
       count: the number of microbatches.
       number: the index of this microbatch. For a Python integer the result is a function, else an array.
-      ways: the number of devices whose rows the microbatch holds, in device order.
+      num_shards: the number of devices whose rows the microbatch holds, in device order.
       index: returns the index of the first of these devices.
     """
     if rows is None:
         return None
-    each = rows // ways
+    each = rows // num_shards
 
     def make() -> jax.Array:
         place = jnp.arange(rows, dtype=jnp.int32)
@@ -184,14 +184,14 @@ def row_numbers(count: int, axes: Axes) -> jax.Array | None:
     sizes, ambient, found = jax.sharding.get_abstract_mesh().shape, current_batch_rows(), here()
     known = frozenset() if ambient is None else ambient.manual
     split = tuple(axis for axis in axes if axis not in known)
-    ways = math.prod(sizes[axis] for axis in split)
+    num_shards = math.prod(sizes[axis] for axis in split)
     index = jax.lax.axis_index(split) if split else 0
     if found is None:
         return index * count + jnp.arange(count, dtype=jnp.int32)
-    rows, rest = divmod(len(found), ways)
+    rows, rest = divmod(len(found), num_shards)
     if rest or not rows or count % rows:
         return None
-    if ways > 1:
+    if num_shards > 1:
         found = jax.lax.dynamic_slice_in_dim(found, index * rows, rows)
     several = count // rows
     if several == 1:

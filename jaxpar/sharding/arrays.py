@@ -41,11 +41,11 @@ def shard_array(layout: Layout, x: Any, *dims: str | None, path: str = "batch") 
         )
     local = np.asarray(x)
     resolved = layout.resolve(dims, path=path)
-    ways = tuple(math.prod(layout.sizes[axis] for axis in dim.axes) for dim in resolved.dims)
+    shards = tuple(math.prod(layout.sizes[axis] for axis in dim.axes) for dim in resolved.dims)
     shape: tuple[int, ...] = local.shape
-    if jax.process_count() > 1 and not resolved.problems and len(ways) == local.ndim:
-        index_map = NamedSharding(layout.mesh, to_spec(resolved)).addressable_devices_indices_map(ways).values()
-        mine = (len({index[i].start for index in index_map if index is not None}) for i in range(len(ways)))
-        shape = tuple(size * way // own for size, way, own in zip(shape, ways, mine, strict=True))
+    if jax.process_count() > 1 and not resolved.problems and len(shards) == local.ndim:
+        index_map = NamedSharding(layout.mesh, to_spec(resolved)).addressable_devices_indices_map(shards).values()
+        mine = (len({index[i].start for index in index_map if index is not None}) for i in range(len(shards)))
+        shape = tuple(size * parts // own for size, parts, own in zip(shape, shards, mine, strict=True))
     sharding = layout.sharding(dims, shape, dtype=local.dtype, path=path)
     return jax.make_array_from_process_local_data(sharding, local, shape)

@@ -75,11 +75,11 @@ class MeshSpec:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        asked = vars(self)
-        for axis, size in asked.items():
+        given = vars(self)
+        for axis, size in given.items():
             if not is_count(size, -1) or size == 0:
                 raise MeshError(f"the size of the mesh axis {axis!r} must be a positive integer or -1, got {size!r}.")
-        free = [axis for axis, size in asked.items() if size == -1]
+        free = [axis for axis, size in given.items() if size == -1]
         if len(free) > 1:
             raise MeshError(
                 f"the mesh axes {listing(free)} are -1, but only one can be. Remedy: give the others a size."
@@ -102,13 +102,13 @@ class MeshSpec:
         Raises:
           MeshError: the product of the sizes is not ``devices``. The text lists sizes that fit.
         """
-        asked = vars(self)
-        fixed = math.prod(size for size in asked.values() if size != -1)
+        given = vars(self)
+        fixed = math.prod(size for size in given.values() if size != -1)
         if devices > _MOST_DEVICES:
             raise MeshError(f"a mesh of {devices:,} devices exceeds {_MOST_DEVICES:,}. Remedy: use smaller sizes.")
-        filled = {axis: devices // fixed if size == -1 else size for axis, size in asked.items()}
+        filled = {axis: devices // fixed if size == -1 else size for axis, size in given.items()}
         if devices < 1 or math.prod(filled.values()) != devices:
-            raise MeshError(_mesh_misfit(asked, fixed, devices))
+            raise MeshError(_mesh_misfit(given, fixed, devices))
         return filled
 
     def build(self, devices: Sequence[Any] | None = None, *, axis_type: AxisType | None = None) -> Mesh:
@@ -143,11 +143,11 @@ class MeshSpec:
         """
         import jax
 
-        asked = vars(self)
-        if devices is None and -1 in asked.values():
-            shown = messages.product(asked)
+        given = vars(self)
+        if devices is None and -1 in given.values():
+            shown = messages.product(given)
             raise MeshError(f"abstract() of the mesh {shown} requires a number of devices, such as abstract(4096).")
-        sizes = self.sizes(math.prod(asked.values()) if devices is None else devices)
+        sizes = self.sizes(math.prod(given.values()) if devices is None else devices)
         kinds = (axis_type or jax.sharding.AxisType.Auto,) * len(AXES)
         return jax.sharding.AbstractMesh(tuple(sizes.values()), AXES, axis_types=kinds)
 
@@ -187,18 +187,18 @@ _ELSEWHERE = {"fsdp": "data", "tp": "model", "cp": "context", "sp": "context", "
 """Names of axes in other libraries, and ours."""
 
 
-def _mesh_misfit(asked: Mapping[str, int], fixed: int, devices: int) -> str:
+def _mesh_misfit(given: Mapping[str, int], fixed: int, devices: int) -> str:
     """Says why the sizes do not multiply to the number of devices, and lists each change of one axis that fits."""
     if devices < 1:
         return f"a mesh needs at least one device, but the number of devices is {devices}."
-    if -1 in asked.values():
+    if -1 in given.values():
         why = f"{devices} is not a multiple of {fixed}"
         divisors = [str(d) for d in range(1, devices + 1) if devices % d == 0]
         fits = f"other sizes that multiply to {' or '.join(divisors)}"
     else:
         why = f"its sizes multiply to {fixed}"
-        can = {axis: devices * n // fixed for axis, n in asked.items() if n > 1 or axis == "data"}
-        sizes = [f"{axis}={n}" for axis, n in can.items() if n * fixed == devices * asked[axis]]
+        can = {axis: devices * n // fixed for axis, n in given.items() if n > 1 or axis == "data"}
+        sizes = [f"{axis}={n}" for axis, n in can.items() if n * fixed == devices * given[axis]]
         fits = " or ".join(sizes) or f"sizes that multiply to {devices}"
-    start = f"the mesh {messages.product(asked)} does not fit {devices} devices"
+    start = f"the mesh {messages.product(given)} does not fit {devices} devices"
     return f"{start}, because {why}. Remedy: use {fits}."

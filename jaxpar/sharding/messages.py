@@ -30,5 +30,5 @@ def entry(role: str, dim: str) -> str:
 
 def no_multiple(name: str, size: int, axes: Mapping[str, int]) -> str:
     """Returns why a dim cannot take axes that do not divide its size."""
-    ways = f" = {math.prod(axes.values())}" if len(axes) > 1 else ""
-    return f"the dim {name!r} has size {size}, which is not a multiple of {product(axes)}{ways}"
+    total = f" = {math.prod(axes.values())}" if len(axes) > 1 else ""
+    return f"the dim {name!r} has size {size}, which is not a multiple of {product(axes)}{total}"

@@ -125,7 +125,7 @@ def _place(
         if taken is not None:
             rivals.append(claimed[taken])
             misfits.append(f"the axis {taken!r} is claimed by the dims {claimed[taken]!r} and {name!r}")
-        elif size is not None and size % _ways(axes, live):
+        elif size is not None and size % _num_shards(axes, live):
             misfits.append(messages.no_multiple(name, size, {axis: live[axis] for axis in axes}))
         elif axes:
             return axes, "; ".join(misfits), ""
@@ -146,18 +146,18 @@ def _spread(dims: list[ResolvedDim], spread: Over, live: Sizes, claimed: Mapping
     dim other than the last is preferred where each device keeps 8 or more of it: a TPU stores tiles of 8 rows by 128
     columns.
     """
-    asked = [axis for axis in spread.axes if axis in live]
-    axes = tuple(axis for axis in asked if axis not in claimed)
-    shard = [(dim.size or 0) // _ways(dim.axes, live) for dim in dims]
-    fits = [i for i, size in enumerate(shard) if size and size % _ways(axes, live) == 0]
+    large = [axis for axis in spread.axes if axis in live]
+    axes = tuple(axis for axis in large if axis not in claimed)
+    shard = [(dim.size or 0) // _num_shards(dim.axes, live) for dim in dims]
+    fits = [i for i, size in enumerate(shard) if size and size % _num_shards(axes, live) == 0]
     if not axes:
-        note = f"the tensor is already sharded over {listing(asked)}" if asked else "its axes have size 1"
+        note = f"the tensor is already sharded over {listing(large)}" if large else "its axes have size 1"
     elif nbytes < spread.min_bytes:
         note = f"the tensor has {nbytes} bytes"
     elif not fits:
-        note = f"no dim of a shard is a multiple of {_ways(axes, live)}"
+        note = f"no dim of a shard is a multiple of {_num_shards(axes, live)}"
     else:
-        rows = {i for i in fits if i < len(dims) - 1 and shard[i] >= 8 * _ways(axes, live)}
+        rows = {i for i in fits if i < len(dims) - 1 and shard[i] >= 8 * _num_shards(axes, live)}
         best = max(fits, key=lambda i: (not dims[i].axes, i in rows, shard[i], -i))
         old = dims[best]
         rule = f"{old.rule} + {spread}" if old.axes else str(spread)
@@ -166,7 +166,7 @@ def _spread(dims: list[ResolvedDim], spread: Over, live: Sizes, claimed: Mapping
     return f"{spread} does not apply: {note}"
 
 
-def _ways(axes: Axes, sizes: Sizes) -> int:
+def _num_shards(axes: Axes, sizes: Sizes) -> int:
     return math.prod(sizes[axis] for axis in axes)
 
 

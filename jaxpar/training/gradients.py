@@ -93,17 +93,17 @@ def _by_compiler(layout: Layout, loss_fn: LossFn, state: TrainState, batch: Any,
         grad = microbatches.value_and_grad(
             lambda w: loss_of(loss_fn, here, batch)(jax.tree.map(compute, merge(w))), scale
         )
-        rows = None if n is None else microbatch_rows(rows_of(batch), config.grad_accum_steps, n, ways=ways)
+        rows = None if n is None else microbatch_rows(rows_of(batch), config.grad_accum_steps, n, num_shards=num_shards)
         with batch_rows(rows):
             (loss, (metrics, rest)), grads = grad(trained)
         return (loss, (metrics, rest)), place_gradients(layout, state, grads)
 
     axes = batch_axes(layout) if config.grad_accum_steps > 1 else ()
-    ways = math.prod(layout.sizes[axis] for axis in axes)
+    num_shards = math.prod(layout.sizes[axis] for axis in axes)
     if config.grad_accum_steps == 1:
         (loss, (metrics, rest)), grads = run(weights, state.variables, batch, None)
     else:
-        pieces = microbatches.pieces_of(batch, config.grad_accum_steps, ways, 1)
+        pieces = microbatches.pieces_of(batch, config.grad_accum_steps, num_shards, 1)
         pieces = jax.tree.map(lambda x: with_sharding(layout.mesh, x, PartitionSpec(None, axes)), pieces)
         place = lambda grads: place_gradients(layout, state, grads)
         sums, weight, rest = microbatches.sums_of(run, weights, state.variables, pieces, config.grad_accum_steps, place)
@@ -179,14 +179,14 @@ def _check_dtypes(config: StepConfig) -> None:
     by_compiler = [("reduce", "reduces gradients where they arise, in a dtype no narrower", per_step)]
     if config.weight_gather != "per_step":
         by_compiler.insert(0, ("gather", "gathers weights where they are used, in a dtype no wider", either))
-    for name, what, ways in by_compiler:
+    for name, what, remedy in by_compiler:
         value = getattr(precision, name)
         if value in (None, INT8, precision.compute) or (name == "reduce" and precision.compute is None):
             continue  # Precision.summing compares it with the model's own dtype
         if (jnp.promote_types(value, computed) == jnp.dtype(value)) is (name == "gather"):
             raise ConfigError(
                 f"precision: {name} is {value}, but the compiler {what} than the compute dtype "
-                f"({precision.compute or 'that of the model'}). Remedy: set {ways}, or leave precision.{name} out."
+                f"({precision.compute or 'that of the model'}). Remedy: set {remedy}, or leave precision.{name} out."
             )
 
 

@@ -45,10 +45,10 @@ def manual_gradients(
     """
     axes, precision, fusion = batch_axes(layout), config.precision, config.fusion
     scale = microbatches.scale_of(state, precision)
-    ways = math.prod(layout.sizes[axis] for axis in axes)
+    num_shards = math.prod(layout.sizes[axis] for axis in axes)
     roles = (microbatches.resolved_tree(layout, state, state.params, role) for role in ("params", "gradients"))
     stored, wanted = (jax.tree.map(lambda resolved: parts_of(resolved, axes), tree) for tree in roles)
-    microbatches.pieces_of(batch, config.grad_accum_steps, ways, 1)  # only to raise with the global shapes
+    microbatches.pieces_of(batch, config.grad_accum_steps, num_shards, 1)  # only to raise with the global shapes
 
     def index() -> Any:
         """Returns the index of this device's part of the batch."""
@@ -89,7 +89,7 @@ def manual_gradients(
     sums, weight, rest = local(*arguments)
     loss, metrics, grads = microbatches.means_of(sums, weight)
     if config.per_device_grads:  # so that their mean, not their sum, is the gradient
-        grads = jax.tree.map(lambda g: g * ways, grads)
+        grads = jax.tree.map(lambda g: g * num_shards, grads)
     return GradientResult(loss, metrics, rest, microbatches.unscaled(state, grads, scale))
 
 

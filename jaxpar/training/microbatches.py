@@ -117,7 +117,7 @@ def pieces_of(batch: Any, count: int, num_shards: int, dim: int) -> Any:
       dim: 1 if the arrays hold the rows of all devices, in device order; 0 if they hold those of one device.
 
     Raises:
-      LayoutError: ``ways * count`` does not divide the rows of some arrays; the error lists all of them.
+      LayoutError: ``num_shards * count`` does not divide the rows of some arrays; the error lists all of them.
     """
 
     check_rows_divide(batch, count, num_shards, "grad_accum_steps")
@@ -226,15 +226,15 @@ def _check_carried(before: Any, after: Any) -> None:
         )
 
 
-def check_rows_divide(batch: Any, count: int, ways: int, where: str) -> None:
-    """Raises if an array of a batch cannot be split into ``count`` equal microbatches on each of ``ways`` devices.
+def check_rows_divide(batch: Any, count: int, num_shards: int, where: str) -> None:
+    """Raises if ``num_shards`` devices cannot each split an array of a batch into ``count`` equal microbatches.
 
     ``where`` is the option that sets the number of microbatches.
 
     Raises:
-      LayoutError: the error lists all scalars, and all arrays whose dim 0 is not a multiple of ``ways * count``.
+      LayoutError: the error lists all scalars, and all arrays whose dim 0 is not a multiple of ``num_shards * count``.
     """
-    number, leaves = ways * count, leaves_with_paths(batch)
+    number, leaves = num_shards * count, leaves_with_paths(batch)
     arrays = [(path, x.shape) for path, x in leaves if x.ndim == 0 or x.shape[0] % number]
     if not arrays:
         return
@@ -242,12 +242,12 @@ def check_rows_divide(batch: Any, count: int, ways: int, where: str) -> None:
     dims = "their first dims are not multiples" if len(arrays) > 1 else "its first dim is not a multiple"
     if count == 1 and where != "pipeline":
         raise LayoutError(
-            f"{shown} cannot be split evenly over {ways} devices: {dims} of {number}. Remedy: pad the rows to a "
+            f"{shown} cannot be split evenly over {num_shards} devices: {dims} of {number}. Remedy: pad the rows to a "
             f"multiple of {number} and mask the padding out of the loss, or drop the remainder."
         )
     into = f"the {count} microbatches of the pipeline" if where == "pipeline" else f"{count} microbatches ({where})"
     other = "a schedule of fewer microbatches" if where == "pipeline" else f"another {where}"
     raise LayoutError(
-        f"{shown} cannot be split into {into} over {ways} devices: {dims} of {number}. Remedy: use a batch of a "
+        f"{shown} cannot be split into {into} over {num_shards} devices: {dims} of {number}. Remedy: use a batch of a "
         f"multiple of {number} rows, or {other}."
     )

@@ -48,7 +48,7 @@ def page(found: Checkup, title: str, layout: str = "") -> str:
     if found.refused:
         parts.append(f"<h2>The compiler's words</h2><pre>{html.escape(found.refused)}</pre>")
     if layout:
-        parts.append(f"<h2>Where every tensor lies</h2>{layout}")
+        parts.append(f"<h2>How every tensor is sharded</h2>{layout}")
     return "".join(parts) + "</body></html>"
 
 
@@ -65,7 +65,7 @@ def _pictures(found: Checkup) -> list[str]:
     rows = [(name, f"{size:,} bytes") for name, size in found.categories()]
     if found.memory is None or found.audit is None or found.roofline is None:
         return ["<h2>What the step is given, on one device</h2>" + html_table(rows) if rows else ""]
-    exact = "Parameters, optimizer and batch are exact; the rest is told from the buffers alive at the peak."
+    exact = "Parameters, optimizer and batch are exact; the rest is read from the buffers alive at the peak."
     model = "A model, not a measurement, and sorted rather than in the order of the program."
     memory = f'<h2>Memory of one device</h2><p class="note">{exact}</p>'
     try:

@@ -63,7 +63,7 @@ _MEANINGS = {
     ExitCode.INTERRUPTED: "stopped by Ctrl-C, and saved",
 }
 ENDED_WELL = (ExitCode.FINISHED, ExitCode.STOPPED, ExitCode.INTERRUPTED)
-"""The statuses of a process that did all that it was asked to."""
+"""The statuses of a process that saved everything: it finished, or a signal stopped it."""
 
 
 def exit_code(error: BaseException) -> ExitCode:

@@ -1,4 +1,4 @@
-"""Report this process's progress to its supervisor: each step, other activities, and once a second its position.
+"""Report this process's progress to its supervisor: each step, other phases, and once a second its position.
 
 Messages are lines of JSON in a pipe, whose file descriptor the supervisor sets in the environment. Without one these
 functions do nothing. Unlike a file, a pipe also shows the supervisor immediately that the process has ended, and the
@@ -57,9 +57,9 @@ def beat(step: int) -> None:
     _say(step=step)
 
 
-def begin(activity: str) -> None:
-    """Report the start of an activity other than a step, such as ``compile``; it has the larger allowance."""
-    _say(doing=activity)
+def begin(phase: str) -> None:
+    """Report the start of a phase other than a step, such as ``compile``; it has the larger allowance."""
+    _say(phase=phase)
 
 
 def say(text: str) -> None:

@@ -22,21 +22,21 @@ class Peer:
       rank: its rank among all processes.
       began: when it was started.
       step: the last step it finished, ``None`` before the first.
-      doing: its activity: ``start``, ``compile``, ``step``.
-      sign: when it last finished a step or began another activity.
+      phase: ``start``, ``compile``, ``step``, or another that it reports.
+      sign: when it last finished a step or began another phase.
       tick: when it last sent any message.
       where, waits: the position of its main thread, and whether that waits inside jax.
       raised, again: the error it ended with, and whether a restart may succeed.
       code: its exit status, negative for a signal; ``None`` while it runs.
       lost: a description of the loss, if it was lost with its host.
       silent: the explanation if it no longer sends messages.
-      said: lines for the user that are not yet printed.
+      lines: text for the user that is not yet printed.
     """
 
     rank: int
     began: float
     step: int | None = None
-    doing: str = "start"
+    phase: str = "start"
     sign: float = field(default=0.0)
     tick: float = field(default=0.0)
     where: str = ""
@@ -46,7 +46,7 @@ class Peer:
     code: int | None = None
     lost: str | None = None
     silent: str = "as of a process that is stopped"
-    said: list[str] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.sign = self.tick = self.began
@@ -56,24 +56,24 @@ class Peer:
         self.tick = now
         match message:
             case {"step": int(step)}:
-                self.step, self.doing, self.sign = step, "step", now
-            case {"doing": str(what)}:
-                self.doing, self.sign = what, now
+                self.step, self.phase, self.sign = step, "step", now
+            case {"phase": str(phase)}:
+                self.phase, self.sign = phase, now
             case {"where": str(where), "waits": bool(waits)}:
                 self.where, self.waits = where, waits
             case {"raised": str(text), "again": bool(again)}:
                 self.raised, self.again = text, again
             case {"say": str(text)}:
-                self.said.append(text)
+                self.lines.append(text)
 
-    def told(self, now: float) -> dict[str, Any]:
+    def state(self, now: float) -> dict[str, Any]:
         """The state for a supervisor with another clock: times are given as ages."""
         return {**asdict(self), **{name: now - getattr(self, name) for name in _TIMES}}
 
-    def take(self, told: Mapping[str, Any], now: float) -> None:
-        """Apply the state that :meth:`told` returned for this process, except for its lines."""
-        for name in told.keys() - {"rank", "said"}:
-            setattr(self, name, now - told[name] if name in _TIMES else told[name])
+    def update(self, state: Mapping[str, Any], now: float) -> None:
+        """Apply the :meth:`state` of this process from another supervisor, except for its lines."""
+        for name in state.keys() - {"rank", "lines"}:
+            setattr(self, name, now - state[name] if name in _TIMES else state[name])
 
     @property
     def ended(self) -> bool:
@@ -83,7 +83,7 @@ class Peer:
     @property
     def far(self) -> tuple[int, bool]:
         """Its progress, as a sort key."""
-        return -1 if self.step is None else self.step, self.doing != "start"
+        return -1 if self.step is None else self.step, self.phase != "start"
 
     @property
     def when(self) -> str:
@@ -120,8 +120,8 @@ class Allowance:
     compile: float
 
     def of(self, peer: Peer) -> float:
-        """The allowance for a process's current activity."""
-        return self.step if peer.doing == "step" else self.compile
+        """The allowance for a process's current phase."""
+        return self.step if peer.phase == "step" else self.compile
 
 
 def cause(peers: Sequence[Peer], total: int, allowance: Allowance, now: float) -> Cause | None:
@@ -169,12 +169,13 @@ def _hung(running: Sequence[Peer], total: int, allowance: Allowance, now: float)
         blamed = still
     first, ranks = blamed[0], _ranks(blamed)
     limit, seconds = allowance.of(first), now - first.sign
-    who = _one(first, total) if len(ranks) == 1 else f"processes {', '.join(map(str, ranks))} of {total}"
+    subject = _one(first, total) if len(ranks) == 1 else f"processes {', '.join(map(str, ranks))} of {total}"
     has, its = ("has", "its") if len(ranks) == 1 else ("have", "their")
-    if first.doing == "step":
-        text = f"{who} {has} not finished a step for {seconds:.0f} s (step_timeout {limit:g} s), last step {first.step}"
+    if first.phase == "step":
+        late = f"{has} not finished a step for {seconds:.0f} s (step_timeout {limit:g} s)"
+        text = f"{subject} {late}, last step {first.step}"
     else:
-        text = f"{who} {has} not ended {its} {first.doing} for {seconds:.0f} s (compile_timeout {limit:g} s)"
+        text = f"{subject} {has} not ended {its} {first.phase} for {seconds:.0f} s (compile_timeout {limit:g} s)"
     if still:
         text += f"; no sign of life for {now - first.tick:.0f} s, {first.silent}"
     elif first.where:

@@ -61,7 +61,7 @@ class RayWorker:
     def poll(self, seconds: float) -> tuple[dict[str, Any], str]:
         """Returns the state of the process, with times as ages in seconds, and for process 0 its new output."""
         self._group.poll(seconds)
-        return self._group.peers[0].told(time.monotonic()), "" if self._rank else self.printed()
+        return self._group.peers[0].state(time.monotonic()), "" if self._rank else self.printed()
 
     def pass_on(self, number: int) -> None:
         """Send a signal to the process."""
@@ -245,7 +245,7 @@ class RayGroup:
         except self._ray.exceptions.RayActorError:
             self._lose(peer)
             return
-        peer.take(state, time.monotonic())
+        peer.update(state, time.monotonic())
         if printed:
             self._show(printed)
 

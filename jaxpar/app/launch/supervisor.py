@@ -158,8 +158,8 @@ class Supervisor:
     def _pass_lines(self) -> None:
         """Print the processes' lines for the user."""
         for peer in self.group.peers:
-            while peer.said:
-                self.tell(peer.said.pop(0))
+            while peer.lines:
+                self.tell(peer.lines.pop(0))
 
     def _worst(self, found: Cause) -> Cause:
         """Print the cause, and the last lines of its process's log."""

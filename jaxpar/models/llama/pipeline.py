@@ -16,7 +16,7 @@ from jaxpar.models.llama.layers import Block, Rope, TokenInfo, layer_shapes, rop
 from jaxpar.models.llama.model import Llama, remat
 from jaxpar.models.llama.sequence_chunks import ChunkCarry, carried_block, empty_carry
 from jaxpar.models.losses import linear_cross_entropy
-from jaxpar.parallel.attention.context import split_ways
+from jaxpar.parallel.attention.context import num_seq_shards
 from jaxpar.parallel.attention.split.token_order import permutation
 from jaxpar.pipeline import PipelineLoss
 from jaxpar.training.remat import RematPolicy
@@ -50,7 +50,7 @@ def staged_next_token_loss(config: LlamaConfig) -> PipelineLoss:
     def layer(block: Block, x_BSE: jax.Array, layer_inputs: tuple[Rope, jax.Array | None]) -> jax.Array:
         rope, documents_BS = layer_inputs
         # Under a pipeline the layer sees the local part of the sequence, otherwise all of it.
-        num_shards, in_halves = split_ways(), halved(config)
+        num_shards, in_halves = num_seq_shards(), halved(config)
         order = None if in_halves else config.context.settled_order(*layer_shapes(config, x_BSE.shape[:2]), num_shards)
         tokens = TokenInfo(rope, order, documents_BS)
         apply_block = lambda block, x_BSE: block(x_BSE, tokens)
@@ -89,11 +89,11 @@ def staged_next_token_loss(config: LlamaConfig) -> PipelineLoss:
 
 def _check(config: LlamaConfig, recompute: RematPolicy) -> None:
     layers, residual = list(recompute.layers), "activations between layers are sharded by 'residual_seq'"
-    regather, gathered = config.reshard_after_forward, "weights are gathered once per step and kept"
+    reshard, gathered = config.reshard_after_forward, "weights are gathered once per step and kept"
     for key, value, fits, why in (
         ("remat.layers", layers, not layers, "all layers share one program, so all of them recompute alike"),
         ("remat.slice_activation", recompute.slice_activation, not recompute.slice_activation, residual),
-        ("reshard_after_forward", regather, regather is True, gathered),
+        ("reshard_after_forward", reshard, reshard is True, gathered),
     ):
         if not fits:
             raise ConfigError(f"pipeline: {key} is {value}, but under a pipeline {why}. Remedy: leave {key} out.")

@@ -156,7 +156,7 @@ class Context:
         }
         axes = manual_axes_of("seq")
         if axes:
-            impl, ring_size = self._settled(q, k, split_ways())
+            impl, ring_size = self._settled(q, k, num_seq_shards())
             # The tokens were ordered before the shard_map, or stay as they are: no layer may reorder them again.
             order = order or ("contiguous" if ring_size > 1 else None)
             return attention_local(q, k, v, impl=impl, axis=axes, heads_axis=HEADS_AXIS, order=order, **how)
@@ -208,7 +208,7 @@ class Context:
         return impl, math.prod(current_layout().sizes[axis] for axis in ring)
 
 
-def split_ways() -> int:
+def num_seq_shards() -> int:
     """Returns the number of devices over which an enclosing ``shard_map`` has sharded the sequence."""
     return math.prod(current_layout().sizes[axis] for axis in manual_axes_of("seq"))
 

@@ -239,18 +239,18 @@ def _parts(
 
 
 @functools.lru_cache(maxsize=256)
-def work(mask: Mask, lengths: tuple[int, int], offset: int, ways: int, order: str) -> Any:
-    """Counts the scores in visible tiles [ways, hops]: in hop h a device has the keys of the device h places before it.
+def work(mask: Mask, lengths: tuple[int, int], offset: int, num_shards: int, order: str) -> Any:
+    """Counts the scores in visible tiles [num_shards, hops]. In hop h a device has the keys of the one h before it.
 
     The count uses only the minimum and maximum positions of blocks, and larger blocks for long sequences.
 
     >>> (work(Mask(causal=True), (4096, 4096), 0, 2, "zigzag") // 512**2).tolist()
     [[10, 8], [10, 8]]
     """
-    parts = 2 if order == "zigzag" and ways > 1 else 1
-    if min(lengths) < ways * parts:
-        return np.zeros((ways, ways), int)
-    blocks = [side(length // ways // parts, max(BLOCK, length // 512)) for length in lengths]
-    q, k = (positions_of_all(order, length, ways) for length in lengths)  # type: ignore[arg-type]
+    parts = 2 if order == "zigzag" and num_shards > 1 else 1
+    if min(lengths) < num_shards * parts:
+        return np.zeros((num_shards, num_shards), int)
+    blocks = [side(length // num_shards // parts, max(BLOCK, length // 512)) for length in lengths]
+    q, k = (positions_of_all(order, length, num_shards) for length in lengths)  # type: ignore[arg-type]
     tiles = visible_blocks(mask, (q + offset, k), (blocks[0], blocks[1]))
     return by_hop(tiles.sum((1, 3)) * blocks[0] * blocks[1])

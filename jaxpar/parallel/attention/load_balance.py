@@ -52,18 +52,19 @@ class Balance:
     """How many scores of one head of one sequence each device computes.
 
     Attributes:
-      mask, seq, ways, impl: the arguments of :func:`balance`.
+      mask, seq, num_shards, impl: the arguments of :func:`balance`.
       order: the order's name; ``given`` for a permutation.
       block: tokens on a tile's side.
-      visible: number of visible scores ``[ways, hops]``. A tile on the causal diagonal counts those on and below it.
+      visible: number of visible scores ``[num_shards, hops]``. A tile on the causal diagonal counts those on and below
+        it.
         There is only one column if no device waits for another (``gather``, ``ulysses``).
-      visited: number of scores in computed tiles ``[ways, hops]``. A computed tile counts in full, also on the
+      visited: number of scores in computed tiles ``[num_shards, hops]``. A computed tile counts in full, also on the
         diagonal.
     """
 
     mask: Mask
     seq: int
-    ways: int
+    num_shards: int
     impl: str
     order: str
     block: int
@@ -92,7 +93,7 @@ class Balance:
 
     def report(self) -> str:
         """Returns a table with one row per device."""
-        mean = self.visible.sum() / self.ways
+        mean = self.visible.sum() / self.num_shards
         share = lambda n: f"{100 * n / mean:.1f} %" if mean else "-"
         rows = [("device", "visible scores", "of the mean", "in computed tiles")]
         for i, (n, m) in enumerate(zip(self.visible.sum(1), self.visited.sum(1), strict=True)):
@@ -101,7 +102,9 @@ class Balance:
         table = ["  ".join(cell.rjust(n) for cell, n in zip(row, wide, strict=True)) for row in rows]
         how = f"{self.impl}, {self.order}" if self.impl != "ulysses" else self.impl
         hops = f", {self.visible.shape[1]} hops" if self.visible.shape[1] > 1 else ""
-        title = f"{describe(self.mask)}: {self.seq:,} tokens over {self.ways} devices, {how}, tiles of {self.block}"
+        title = (
+            f"{describe(self.mask)}: {self.seq:,} tokens over {self.num_shards} devices, {how}, tiles of {self.block}"
+        )
         path = f"{self.ratio:.3f} × the mean in visible scores, {self.tile_ratio:.3f} × in computed tiles"
         return "\n".join([title, *table, f"critical path{hops}: {path}"])
 
@@ -109,7 +112,7 @@ class Balance:
 def balance(
     mask: Mask,
     seq: int,
-    ways: int,
+    num_shards: int,
     order: Order | np.ndarray[Any, Any] = "zigzag",
     *,
     block: int = 512,
@@ -123,7 +126,7 @@ def balance(
       mask: which keys a query sees. A ``where`` function is called tile by tile for all tiles that the rest of the mask
         does not hide, up to seq² positions in total.
       seq: number of queries, and of keys.
-      ways: number of devices that shard the sequence.
+      num_shards: number of devices that shard the sequence.
       order: the order of the tokens on the devices, or the position of each stored token ``[seq]``, such as
         :func:`jaxpar.context.balanced_packing` returns.
       block: the maximum number of tokens on a tile's side, as for :func:`jaxpar.attention`.
@@ -153,56 +156,56 @@ def balance(
             f"balance: unknown impl {impl!r}.{did_you_mean(str(impl), IMPLS)} The implementations are: "
             f"{', '.join(IMPLS)}."
         )
-    if (impl == "hybrid") != (ulysses > 1) or ways % ulysses:
+    if (impl == "hybrid") != (ulysses > 1) or num_shards % ulysses:
         raise LayoutError(
-            f"balance: impl {impl!r} on {ways} devices does not support ulysses={ulysses}. Remedy: with impl='hybrid' "
-            f"use a divisor of {ways}, 2 or more; with another impl use ulysses=1."
+            f"balance: impl {impl!r} on {num_shards} devices does not support ulysses={ulysses}. Remedy: with "
+            f"impl='hybrid' use a divisor of {num_shards}, 2 or more; with another impl use ulysses=1."
         )
-    exchange_size = ways if impl == "ulysses" else ulysses
-    parts = ways // exchange_size
+    exchange_size = num_shards if impl == "ulysses" else ulysses
+    parts = num_shards // exchange_size
     if exchange_size > 1:
-        check("contiguous", seq, ways)
+        check("contiguous", seq, num_shards)
     found = grid_of(mask, seq, parts, order, block=block, segment_ids=segment_ids)
     visible = _by_hop(found.visible, found.device, parts)
     visited = _by_hop(found.visited * found.size, found.device, parts)
     if impl == "ring_self_attention":
         # Rows of scores are computed in full; a hop that no device needs is skipped.
-        visited = np.where(visited.any(0), (seq // ways) ** 2, 0) * np.ones_like(visited)
+        visited = np.where(visited.any(0), (seq // num_shards) ** 2, 0) * np.ones_like(visited)
     if impl in ("gather", "ulysses"):
         visible, visited = visible.sum(1, keepdims=True), visited.sum(1, keepdims=True)
     # Every device of a group has all tokens of the group and a share of the heads.
     visible, visited = (np.repeat(x / exchange_size, exchange_size, 0) for x in (visible, visited))
     name = order if isinstance(order, str) else "given"
-    return Balance(mask, seq, ways, impl, name, found.block, visible, visited)
+    return Balance(mask, seq, num_shards, impl, name, found.block, visible, visited)
 
 
-def places(order: Order | np.ndarray[Any, Any], seq: int, ways: int) -> Ints:
-    """Returns the positions of each device's tokens ``[ways, seq / ways]``.
+def places(order: Order | np.ndarray[Any, Any], seq: int, num_shards: int) -> Ints:
+    """Returns the positions of each device's tokens ``[num_shards, seq / num_shards]``.
 
     Raises:
       ConfigError: the order is unknown.
       LayoutError: the sequence does not divide, or ``order`` is not a permutation.
     """
     if isinstance(order, str):
-        return permutation(order, seq, ways).astype(np.int64).reshape(ways, -1)
+        return permutation(order, seq, num_shards).astype(np.int64).reshape(num_shards, -1)
     given = np.asarray(order)
     if given.shape != (seq,) or not np.array_equal(np.sort(given), np.arange(seq)):
         raise LayoutError(
             f"balance: order must be a permutation of {seq} positions, got {given.dtype}{list(given.shape)}. Remedy: "
             f"use jp.context.balanced_packing(...), or a name: 'zigzag', 'striped', 'contiguous'."
         )
-    if seq % ways:
+    if seq % num_shards:
         raise LayoutError(
-            f"balance: {seq} tokens cannot be split evenly over {ways} devices. Remedy: use a multiple of {ways} "
-            f"tokens."
+            f"balance: {seq} tokens cannot be split evenly over {num_shards} devices. Remedy: use a multiple of "
+            f"{num_shards} tokens."
         )
-    return given.astype(np.int64).reshape(ways, -1)
+    return given.astype(np.int64).reshape(num_shards, -1)
 
 
-def grid_of(mask: Mask, seq: int, ways: int, order: Any, *, block: int, segment_ids: Any = None) -> Grid:
+def grid_of(mask: Mask, seq: int, num_shards: int, order: Any, *, block: int, segment_ids: Any = None) -> Grid:
     """Returns the tiles of an attention; for arguments and errors see :func:`balance`."""
-    at = places(order, seq, ways)
-    halves = 2 if isinstance(order, str) and order == "zigzag" and ways > 1 else 1
+    at = places(order, seq, num_shards)
+    halves = 2 if isinstance(order, str) and order == "zigzag" and num_shards > 1 else 1
     return grid(mask, at, side(at.shape[1] // halves, block), _segments(segment_ids, seq))
 
 
@@ -211,7 +214,7 @@ def grid(mask: Mask, at: Ints, block: int, segment_ids: Ints | None = None) -> G
 
     Args:
       mask: which keys a query sees.
-      at: the positions of each device's tokens ``[ways, length]``.
+      at: the positions of each device's tokens ``[num_shards, length]``.
       block: tokens on a tile's side.
       segment_ids: integers ``[seq]`` in the order of positions.
     """
@@ -289,10 +292,10 @@ def _count_by_range(mask: Mask, positions: Ints, segments: Ints, some: Any, visi
         visible[rows, j] = seen.sum(1)
 
 
-def _by_hop(tiles: Any, device: Ints, ways: int) -> Any:
-    """Sums tiles [n, n] to [ways, hops]: in hop h a device has the keys of the device h places before it."""
-    each = len(device) // ways
-    return by_hop(tiles.reshape(ways, each, ways, each).sum((1, 3)))
+def _by_hop(tiles: Any, device: Ints, num_shards: int) -> Any:
+    """Sums tiles [n, n] to [num_shards, hops]: in hop h a device has the keys of the device h places before it."""
+    each = len(device) // num_shards
+    return by_hop(tiles.reshape(num_shards, each, num_shards, each).sum((1, 3)))
 
 
 def _ratio(work: Any) -> float:

@@ -25,7 +25,7 @@ def draw_mask(
     path: str | PathLike[str] | None = None,
     *,
     seq: int,
-    ways: int = 1,
+    num_shards: int = 1,
     order: Any = "zigzag",
     block: int = 512,
     segment_ids: Any = None,
@@ -38,7 +38,7 @@ def draw_mask(
     Args:
       mask: the mask.
       path: file to save the figure to; the suffix selects the format.
-      seq, ways, order, block, segment_ids: as for :func:`jaxpar.context.balance`.
+      seq, num_shards, order, block, segment_ids: as for :func:`jaxpar.context.balance`.
 
     Returns:
       The matplotlib figure.
@@ -47,18 +47,18 @@ def draw_mask(
       ConfigError, LayoutError: as for :func:`jaxpar.context.balance`.
       MissingExtraError: matplotlib is not installed.
 
-    >>> draw_mask(Mask(causal=True), seq=64, ways=4).axes[0].get_title(loc="left")
+    >>> draw_mask(Mask(causal=True), seq=64, num_shards=4).axes[0].get_title(loc="left")
     'causal: 64 tokens over 4 devices, zigzag, tiles of 8'
     """
-    found = grid_of(mask, seq, ways, order, block=block, segment_ids=segment_ids)
+    found = grid_of(mask, seq, num_shards, order, block=block, segment_ids=segment_ids)
     # impl="gather" sums the work over hops: the picture does not show the waiting within a ring.
-    work = balance(mask, seq, ways, order, block=block, segment_ids=segment_ids, impl="gather")
+    work = balance(mask, seq, num_shards, order, block=block, segment_ids=segment_ids, impl="gather")
     figure = new_figure("draw_mask()", figsize=(8.6, 4.8), layout="constrained")
     ax = figure.subplots()
-    colours = hues(ways)
+    colours = hues(num_shards)
     ax.imshow(painted(found, colours), interpolation="nearest", extent=(0, len(found.first), len(found.first), 0))
     _label(ax, found, seq)
-    split = f" over {ways} devices, {work.order}" if ways > 1 else ""
+    split = f" over {num_shards} devices, {work.order}" if num_shards > 1 else ""
     ax.set_title(f"{describe(mask)}: {seq:,} tokens{split}, tiles of {work.block}", loc="left", fontsize=10)
     _legend(ax, work, colours)
     if path is not None:
@@ -66,11 +66,11 @@ def draw_mask(
     return figure
 
 
-def hues(ways: int) -> Any:
-    """Returns an RGB colour for each device [ways, 3]."""
+def hues(num_shards: int) -> Any:
+    """Returns an RGB colour for each device [num_shards, 3]."""
     from matplotlib import colormaps
 
-    return 0.85 * colormaps["turbo"](np.linspace(0.08, 0.92, ways))[:, :3]
+    return 0.85 * colormaps["turbo"](np.linspace(0.08, 0.92, num_shards))[:, :3]
 
 
 def painted(found: Grid, colours: Any) -> Any:
@@ -98,8 +98,8 @@ def _legend(ax: Any, work: Balance, colours: Any) -> None:
     from matplotlib.patches import Patch
 
     scores, mean = np.array(work.per_device), np.mean(work.per_device)
-    devices = range(work.ways) if work.ways <= LISTED else [int(np.argmax(scores)), int(np.argmin(scores))]
-    share = lambda i: f" ({scores[i] / mean:.0%} of the mean)" if mean and work.ways > 1 else ""
+    devices = range(work.num_shards) if work.num_shards <= LISTED else [int(np.argmax(scores)), int(np.argmin(scores))]
+    share = lambda i: f" ({scores[i] / mean:.0%} of the mean)" if mean and work.num_shards > 1 else ""
     patches = [Patch(color=colours[i], label=f"device {i}: {scores[i]:,.0f} scores{share(i)}") for i in devices]
     pale = [Patch(color=(PALE + (1 - PALE) * 0.3,) * 3, label="lighter: partially masked")]
     handles = [*patches, *pale]

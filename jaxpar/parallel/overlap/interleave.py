@@ -178,7 +178,7 @@ def order_of_halves(seq: int, count: int = 2) -> np.ndarray[Any, np.dtype[np.int
     check_count(count, "seq")
     plan = _SplitPlan.of("seq", count, with_permutes=True)
     plan.check_parts((0, seq), count)
-    at = np.arange(seq, dtype=np.int32).reshape(count, plan.ways(plan.permute_axes), -1)
+    at = np.arange(seq, dtype=np.int32).reshape(count, plan.num_shards(plan.permute_axes), -1)
     return at.swapaxes(0, 1).reshape(-1)
 
 
@@ -319,12 +319,13 @@ class _SplitPlan:
         else:
             size, axes, what = shape[0], self.rows, "rows"
             whole, other = "a batch, or microbatches,", "overlap.dim: seq or overlap: {ways: 1}"
-        ways = self.ways(axes)
-        if size % (ways * count):
-            over = f" ({size} over {ways} devices of {', '.join(axes)})" if ways > 1 else ""
+        num_shards = self.num_shards(axes)
+        if size % (num_shards * count):
+            over = f" ({size} over {num_shards} devices of {', '.join(axes)})" if num_shards > 1 else ""
             raise ConfigError(
-                f"overlap.ways is {count}, but a device's {size / ways:g} {what}{over} cannot be split into {count} "
-                f"equal parts. Remedy: use {whole} of a multiple of {ways * count} {what}, or set {other}."
+                f"overlap.ways is {count}, but a device's {size / num_shards:g} {what}{over} cannot be split into "
+                f"{count} equal parts. Remedy: use {whole} of a multiple of {num_shards * count} {what}, or set "
+                f"{other}."
             )
 
     def gather_seq(self, h: jax.Array) -> jax.Array:
@@ -374,7 +375,7 @@ class _SplitPlan:
             if jnp.ndim(s) < 2 or s.shape[1] == 1:
                 return s
             # The array holds the tokens of all devices; each device's tokens are split.
-            by_device = s.reshape(s.shape[0], self.ways(self.permute_axes), count, -1, *s.shape[2:])
+            by_device = s.reshape(s.shape[0], self.num_shards(self.permute_axes), count, -1, *s.shape[2:])
             return by_device[:, :, at].reshape(s.shape[0], s.shape[1] // count, *s.shape[2:])
         return jnp.split(s, count)[at] if jnp.ndim(s) and s.shape[0] > 1 else s
 
@@ -424,7 +425,7 @@ class _SplitPlan:
         outer = jax.sharding.get_abstract_mesh().manual_axes
         return manual_axes(self.layout, (*self.rows, *self.seq, *self.permute_axes), but=outer)
 
-    def ways(self, axes: Axes) -> int:
+    def num_shards(self, axes: Axes) -> int:
         return math.prod(self.layout.sizes[axis] for axis in axes)
 
 

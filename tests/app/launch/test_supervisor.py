@@ -79,7 +79,7 @@ def test_who_was_killed_is_named_and_the_group_goes_on_from_its_checkpoint(tmp_p
 
 
 def test_who_hangs_is_named_rather_than_who_waits_for_it(tmp_path: Path) -> None:
-    run = Run(tmp_path, "say(doing='compile')\nsay(step=17)\nhang()", step_timeout=3.0, restarts=0)
+    run = Run(tmp_path, "say(phase='compile')\nsay(step=17)\nhang()", step_timeout=3.0, restarts=0)
     assert run() == ExitCode.RETRYABLE
     assert re.fullmatch(
         r"process 1 of 2 has not finished a step for \d+ s \(step_timeout 3 s\), last step 17; is at data.py:7",
@@ -313,7 +313,7 @@ def test_whose_supervisor_is_gone_ends(tmp_path: Path) -> None:
         said += more
     os.close(read)
     assert child.wait(120) == 7
-    assert [line for line in said.splitlines() if b"where" not in line] == [b'{"doing": "x"}', b'{"step": 3}']
+    assert [line for line in said.splitlines() if b"where" not in line] == [b'{"phase": "x"}', b'{"step": 3}']
 
 
 def test_an_error_is_told_by_its_first_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,26 +380,26 @@ def made(*changes: dict[str, object]) -> list[Peer]:
         ([{"code": -6, "step": 3}, {"step": 3}], 1,
          "process 0 of 2 was ended by SIGABRT after step 3, as jax ends one that has lost a peer", ()),
         # One process is stopped; JAX ends the others because of it.
-        ([{"code": -6, "step": 3}, {"step": 3, "doing": "step", "tick": 1.0}], 12,
+        ([{"code": -6, "step": 3}, {"step": 3, "phase": "step", "tick": 1.0}], 12,
          (
              "process 1 of 2 has not finished a step for 12 s (step_timeout 60 s), last step 3; no sign of life for "
              "11 s, as of a process that is stopped"
          ), (1,)),
-        ([{"code": -6, "step": 3}, {"step": 3, "doing": "step", "tick": 1.0, "silent": "and its node is away"}], 12,
+        ([{"code": -6, "step": 3}, {"step": 3, "phase": "step", "tick": 1.0, "silent": "and its node is away"}], 12,
          (
              "process 1 of 2 has not finished a step for 12 s (step_timeout 60 s), last step 3; no sign of life for "
              "11 s, and its node is away"
          ), (1,)),
-        ([{"tick": 601.0}, {"doing": "compile", "tick": 601.0, "sign": 300.0}], 601,
+        ([{"tick": 601.0}, {"phase": "compile", "tick": 601.0, "sign": 300.0}], 601,
          "process 0 of 2 has not ended its start for 601 s (compile_timeout 600 s)", ()),
-        ([{"step": 4, "doing": "step", "tick": 70.0}, {"step": 3, "doing": "step", "tick": 70.0}], 70,
+        ([{"step": 4, "phase": "step", "tick": 70.0}, {"step": 3, "phase": "step", "tick": 70.0}], 70,
          "process 1 of 2 has not finished a step for 70 s (step_timeout 60 s), last step 3", ()),
-        ([{"step": 4, "doing": "step", "tick": 70.0, "waits": True, "where": "loop.py:1"}] * 2, 70,
+        ([{"step": 4, "phase": "step", "tick": 70.0, "waits": True, "where": "loop.py:1"}] * 2, 70,
          (
              "processes 0, 1 of 2 have not finished a step for 70 s (step_timeout 60 s), last step 4; waits for its "
              "peers at loop.py:1"
          ), ()),
-        ([{"step": 4, "doing": "step", "tick": 50.0, "sign": 50.0}, {"code": 0}], 60, None, ()),
+        ([{"step": 4, "phase": "step", "tick": 50.0, "sign": 50.0}, {"code": 0}], 60, None, ()),
     ],
 )  # fmt: skip
 def test_the_cause_is_told_from_what_follows(

@@ -286,7 +286,9 @@ def test_rows_that_lie_alike_are_balanced_together() -> None:
 
 @pytest.mark.parametrize("ways", [1, 32])
 def test_draw_renders_and_saves(ways: int, tmp_path: Path) -> None:
-    figure = jp.context.draw_mask(jp.Mask(causal=True, window=40), tmp_path / "mask.png", seq=256, ways=ways, block=16)
+    figure = jp.context.draw_mask(
+        jp.Mask(causal=True, window=40), tmp_path / "mask.png", seq=256, num_shards=ways, block=16
+    )
     assert (tmp_path / "mask.png").read_bytes().startswith(b"\x89PNG")
     assert plt.get_fignums() == []
     legend = [text.get_text() for text in figure.legends[0].get_texts()]
@@ -297,7 +299,7 @@ def test_draw_renders_and_saves(ways: int, tmp_path: Path) -> None:
 
 
 def test_the_legend_has_the_work() -> None:
-    figure = jp.context.draw_mask(CAUSAL, seq=32, ways=2, order="contiguous")
+    figure = jp.context.draw_mask(CAUSAL, seq=32, num_shards=2, order="contiguous")
     legend = [text.get_text() for text in figure.legends[0].get_texts()]
     assert figure._repr_png_().startswith(b"\x89PNG")
     assert legend[:2] == ["device 0: 136 scores (52% of the mean)", "device 1: 392 scores (148% of the mean)"]

@@ -20,8 +20,8 @@ Order = Literal["contiguous", "zigzag", "striped"]
 ORDERS: tuple[str, ...] = get_args(Order)
 
 
-def positions(order: Order, length: int, ways: int, index: Any) -> Any:
-    """Returns the positions ``[length / ways]`` of the tokens on device ``index`` of ``ways``.
+def positions(order: Order, length: int, num_shards: int, index: Any) -> Any:
+    """Returns the positions ``[length / num_shards]`` of the tokens on device ``index`` of ``num_shards``.
 
     The result is a numpy array for an integer ``index``, and a JAX array for a traced one.
 
@@ -29,16 +29,16 @@ def positions(order: Order, length: int, ways: int, index: Any) -> Any:
     [[0, 1, 6, 7], [2, 3, 4, 5]]
     """
     xp = np if isinstance(index, int) else jnp
-    each = length // ways
+    each = length // num_shards
     if order == "striped":
-        return index + ways * xp.arange(each, dtype=np.int32)
-    if order == "contiguous" or ways == 1:
+        return index + num_shards * xp.arange(each, dtype=np.int32)
+    if order == "contiguous" or num_shards == 1:
         return index * each + xp.arange(each, dtype=np.int32)
     half = xp.arange(each // 2, dtype=np.int32)
-    return xp.concatenate([index * (each // 2) + half, (2 * ways - 1 - index) * (each // 2) + half])
+    return xp.concatenate([index * (each // 2) + half, (2 * num_shards - 1 - index) * (each // 2) + half])
 
 
-def permutation(order: Order, length: int, ways: int) -> np.ndarray[Any, np.dtype[np.int32]]:
+def permutation(order: Order, length: int, num_shards: int) -> np.ndarray[Any, np.dtype[np.int32]]:
     """Returns the position of each stored token ``[length]``: ``x[:, permutation(...)]`` reorders natural tokens.
 
     Raises:
@@ -48,13 +48,13 @@ def permutation(order: Order, length: int, ways: int) -> np.ndarray[Any, np.dtyp
     >>> permutation("zigzag", 8, 2).tolist()
     [0, 1, 6, 7, 2, 3, 4, 5]
     """
-    check(order, length, ways)
-    return positions_of_all(order, length, ways).reshape(-1)
+    check(order, length, num_shards)
+    return positions_of_all(order, length, num_shards).reshape(-1)
 
 
-def positions_of_all(order: Order, length: int, ways: int) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """Returns the positions of every device's tokens ``[ways, length / ways]``."""
-    return np.stack([positions(order, length, ways, index) for index in range(ways)])
+def positions_of_all(order: Order, length: int, num_shards: int) -> np.ndarray[Any, np.dtype[np.int32]]:
+    """Returns the positions of every device's tokens ``[num_shards, length / num_shards]``."""
+    return np.stack([positions(order, length, num_shards, index) for index in range(num_shards)])
 
 
 def into_zigzag(x: jax.Array, axes: Sequence[str], dim: int, *, back: bool = False) -> jax.Array:
@@ -68,14 +68,14 @@ def into_zigzag(x: jax.Array, axes: Sequence[str], dim: int, *, back: bool = Fal
       dim: the dim of the tokens.
       back: exchange zigzag tokens for contiguous ones.
     """
-    ways = jax.lax.axis_size(axes)
-    if ways == 1:
+    num_shards = jax.lax.axis_size(axes)
+    if num_shards == 1:
         return x
     half = x.shape[dim] // 2
     low, high = (jax.lax.slice_in_dim(x, i * half, (i + 1) * half, axis=dim) for i in (0, 1))
     even = jax.lax.axis_index(axes) % 2 == 0
     # Device r has chunks 2r and 2r + 1 (contiguous) or r and 2n - 1 - r (zigzag). Each pair has exactly one even chunk.
-    pairs = zigzag_pairs(ways)
+    pairs = zigzag_pairs(num_shards)
     if back:
         low, high = jnp.where(even, low, high), jnp.where(even, high, low)
         pairs = [[(b, a) for a, b in some] for some in pairs]
@@ -85,14 +85,14 @@ def into_zigzag(x: jax.Array, axes: Sequence[str], dim: int, *, back: bool = Fal
     return jnp.concatenate([low, high], axis=dim)
 
 
-def zigzag_pairs(ways: int) -> list[list[tuple[int, int]]]:
+def zigzag_pairs(num_shards: int) -> list[list[tuple[int, int]]]:
     """Returns (source, destination) pairs into zigzag, for the first and the second halves of the devices' tokens.
 
     >>> zigzag_pairs(2)
     [[(0, 0), (1, 1)], [(0, 1), (1, 0)]]
     """
-    home = lambda chunk: min(chunk, 2 * ways - 1 - chunk)
-    return [[(r, home(2 * r + odd)) for r in range(ways)] for odd in (0, 1)]
+    home = lambda chunk: min(chunk, 2 * num_shards - 1 - chunk)
+    return [[(r, home(2 * r + odd)) for r in range(num_shards)] for odd in (0, 1)]
 
 
 def by_hop(pairs: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -117,18 +117,18 @@ def check_given(order: Any, length: int, what: str) -> None:
         )
 
 
-def check(order: str, length: int, ways: int, what: str = "seq") -> None:
-    """Raises ConfigError for an unknown order, LayoutError if ``length`` tokens do not divide over ``ways`` devices."""
+def check(order: str, length: int, num_shards: int, what: str = "seq") -> None:
+    """Raises ConfigError for an unknown order, LayoutError if ``num_shards`` devices cannot share ``length`` tokens."""
     if order not in ORDERS:
         raise ConfigError(
             f"attention: unknown order {order!r}.{did_you_mean(order, ORDERS)} The orders are: {', '.join(ORDERS)}."
         )
-    parts = 2 * ways if order == "zigzag" and ways > 1 else ways
+    parts = 2 * num_shards if order == "zigzag" and num_shards > 1 else num_shards
     if length % parts:
         more = -length % parts
-        striped = f", or order='striped', which requires a multiple of {ways}"
-        other = striped if parts > ways and not length % ways else ""
+        striped = f", or order='striped', which requires a multiple of {num_shards}"
+        other = striped if parts > num_shards and not length % num_shards else ""
         raise LayoutError(
-            f"attention: {what} has {length} tokens, but order {order!r} over {ways} devices requires a multiple of "
-            f"{parts}. Remedy: use pad=True (adds {more} masked tokens){other}."
+            f"attention: {what} has {length} tokens, but order {order!r} over {num_shards} devices requires a multiple "
+            f"of {parts}. Remedy: use pad=True (adds {more} masked tokens){other}."
         )

@@ -16,13 +16,13 @@ import jax.numpy as jnp
 from jaxpar.parallel.collectives.hierarchical import all_to_all_local, gather_local
 
 
-def repeats(kv_heads: int, ways: int) -> int:
-    """Returns how often each key head is repeated before the exchange among ``ways`` devices.
+def repeats(kv_heads: int, num_shards: int) -> int:
+    """Returns how often each key head is repeated before the exchange among ``num_shards`` devices.
 
     >>> repeats(8, 4), repeats(2, 4), repeats(6, 4)
     (1, 2, 2)
     """
-    return math.lcm(kv_heads, ways) // kv_heads
+    return math.lcm(kv_heads, num_shards) // kv_heads
 
 
 def seq_to_heads(x_BSHD: jax.Array, axes: Sequence[str], repeat: int = 1) -> jax.Array:
