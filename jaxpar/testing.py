@@ -22,7 +22,7 @@ def assert_matches_single_device(
     tx: optax.GradientTransformation,
     loss_fn: Callable[..., Any],
     data: Sequence[Mapping[str, np.ndarray]],
-    dims: Mapping[str, Sequence[str | None]],
+    dims: Mapping[str, Sequence[str | None]] | None = None,
     *,
     bound: float = 1e-5,
     seed: int = 0,
@@ -37,7 +37,7 @@ def assert_matches_single_device(
       make_model, tx, seed: as for :func:`jaxpar.init`. The model has to compute in fp32 to meet the default bound.
       loss_fn: as for :func:`jaxpar.train_step`.
       data: one batch per step, name → global array.
-      dims: name → logical dims of that array.
+      dims: name → logical dims of that array; required for every array of a batch.
       bound: the largest relative difference allowed, per tensor and for the loss.
 
     Returns:
@@ -56,7 +56,7 @@ def assert_matches_single_device(
     >>> assert_matches_single_device(layout, make_model, optax.sgd(0.1), loss_fn, data, {"x": ("batch", None)}).passed
     True
     """
-    verdict = compare(layout.on_one_device(), layout, make_model, tx, loss_fn, data, dims, bound=bound, seed=seed)
+    verdict = compare(layout.on_one_device(), layout, make_model, tx, loss_fn, data, dims or {}, bound=bound, seed=seed)
     if not verdict.passed:
         raise VerificationError(
             f"the layout does not compute what one device computes (loss {verdict.loss:.2e}, gradients "

@@ -50,11 +50,13 @@ def spec(path: str, names: tuple[str | None, ...], shape: tuple[int, ...], rules
     return Layout(mesh, rules).spec(names, shape, path=path, **options)
 
 
-def layout_of(*kinds: AxisType) -> Layout:
-    """A layout on eight devices with these axis types."""
-    if not kinds:
-        return Layout(MeshSpec(replica=2, data=4).build(), RULES)
-    return Layout(Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"), axis_types=kinds), RULES)
+def layout_of() -> Layout:
+    return Layout(MeshSpec(replica=2, data=4).build(), RULES)
+
+
+def mesh_of(*kinds: AxisType) -> Mesh:
+    """A mesh of eight devices with these axis types."""
+    return Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"), axis_types=kinds)
 
 
 MESHES = [
@@ -325,16 +327,16 @@ LAYOUTS = [
         f"{', '.join(map(repr, AXES))}. Remedy: correct the rule, or build a mesh with that axis.",
     ),
     case(
-        "mixed axis types",
-        lambda: layout_of(AxisType.Auto, AxisType.Explicit),
-        "the mesh has the axis types data=Auto, model=Explicit. Remedy: use MeshSpec(...).build(): all Auto "
-        "or all Explicit.",
+        "Auto axes, although explicit is set",
+        lambda: Layout(mesh_of(AxisType.Auto, AxisType.Explicit), Rules(), explicit=True),
+        "the mesh must have Explicit axes only, because explicit is set, got data=Auto, model=Explicit. Remedy: use "
+        "Layout(MeshSpec(...).build(), rules).",
     ),
     case(
         "manual axes",
-        lambda: layout_of(AxisType.Manual, AxisType.Manual),
-        "the mesh has the axis types data=Manual, model=Manual. Remedy: use MeshSpec(...).build(): all Auto "
-        "or all Explicit.",
+        lambda: Layout(mesh_of(AxisType.Manual, AxisType.Manual), Rules()),
+        "the mesh must have no Manual axes, got data=Manual, model=Manual. Remedy: use "
+        "Layout(MeshSpec(...).build(), rules).",
     ),
     case(
         "MeshSpec for a mesh",

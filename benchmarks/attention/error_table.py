@@ -163,7 +163,7 @@ def _renumbered(function: str) -> str:
 def layout_of(explicit: bool, **sizes: int) -> jp.Layout:
     spec = jp.MeshSpec(**sizes)
     kind = jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto
-    return jp.Layout(spec.build(jax.devices()[: spec.abstract().size], axis_type=kind), RULES)
+    return jp.Layout(spec.build(jax.devices()[: spec.abstract().size], axis_type=kind), RULES, explicit)
 
 
 def arrays(kv_heads: int, half: bool) -> tuple[Any, ...]:

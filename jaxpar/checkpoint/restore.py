@@ -65,6 +65,10 @@ def restore(
     ...     restore(f"{folder}/one", like)["w"].sharding.spec
     P('data',)
     """
+    if not isinstance(directory, str | os.PathLike):
+        raise CheckpointError(
+            f"restore: directory must be a path, got {type(directory).__name__}. Remedy: restore(directory, like)."
+        )
     root, manifest = Path(directory), read(directory)
     if step is not None and manifest.step != step:
         raise DamagedError(wrong_step(root, manifest, step))

@@ -122,6 +122,10 @@ def begin(
     Raises:
       CheckpointError: an error that is known before anything is written in the background.
     """
+    if not isinstance(directory, str | os.PathLike):
+        raise CheckpointError(
+            f"save: directory must be a path, got {type(directory).__name__}. Remedy: save(directory, state)."
+        )
     target = Path(os.path.abspath(directory))
     leaves = leaves_of(state)
     if any(isinstance(leaf.value, jax.ShapeDtypeStruct) for leaf in leaves):

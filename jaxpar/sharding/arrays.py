@@ -27,14 +27,18 @@ def shard_array(layout: Layout, x: Any, *dims: str | None, path: str = "batch") 
       A ``jax.Array`` with the dtype of ``x`` and the global shape.
 
     Raises:
-      LayoutError: the mesh is abstract, or the rules cannot place the array: an unknown dim, a rank other than the
-        number of names, mesh axes that do not divide a global size, or an axis that two dims claim.
+      LayoutError: ``layout`` is no layout, the mesh is abstract, or the rules cannot place the array: an unknown dim, a
+        rank other than the number of names, mesh axes that do not divide a global size, or an axis that two dims claim.
 
     >>> import numpy as np, jaxpar as jp
     >>> layout = jp.Layout(jp.MeshSpec(data=-1).build(), jp.Rules(batch="data", seq=None))
     >>> shard_array(layout, np.zeros((16, 4)), "batch", "seq").sharding.spec
     P('data', None)
     """
+    if not isinstance(layout, Layout):
+        raise LayoutError(
+            f"layout must be a Layout, got {type(layout).__name__}. Remedy: shard_array(layout, x, 'batch')."
+        )
     if isinstance(layout.mesh, AbstractMesh):
         raise LayoutError(
             f"{path}: shard_array() needs devices, but the mesh is abstract. Remedy: use MeshSpec(...).build()."

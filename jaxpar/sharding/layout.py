@@ -10,7 +10,7 @@ import os
 import threading
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import jax
@@ -34,13 +34,19 @@ _entered = threading.local()
 class Layout:
     """A mesh (concrete or abstract) and the rules that place tensors on it. Frozen and hashable.
 
+    Explicit axes, which ``jax.make_mesh`` creates by default, become Auto axes. With Explicit axes JAX derives the
+    sharding of every intermediate value from its operands and rejects programs where this is ambiguous; most models are
+    such programs. ``explain`` reports the conversion.
+
     Attributes:
-      mesh: the mesh; all of its axes are Auto, or all are Explicit.
+      mesh: the mesh.
       rules: the rules; every axis that they name is an axis of the mesh or of :class:`jaxpar.MeshSpec`.
+      explicit: whether a mesh whose axes are all Explicit keeps them, for a model that is written for them.
+      converted: the Explicit axes of the given mesh that are Auto in ``mesh``.
 
     Raises:
       LayoutError: an argument is of another type, the rules name an axis that neither the mesh nor jaxpar knows, or the
-        mesh mixes axis types or has Manual axes. The error lists all problems.
+        mesh has Manual axes, or axes that are not Explicit although ``explicit`` is set. The error lists all problems.
 
     >>> from jaxpar import MeshSpec, Rules
     >>> layout = Layout(MeshSpec(data=4, model=2).abstract(), Rules(batch="data", mlp="model", embed=None))
@@ -50,6 +56,8 @@ class Layout:
 
     mesh: Mesh | AbstractMesh
     rules: Rules
+    explicit: bool = False
+    converted: tuple[str, ...] = field(default=(), init=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.mesh, Mesh | AbstractMesh) or not isinstance(self.rules, Rules):
@@ -66,13 +74,18 @@ class Layout:
             for where, axis in unknown
         ]
         kinds = dict(zip(names, self.mesh.axis_types, strict=True))
-        if len(set(kinds.values())) > 1 or AxisType.Manual in kinds.values():
+        others = [axis for axis, kind in kinds.items() if kind is not AxisType.Explicit]
+        if AxisType.Manual in kinds.values() or (self.explicit and others):
             shown = ", ".join(f"{axis}={kind.name}" for axis, kind in kinds.items())
+            kind = "Explicit axes only, because explicit is set" if self.explicit else "no Manual axes"
             problems.append(
-                f"the mesh has the axis types {shown}. Remedy: use MeshSpec(...).build(): all Auto or all Explicit."
+                f"the mesh must have {kind}, got {shown}. Remedy: use Layout(MeshSpec(...).build(), rules)."
             )
         if problems:
             raise LayoutError(problems)
+        if not self.explicit and len(others) < len(names):
+            object.__setattr__(self, "converted", tuple(axis for axis in names if axis not in others))
+            object.__setattr__(self, "mesh", self.mesh.update(axis_types=(AxisType.Auto,) * len(names)))
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], *, devices: Devices = None, where: str = "layout") -> Layout:
@@ -169,7 +182,7 @@ class Layout:
         """Returns the same rules on a one-device mesh with the same axes, as the reference for this layout."""
         names, kinds = self.mesh.axis_names, self.mesh.axis_types
         devices = np.asarray(jax.devices()[:1]).reshape((1,) * len(names))
-        return Layout(Mesh(devices, names, axis_types=kinds), self.rules)
+        return Layout(Mesh(devices, names, axis_types=kinds), self.rules, self.explicit)
 
     def __enter__(self) -> Self:
         stack = ExitStack()

@@ -15,6 +15,10 @@ from jaxpar.sharding.layout import Layout
 _MADE = "Remedy: state = jp.init(layout, make_model, tx), then state, metrics = step(state, batch)."
 
 
+_KEYS = ("rng", "rngs", "rng_key", "prng", "prng_key", "dropout_rng", "dropout_key")
+"""Names that other libraries give the PRNG key of a loss."""
+
+
 def check_layout(layout: Any, call: str) -> None:
     """Raise a ``LayoutError`` if the first argument of a call, such as ``init(layout, make_model, tx)``, is no layout.
 
@@ -30,9 +34,14 @@ def check_layout(layout: Any, call: str) -> None:
         raise LayoutError(f"{name}: layout must be a jaxpar.Layout, got {type(layout).__name__}. Remedy: {call}.")
 
 
-def check_optimizer(tx: Any) -> None:
-    """Raise a ``ModelError`` if ``tx`` is no optax transform, such as Flax's ``nnx.Optimizer``, which contains one."""
-    if callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None)):
+def check_optimizer(tx: Any, make_model: Any = None) -> None:
+    """Raise a ``ModelError`` if ``tx`` is no optax transform, such as Flax's ``nnx.Optimizer``, which contains one.
+
+    Args:
+      tx: the optimizer.
+      make_model: the argument before it; if this is the transform, the two are swapped.
+    """
+    if _is_transform(tx):
         return
     nnx = sys.modules.get("flax.nnx")
     if nnx is not None and isinstance(tx, nnx.Optimizer):
@@ -40,9 +49,14 @@ def check_optimizer(tx: Any) -> None:
             "tx is an nnx.Optimizer, but it must be the optax transform that this was made from. Remedy: pass the "
             "transform, such as optax.adam(1e-3); jp.init creates its state, and TrainState holds it."
         )
-    raise ModelError(
-        f"tx must be an optax transform, got {type(tx).__name__}. Remedy: pass one, such as optax.adam(1e-3)."
-    )
+    remedy = "pass one, such as optax.adam(1e-3)"
+    if _is_transform(make_model):
+        remedy = "init(layout, make_model, tx); make_model is the transform here"
+    raise ModelError(f"tx must be an optax transform, got {type(tx).__name__}. Remedy: {remedy}.")
+
+
+def _is_transform(tx: Any) -> bool:
+    return callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))
 
 
 def check_loss(loss_fn: Any) -> None:
@@ -61,6 +75,12 @@ def check_loss(loss_fn: Any) -> None:
             f"loss_fn needs the arguments {listing(others)}, but a step passes it a model, a batch, and the PRNG key "
             "if an argument is named 'key'. Remedy: name the PRNG key 'key'; put everything else into the batch."
         )
+    unpassed = [p.name for p in parameters[2:] if p.name in _KEYS and p.default is None]
+    if unpassed:
+        raise ModelError(
+            f"loss_fn takes {listing(unpassed)}, but a step passes the PRNG key as 'key', so {unpassed[0]} would stay "
+            "None and nothing would be random. Remedy: name the PRNG key 'key'."
+        )
     if len(by_position) < 2 and not any(p.kind is p.VAR_POSITIONAL for p in by_position):
         raise ModelError(
             f"loss_fn must take a model and a batch, but it takes {len(by_position)} positional arguments. Remedy: "
@@ -78,12 +98,12 @@ def check_state(state: Any) -> None:
 
 
 class DonatedStateGuard:
-    """A jitted step that names the mistake if it is called with a state that an earlier call has used up.
+    """A jitted step or evaluation that names the mistake if its state was donated to an earlier call of a step.
 
     All attributes of the jitted function, such as ``lower`` and ``trace``, are those of this object too.
 
     Args:
-      step: the jitted function ``step(state, batch)``.
+      step: the jitted function of a state and a batch.
     """
 
     def __init__(self, step: Any):
@@ -91,7 +111,7 @@ class DonatedStateGuard:
         functools.update_wrapper(self, step)
 
     def __call__(self, state: Any, batch: Any) -> Any:
-        """Run the step.
+        """Run it.
 
         Raises:
           StateError: an array of ``state`` was donated to an earlier call.
@@ -103,9 +123,9 @@ class DonatedStateGuard:
             if not gone:
                 raise
             raise StateError(
-                f"step: {len(gone)} arrays of the state are deleted, because the state was donated to an earlier call "
-                "of the step. Remedy: continue with the state that this call returned: state, metrics = step(state, "
-                "batch); or train_step(donate=False), which keeps both in memory."
+                f"{self._step.__name__}: {len(gone)} arrays of the state are deleted, because the state was donated to "
+                "an earlier call of the step. Remedy: continue with the state that this call returned: state, metrics "
+                "= step(state, batch); or train_step(donate=False), which keeps both in memory."
             ) from error
 
     def __getattr__(self, name: str) -> Any:

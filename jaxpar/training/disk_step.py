@@ -21,6 +21,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from jaxpar.errors import ConfigError, DiskError
+from jaxpar.parallel.explicit_axes import without_explicit_axes
 from jaxpar.parallel.offload.disk_io import Staging
 from jaxpar.parallel.offload.disk_store import Entry, Store
 from jaxpar.sharding.layout import Layout, to_spec, tracing_under, with_sharding
@@ -58,6 +59,7 @@ def gradient_step(
 
     def run(state: TrainState, batch: Any) -> tuple[dict[str, Any], Any, Metrics, jax.Array]:
         with tracing_under(layout):
+            batch = without_explicit_axes(layout, batch)
             found, grads, norm, finite = measure(layout, loss_fn, state, batch, config, clip_norm)
             new = replace(state, step=state.step + 1, variables=found.variables)
             kept: Metrics = {}

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.errors import ModelError, listing
+from jaxpar.errors import JaxparError, LayoutError, ModelError, listing
 from jaxpar.parallel.offload.host_weights import waiting
 from jaxpar.sharding.names import Names
 from jaxpar.training.arguments import check_loss
@@ -55,10 +56,33 @@ def loss_program(loss_fn: LossFn, kind: Kind, dims: Mapping[Path, Names]) -> Los
 
     def run(params: Any, variables: Any, batch: Any, extra: Mapping[str, jax.Array]) -> tuple[jax.Array, Any]:
         model = kind.merge(waiting(dict(dims), params), variables)
-        loss, aux, updates = unpack(loss_fn(model, batch, **extra))
+        with own_constraints_explained():
+            value = loss_fn(model, batch, **extra)
+        loss, aux, updates = unpack(value)
         return loss, (aux, kind.carried(model, variables, updates))
 
     return run
+
+
+@contextmanager
+def own_constraints_explained() -> Iterator[None]:
+    """Explains why a model's own ``with_sharding_constraint`` fails where a step makes mesh axes manual.
+
+    Raises:
+      LayoutError: it names a manual axis.
+    """
+    try:
+        yield
+    except ValueError as error:
+        manual = jax.sharding.get_abstract_mesh().manual_axes
+        if isinstance(error, JaxparError) or not manual or "with_sharding_constraint" not in str(error):
+            raise
+        raise LayoutError(
+            f"the model calls jax.lax.with_sharding_constraint with an axis that this step makes manual "
+            f"({listing(manual)}), because each device computes the gradient of its own rows (a pipeline, "
+            "grad_accum_steps, grad_reduction='per_step' or ZeRO stage 1). Remedy: call jp.hint(x, 'batch', ...) "
+            "instead, which leaves manual axes out; or remove this axis from the PartitionSpec."
+        ) from error
 
 
 def wants_key(loss_fn: LossFn) -> bool:

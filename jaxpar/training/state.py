@@ -16,9 +16,10 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from jaxpar.errors import ConfigError, LayoutError
+from jaxpar.parallel.explicit_axes import without_explicit_axes
 from jaxpar.parallel.offload.placement import KIND, hosted, hosted_layers, no_layers
 from jaxpar.parallel.pipeline.executor.layer_placement import AXIS
 from jaxpar.parallel.precision.policy import Precision, PrecisionLike
@@ -28,7 +29,7 @@ from jaxpar.sharding.layout import Layout, to_spec, tracing_under
 from jaxpar.sharding.names import LAYERS, Names
 from jaxpar.sharding.resolve import Resolved, ResolvedDim
 from jaxpar.training.arguments import check_layout, check_optimizer
-from jaxpar.training.model import Kind, MakeModel, Path, build, leaves_with_paths, show
+from jaxpar.training.model import Kind, MakeModel, Path, build_with_or_without_mesh, leaves_with_paths, show
 from jaxpar.training.model.fixed_order import FIXED, ONE_CODE, Causes
 from jaxpar.training.optimizers import with_slow_parameters
 from jaxpar.training.self_reducing import SelfReducing
@@ -282,7 +283,7 @@ def shape_state_and_causes(
     See :mod:`jaxpar.training.model.fixed_order`.
     """
     check_layout(layout, "init(layout, make_model, tx)")
-    check_optimizer(tx)
+    check_optimizer(tx, make_model)
     found: dict[str, Causes] = {}
     build = functools.partial(_build, layout, make_model, tx, Precision.of(precision), causes=found)
     return jax.eval_shape(build, jax.eval_shape(lambda: jax.random.key(0))), found
@@ -296,12 +297,9 @@ def _build(
     key: jax.Array,
     causes: dict[str, Causes] | None = None,
 ) -> TrainState:
-    model_key, step_key = jax.random.split(key)
-    # Flax would take the names in its metadata for mesh axes (Linen when it sees a mesh, NNX always); the enclosing jit
-    # places the outputs instead. A Linen init runs the model on an example, whose batch (often 1) may not fit.
-    no_mesh = jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
-    with tracing_under(layout), no_mesh, nnx.use_eager_sharding(False), hint_observer(_ignore):
-        parts, found = build(make_model, model_key)
+    with tracing_under(layout), nnx.use_eager_sharding(False), hint_observer(_ignore):
+        model_key, step_key = jax.random.split(without_explicit_axes(layout, key))
+        parts, found = build_with_or_without_mesh(make_model, model_key)
         if isinstance(tx, SelfReducing):
             opt_state: Any = tx.init(parts.params, dict(parts.dims))
         else:

@@ -17,8 +17,9 @@ from jax.sharding import Mesh
 from jaxpar.errors import ConfigError, LayoutError, ModelError, did_you_mean
 from jaxpar.parallel.collectives.bucketing import CollectiveFusion
 from jaxpar.parallel.collectives.gather_reduce import precision_scope
+from jaxpar.parallel.explicit_axes import without_explicit_axes
 from jaxpar.parallel.offload.placement import on_host
-from jaxpar.parallel.pipeline.options import Asynchronous, Pipeline
+from jaxpar.parallel.pipeline.options import Asynchronous, Pipeline, pipeline_options
 from jaxpar.parallel.pipeline.schedules.schedule import Schedule
 from jaxpar.parallel.precision.policy import Precision, PrecisionLike
 from jaxpar.sharding.layout import Layout, to_spec, tracing_under, with_sharding
@@ -122,7 +123,7 @@ def train_step(
             f"pipeline: {pipeline.name!r} carries microbatches from step to step, which train_step does not support. "
             "Remedy: use jp.pipeline.pipedream_train_step, or jp.pipeline.schedule('1f1b')."
         )
-    config = replace(config, pipeline=Pipeline(pipeline) if isinstance(pipeline, Schedule) else pipeline)
+    config = replace(config, pipeline=pipeline_options(pipeline))
     options = config.fusion.compiler_options(layout)
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
@@ -132,6 +133,7 @@ def train_step(
             _check_supported(tx, config, clip_norm)
             step_options = replace(config, per_device_grads=True)
         with tracing_under(layout):
+            batch = without_explicit_axes(layout, batch)
             found, grads, norm, finite = measure(layout, loss_fn, state, batch, step_options, clip_norm)
             loss = found.loss
             extra = {}
@@ -304,11 +306,12 @@ def eval_step(
     ['loss', 'rows']
     """
     check_layout(layout, "eval_step(layout, loss_fn)")
-    policy, options = Precision.of(precision), Pipeline(pipeline) if isinstance(pipeline, Schedule) else pipeline
+    policy, options = Precision.of(precision), pipeline_options(pipeline)
 
     def evaluate(state: TrainState, batch: Any) -> Metrics:
         check_state(state)
         with tracing_under(layout), precision_scope(policy):
+            batch = without_explicit_axes(layout, batch)
             if options is not None:
                 return evaluate_pipeline(layout, loss_fn, state, batch, policy, options)
             loss, (aux, _) = loss_of(loss_fn, state, rows_apart(layout, batch))(
@@ -316,7 +319,7 @@ def eval_step(
             )
             return {"loss": loss, **aux}
 
-    return jax.jit(evaluate)
+    return cast(jax.stages.Wrapped, DonatedStateGuard(jax.jit(evaluate)))
 
 
 def _update(

@@ -22,7 +22,8 @@ AXIS_TYPES = pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Expli
 
 
 def layout(rules: Rules = RULES, *, axis_type: AxisType | None = None, **sizes: int) -> Layout:
-    return Layout(MeshSpec(**(sizes or {"data": 4, "model": 2})).build(axis_type=axis_type), rules)
+    mesh = MeshSpec(**(sizes or {"data": 4, "model": 2})).build(axis_type=axis_type)
+    return Layout(mesh, rules, explicit=axis_type is AxisType.Explicit)
 
 
 def square() -> jax.Array:
@@ -206,7 +207,8 @@ def test_tracing_under_accepts_its_own_layout_and_refuses_another() -> None:
 
 @AXIS_TYPES
 def test_an_abstract_layout_traces_without_devices(axis_type: AxisType) -> None:
-    ours = Layout(MeshSpec(data=-1, model=8).abstract(4096, axis_type=axis_type), RULES)
+    mesh = MeshSpec(data=-1, model=8).abstract(4096, axis_type=axis_type)
+    ours = Layout(mesh, RULES, explicit=axis_type is AxisType.Explicit)
     x = jax.ShapeDtypeStruct((1024, 64), jnp.bfloat16)
     with ours:
         y = jax.eval_shape(lambda x: constrain(2 * x, "batch", "mlp"), x)

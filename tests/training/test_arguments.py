@@ -15,7 +15,7 @@ from flax import nnx
 from flax.training.train_state import TrainState as FlaxTrainState
 
 import jaxpar as jp
-from jaxpar.errors import LayoutError, MeshError, ModelError, StateError
+from jaxpar.errors import CheckpointError, ConfigError, LayoutError, MeshError, ModelError, StateError
 
 BATCH = {"x": np.ones((8, 16), np.float32)}
 TX = optax.sgd(0.1)
@@ -74,7 +74,23 @@ WRONG: dict[str, tuple[type[Exception], Any, str]] = {
     "init(layout, tx, make_model)": (
         ModelError,
         lambda: jp.init(layout(), TX, make_model),  # type: ignore[arg-type]
-        "tx must be an optax transform, got function. Remedy: pass one, such as optax.adam(1e-3).",
+        (
+            "tx must be an optax transform, got function. Remedy: init(layout, make_model, tx); make_model is the "
+            "transform here."
+        ),
+    ),
+    "another tx": (
+        ModelError,
+        lambda: jp.init(layout(), make_model, "adam"),  # type: ignore[arg-type]
+        "tx must be an optax transform, got str. Remedy: pass one, such as optax.adam(1e-3).",
+    ),
+    "make_model without a key": (
+        ModelError,
+        lambda: jp.abstract_state(layout(), lambda: {"w": jnp.ones(2)}, TX),  # type: ignore[arg-type,misc]
+        (
+            "make_model must be a function of a PRNG key, but it cannot be called with one argument: too many "
+            "positional arguments. Remedy: make_model = lambda key: Model(rngs=nnx.Rngs(key))."
+        ),
     ),
     "nnx.Optimizer": (
         ModelError,
@@ -135,6 +151,37 @@ WRONG: dict[str, tuple[type[Exception], Any, str]] = {
             "is named 'key'. Remedy: name the PRNG key 'key'; put everything else into the batch."
         ),
     ),
+    "rng=None for key": (
+        ModelError,
+        lambda: jp.train_step(layout(), lambda model, batch, rng=None: 0.0).trace(abstract(), BATCH),
+        (
+            "loss_fn takes 'rng', but a step passes the PRNG key as 'key', so rng would stay None and nothing would be "
+            "random. Remedy: name the PRNG key 'key'."
+        ),
+    ),
+    "the name of a schedule": (
+        ConfigError,
+        lambda: jp.train_step(layout(), loss_fn, pipeline="gpipe"),  # type: ignore[arg-type]
+        (
+            "pipeline must be a jp.Pipeline or a schedule, got str. Remedy: "
+            "pipeline=jp.pipeline.schedule('gpipe', stages=4, microbatches=8)."
+        ),
+    ),
+    "shard_array(x, layout)": (
+        LayoutError,
+        lambda: jp.shard_array(BATCH["x"], layout(), "batch"),  # type: ignore[arg-type]
+        "layout must be a Layout, got ndarray. Remedy: shard_array(layout, x, 'batch').",
+    ),
+    "save(state, directory)": (
+        CheckpointError,
+        lambda: jp.save({"w": jnp.ones(2)}, "run"),  # type: ignore[arg-type]
+        "save: directory must be a path, got dict. Remedy: save(directory, state).",
+    ),
+    "restore(like, directory)": (
+        CheckpointError,
+        lambda: jp.restore({"w": jnp.ones(2)}, "run"),  # type: ignore[arg-type]
+        "restore: directory must be a path, got dict. Remedy: restore(directory, like).",
+    ),
     "a loss of the model alone": (
         ModelError,
         lambda: jp.train_step(layout(), lambda model: 0.0).trace(abstract(), BATCH),
@@ -147,6 +194,14 @@ WRONG: dict[str, tuple[type[Exception], Any, str]] = {
         ModelError,
         lambda: jp.train_step(layout(), 0.5).trace(abstract(), BATCH),  # type: ignore[arg-type]
         "loss_fn must be a function of a model and a batch, got float. Remedy: loss_fn = lambda model, batch: ....",
+    ),
+    "verify without any dims": (
+        LayoutError,
+        lambda: jp.testing.assert_matches_single_device(layout(), make_model, TX, loss_fn, [BATCH]),
+        (
+            "batch/x [8, 16] has no logical dims, because dims names none. Remedy: add 'x' to dims, with a name or "
+            "None for each of its 2 dims."
+        ),
     ),
     "verify without dims": (
         LayoutError,
@@ -186,5 +241,7 @@ def test_a_donated_state_that_is_used_again_is_named() -> None:
     )
     with pytest.raises(StateError, match=f"^{re.escape(text)}$"):
         step(state, BATCH)
+    with pytest.raises(StateError, match="^evaluate: 3 arrays of the state are deleted, because"):
+        jp.eval_step(layout(), loss_fn)(state, BATCH)
     assert int(step(after, BATCH)[0].step) == 2
     assert step.lower(jp.abstract_state(layout(), make_model, TX), BATCH).as_text()

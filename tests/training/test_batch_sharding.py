@@ -164,7 +164,7 @@ def test_scalars_and_arrays_that_all_rows_share_are_replicated(train: bool) -> N
 @pytest.mark.parametrize("rows", [62, 64])
 def test_on_explicit_axes_an_array_keeps_its_own_sharding(rows: int) -> None:
     mesh = jp.MeshSpec(data=8).build(axis_type=AxisType.Explicit)
-    layout = jp.Layout(mesh, RULES)
+    layout = jp.Layout(mesh, RULES, explicit=True)
     state = jp.init(layout, make_model, optax.sgd(0.1))
     shardings = []
 

@@ -215,7 +215,7 @@ def test_an_explicit_mesh_trains_to_the_same_values(mlp: Any) -> None:
         whole = jax.tree.map(lambda w: jp.hint(w, *(None,) * w.ndim), model)
         return mlp.loss(whole, jp.hint(batch, "batch", "embed"))
 
-    layout = mlp.layout(mesh=jp.MeshSpec(data=-1).build(axis_type=AxisType.Explicit))
+    layout = jp.Layout(jp.MeshSpec(data=-1).build(axis_type=AxisType.Explicit), mlp.rules, explicit=True)
     state, step = jp.init(layout, mlp.make, TX), jp.train_step(layout, loss_fn)
     for i in range(3):
         state, _ = step(state, mlp.batch(i))

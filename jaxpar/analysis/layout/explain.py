@@ -114,6 +114,7 @@ def explain(
     sizes = {axis: size for axis, size in layout.sizes.items() if size > 1}
     unused, texts = _unused(layout, used), tuple(dict.fromkeys(problems))
     notes: tuple[str, ...] = () if problems or on_disk is None else (_on_disk(layout, state, rows, on_disk.path),)
+    notes += _converted(layout)
     int8_reduced = Precision.of((step or {}).get("precision")).reduce == INT8
     notes += narrow_sums(rows, memory.narrow, int8_reduced) if memory is not None else ()
     notes += assumed_replicated(memory.assumed) if memory is not None else ()
@@ -264,6 +265,13 @@ def _activations(
     with hint_observer(note), attention_observer(take), tracing_under(layout):
         jax.eval_shape(forward, state, batch)
     return list(found.values()), tuple(attentions)
+
+
+def _converted(layout: Layout) -> tuple[str, ...]:
+    if not layout.converted:
+        return ()
+    axes = ", ".join(layout.converted)
+    return (f"Explicit axes used as Auto axes: {axes} (to keep them: Layout(mesh, rules, explicit=True))",)
 
 
 def _unused(layout: Layout, used: set[tuple[str, str]]) -> tuple[str, ...]:

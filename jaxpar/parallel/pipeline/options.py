@@ -147,3 +147,24 @@ class Asynchronous:
     def executor(self) -> Literal["lockstep"]:
         """Always ``lockstep``."""
         return "lockstep"
+
+
+def pipeline_options(pipeline: object) -> Pipeline | None:
+    """Returns the options of a pipeline, from options or a schedule; ``None`` stays ``None``.
+
+    Raises:
+      ConfigError: ``pipeline`` is something else, such as the name of a schedule.
+
+    >>> from jaxpar.parallel.pipeline.schedules.registry import schedule
+    >>> pipeline_options(schedule("1f1b", stages=4, microbatches=8)).activation_checkpointing
+    'full'
+    """
+    if pipeline is None or isinstance(pipeline, Pipeline):
+        return pipeline
+    if isinstance(pipeline, Schedule):
+        return Pipeline(pipeline)
+    name = pipeline if isinstance(pipeline, str) else "1f1b"
+    raise ConfigError(
+        f"pipeline must be a jp.Pipeline or a schedule, got {type(pipeline).__name__}. Remedy: "
+        f"pipeline=jp.pipeline.schedule({name!r}, stages=4, microbatches=8)."
+    )

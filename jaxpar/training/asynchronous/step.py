@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxpar.errors import ConfigError, LayoutError
 from jaxpar.parallel.collectives.bucketing import CollectiveFusion
 from jaxpar.parallel.collectives.gather_reduce import precision_scope
+from jaxpar.parallel.explicit_axes import without_explicit_axes
 from jaxpar.parallel.offload.placement import on_host
 from jaxpar.parallel.pipeline.options import Asynchronous
 from jaxpar.parallel.pipeline.staged_loss import PipelineLoss
@@ -206,6 +207,7 @@ class PipedreamStep:
         _check_state(state, self.pipeline)
         start = in_flight.start if self.pipeline.name == "pipedream_2bw" else weight_stashing.start
         with tracing_under(self.layout), precision_scope(self.config.precision):
+            batch = without_explicit_axes(self.layout, batch)
             return start(self._call(state, batch), batch)
 
     def _stepped(self, state: InFlight, batch: Any) -> tuple[InFlight, Metrics]:
@@ -221,6 +223,7 @@ class PipedreamStep:
             if batch is not None:
                 self._check_batch(state, batch, split)
         with tracing_under(self.layout):
+            batch = without_explicit_axes(self.layout, batch)
             if self.pipeline.name == "pipedream":
                 return self._every_microbatch(state, batch)
             with precision_scope(self.config.precision):

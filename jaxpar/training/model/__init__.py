@@ -14,8 +14,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh
 
-from jaxpar.errors import ModelError
+from jaxpar.errors import JaxparError, ModelError
 from jaxpar.training.model import pytree
 from jaxpar.training.model.fixed_order import Causes, in_fixed_order
 from jaxpar.training.model.parts import (
@@ -116,6 +117,25 @@ def build(make_model: MakeModel, key: jax.Array) -> tuple[ModelParts, dict[str, 
     return ModelParts(params, variables, *static[0]), causes
 
 
+def build_with_or_without_mesh(make_model: MakeModel, key: jax.Array) -> tuple[ModelParts, dict[str, Causes]]:
+    """Returns :func:`build` without a mesh, or on the ambient mesh if the model requires one.
+
+    Flax would take the names in its metadata for mesh axes (Linen when it sees a mesh, NNX always); the enclosing jit
+    places the outputs instead. A Linen init runs the model on an example, whose batch (often 1) may not fit. But a
+    model that calls ``with_sharding_constraint`` with a PartitionSpec of its own requires a mesh.
+    """
+    try:
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+            return build(make_model, key)
+    except (RuntimeError, ValueError) as error:
+        if isinstance(error, JaxparError):
+            raise
+        try:
+            return build(make_model, key)
+        except Exception as second:
+            raise error from second
+
+
 def build_shapes(make_model: MakeModel) -> ModelParts:
     """Returns the model's parts with shapes in place of arrays; nothing is computed. Raises as :func:`build`."""
     found: list[ModelParts] = []
@@ -153,6 +173,14 @@ def _call(make_model: MakeModel, key: jax.Array) -> Any:
             "make_model must be a function of a PRNG key, so that the model can be built in place, got "
             f"{type(make_model).__name__}. Remedy: make_model = lambda key: Model(rngs=nnx.Rngs(key))."
         )
+    try:
+        inspect.signature(make_model).bind(None)
+    except (TypeError, ValueError) as error:  # ValueError: a builtin that has no signature
+        if isinstance(error, TypeError):
+            raise ModelError(
+                f"make_model must be a function of a PRNG key, but it cannot be called with one argument: {error}. "
+                "Remedy: make_model = lambda key: Model(rngs=nnx.Rngs(key))."
+            ) from None
     return make_model(key)
 
 

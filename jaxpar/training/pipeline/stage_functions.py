@@ -24,7 +24,7 @@ from jaxpar.parallel.pipeline.executor.stage import StageLayer
 from jaxpar.parallel.pipeline.executor.tick_context import TickContext
 from jaxpar.parallel.pipeline.schedules.schedule import Schedule
 from jaxpar.sharding.layout import Layout
-from jaxpar.training.loss import Metrics, key_of, unpack
+from jaxpar.training.loss import Metrics, key_of, own_constraints_explained, unpack
 from jaxpar.training.microbatches import check_rows_divide, weight_of
 from jaxpar.training.model import Path, leaves_with_paths, show, to_path
 from jaxpar.training.pipeline.transfer import ModelSplit, StageTransfer, row_axes
@@ -105,7 +105,7 @@ def layer_of(split: ModelSplit) -> StageLayer:
     """Returns the function that runs one layer with given weights."""
 
     def layer(weights: Any, x: jax.Array, side: LayerInputs) -> tuple[jax.Array, dict[str, jax.Array]]:
-        with batch_rows(side.numbers):
+        with batch_rows(side.numbers), own_constraints_explained():
             return split.loss_fn.one(split.block(weights), x, side.given, side.keys)
 
     return layer
@@ -186,7 +186,8 @@ def read_by(split: ModelSplit, what: str, call: Callable[[Any], Any], others: An
     if what not in split.read:
 
         def run(stack: Any, others: Any) -> list[jax.Array]:
-            found = call(split.model(split.join(stack, others)))
+            with own_constraints_explained():
+                found = call(split.model(split.join(stack, others)))
             return [x for x in jax.tree.leaves(found) if isinstance(x, jax.Array)]
 
         shape = lambda w: jax.ShapeDtypeStruct(w.shape, w.dtype)
@@ -219,7 +220,8 @@ def _call_part(split: ModelSplit, what: str, call: Callable[[Any], Any], others:
     """
     read_by(split, what, call, others)
     model, before = split.model_of(others), split.state.variables
-    found = call(model)
+    with own_constraints_explained():
+        found = call(model)
     now = split.state.metadata.kind.carried(model, before, None)
     pairs = zip(leaves_with_paths(now), jax.tree.leaves(before), strict=True)
     changed = [show(("variables", *path)) for (path, new), old in pairs if new is not old]

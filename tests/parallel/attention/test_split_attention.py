@@ -116,7 +116,7 @@ def test_the_plain_form_takes_a_split_sequence_under_explicit_axes(
     """The layout of the scores does not follow from those of queries and keys, so the compiler chooses one."""
     kv_heads, options = CASES[case]
     mesh = jp.MeshSpec(context=4).build(jax.devices()[:4], axis_type=jax.sharding.AxisType.Explicit)
-    assert gap(run(jp.Layout(mesh, RULES), "dense", arrays(kv_heads), options), wanted(case)) <= 1e-5
+    assert gap(run(jp.Layout(mesh, RULES, explicit=True), "dense", arrays(kv_heads), options), wanted(case)) <= 1e-5
 
 
 @pytest.mark.parametrize("impl", few(["ring", "hybrid"], 1))
@@ -124,7 +124,7 @@ def test_a_split_sequence_under_explicit_axes(impl: str, wanted: Callable[[str],
     case = "causal, documents, soft cap, sinks"
     kv_heads, options = CASES[case]
     mesh = jp.MeshSpec(**MESHES[impl]).build(jax.devices()[:4], axis_type=jax.sharding.AxisType.Explicit)
-    assert gap(run(jp.Layout(mesh, RULES), impl, arrays(kv_heads), options), wanted(case)) <= 1e-5
+    assert gap(run(jp.Layout(mesh, RULES, explicit=True), impl, arrays(kv_heads), options), wanted(case)) <= 1e-5
 
 
 def test_queries_that_see_nothing_give_zeros_and_no_gradients() -> None:
