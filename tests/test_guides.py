@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+import shlex
+import sys
 import textwrap
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +17,7 @@ import optax
 import pytest
 
 import jaxpar as jp
+from jaxpar.app.cli import main
 
 ROOT = Path(__file__).parents[1]
 
@@ -104,3 +107,22 @@ def test_annotate() -> None:
         found.names == ("batch", "embed", "features", "mlp", "vocab") and "params/Dense_*/kernel" in printed.getvalue()
     )
     assert np.isfinite(float(names["metrics"]["loss"]))  # type: ignore[index]
+
+
+def test_any_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "docs/guides/any_model.md").read_text(encoding="utf-8")
+    found = {kind: re.findall(rf"^```{kind}\n(.*?)^```", text, re.DOTALL | re.MULTILINE) for kind in ("yaml", "sh")}
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "digits.py").write_text(blocks("docs/guides/any_model.md")[0], encoding="utf-8")
+    (tmp_path / "digits.yaml").write_text(found["yaml"][0], encoding="utf-8")
+    commands = [shlex.split(line, comments=True)[1:] for line in found["sh"][0].splitlines()]
+    run = {words[0]: words for words in reversed(commands) if "--processes" not in words}
+    assert run.keys() == {"explain", "check", "verify", "train", "verify-checkpoint"}
+    try:
+        assert [main(run[name]) for name in ("explain", "check", "train", "verify-checkpoint")] == [0, 0, 0, 0]
+    finally:
+        sys.modules.pop("digits", None)
+    screen = capsys.readouterr().out
+    assert "no problems" in screen and "examples/s (median step)" in screen
+    assert "digits:make_data: 512 examples to train on, 512 examples held out; batch 32" in screen

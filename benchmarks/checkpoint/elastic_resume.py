@@ -72,10 +72,10 @@ class Noted:
 def child(folder: Path) -> int:
     """Run the training of ``folder``."""
     from jaxpar.app.cli import main
-    from jaxpar.app.train import loop
+    from jaxpar.app.train import run_data
 
-    made = loop.batches
-    loop.batches = lambda *args, **options: Noted(  # type: ignore[assignment]
+    made = run_data.batches
+    run_data.batches = lambda *args, **options: Noted(  # type: ignore[assignment]
         made(*args, **options), folder / "batches"
     )
     return main(["train", str(folder / "run.yaml")])

@@ -21,8 +21,8 @@ import optax
 
 from jaxpar.analysis.divergence import first_divergence
 from jaxpar.errors import LayoutError, listing
-from jaxpar.sharding.arrays import shard_array
 from jaxpar.sharding.layout import Layout
+from jaxpar.training.batch import shard_batch
 from jaxpar.training.model import MakeModel, leaves_with_paths, show
 from jaxpar.training.state import TrainState, init
 from jaxpar.training.step import train_step, updated
@@ -73,7 +73,7 @@ def _check_data(data: Any, dims: Mapping[str, Any]) -> None:
             "data must be a list with a batch for each step, got "
             f"{'one batch' if isinstance(data, Mapping) else 'no batch'}. Remedy: data=[batch]."
         )
-    for name, x in ((name, x) for batch in data for name, x in batch.items()):
+    for name, x in ((show(path), x) for batch in data for path, x in leaves_with_paths(batch)):
         if name not in dims:
             raise LayoutError(
                 f"batch/{name} {list(np.shape(x))} has no logical dims, because dims names {listing(dims)}. Remedy: "
@@ -87,7 +87,7 @@ def compare(
     make_model: MakeModel,
     tx: optax.GradientTransformation,
     loss_fn: Callable[..., Any],
-    data: Sequence[Mapping[str, np.ndarray]],
+    data: Sequence[Any],
     dims: Mapping[str, Sequence[str | None]],
     *,
     bound: float,
@@ -103,8 +103,8 @@ def compare(
     Args:
       reference, layout: the two layouts; ``reference`` counts as correct.
       make_model, tx, loss_fn, seed, clip_norm: as for :func:`jaxpar.init` and :func:`jaxpar.train_step`.
-      data: one batch per step, name → global array.
-      dims: name → logical dims of that array.
+      data: one batch per step, a pytree of global arrays.
+      dims: path in the batch → logical dims of that array.
       bound: the largest relative difference allowed.
       options: other keyword arguments of :func:`jaxpar.train_step`, for ``layout`` only; the reference takes each batch
         in one piece.
@@ -126,10 +126,7 @@ def compare(
         equal = all(np.array_equal(a, b) for a, b in pairs)
         found, first = [], None if equal else "the initial parameters already differ"
         for number, batch in enumerate(data, 1):
-            inputs = [
-                {name: shard_array(place, x, *dims[name], path=f"batch/{name}") for name, x in batch.items()}
-                for place in (reference, layout)
-            ]
+            inputs = [shard_batch(place, batch, dims) for place in (reference, layout)]
             differences, right = comparison.step(right, _copied(right, own), inputs, search=first is None)
             found.append((differences, number))
             if differences.where is not None:

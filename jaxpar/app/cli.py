@@ -368,7 +368,8 @@ def _compiled(command: Check, topology: str) -> int:
     from jaxpar.training.remat import RematPolicy
 
     job = _job(command)
-    tokens, seq = job.config.data.batch * job.config.data.seq, job.config.data.seq
+    tokens = job.tokens or 0  # 0: the batch has no tokens, so neither FLOPs nor seq are known
+    seq = tokens // job.config.data.batch
     flops, policy = tokens * job.model.flops_per_token(seq), RematPolicy.of(job.model.remat).policy
     about = About(tokens, flops, job.model.vocab or 0, seq, policy, job.config.parallel.reshard_after_forward)
     options = job.step_options() | {"compiler_options": job.compiler_options(parsed.platform)}

@@ -25,12 +25,24 @@ _AboveOne = Annotated[float, Range(1, 1e38, above=True)]
 
 @dataclass(frozen=True)
 class DataConfig:
-    """The text to train on, and how it is cut into batches of ``batch`` sequences of ``seq`` tokens, over all devices.
+    """The data to train on: a text, cut into batches of ``batch`` sequences of ``seq`` tokens; or data of your own.
 
-    With ``packing`` a sequence may hold several documents, and a token attends only to tokens of its own document.
+    Attributes:
+      source: ``stdlib``, ``synthetic``, or a folder of text.
+      factory: instead of a text, ``module:function`` that returns the data (:class:`jaxpar.app.own_data.OwnData`).
+      args: keyword arguments of the factory.
+      dims: the logical dims of the batch's arrays, such as ``{image: [batch, height, width, channels]}``; without them
+        they are found from the loss.
+      batch: rows of a batch, over all devices.
+      seq: tokens of a row.
+      seed: determines the order of the rows.
+      packing: a row may hold several documents, and a token attends only to tokens of its own document.
     """
 
     source: str = "stdlib"
+    factory: str | None = None
+    args: dict[str, Any] = field(default_factory=dict)
+    dims: dict[str, tuple[str | None, ...]] = field(default_factory=dict)
     batch: _Batch = 32
     seq: Annotated[int, Range(1, 2**24)] = 128
     seed: int = 0
@@ -231,7 +243,7 @@ class TrainConfig:
       straggler: when a process counts as slow.
       seed: seed of the initial parameters.
       eval_every: steps between two evaluations.
-      eval_batches: batches of held-out text in each evaluation.
+      eval_batches: batches of held-out data in each evaluation.
     """
 
     steps: _Count = 100
@@ -319,14 +331,14 @@ class RunConfig:
 
     Attributes:
       model: ``family``, ``preset``, and any field of the family's configuration; or for a model of your own
-        ``factory``, ``loss`` and ``args`` (:class:`jaxpar.app.factory.FactoryConfig`).
+        ``factory``, ``loss``, ``eval_loss``, ``decoder`` and ``args`` (:class:`jaxpar.app.factory.FactoryConfig`).
       layout: a layout file, relative to the run's file; without one, ``mesh`` and ``rules`` are the layout.
       mesh, rules: changes to that layout, key by key.
       parallel: parallelism that the layout does not describe.
       precision: a dtype such as ``bf16`` or ``fp8``, or ``{compute, gather, reduce, scale, matmul}``; by default the
         model's dtypes.
       cpu_devices: number of CPU devices to simulate on a machine without TPU and GPU; ``None`` simulates none.
-      data: the text, and the batches.
+      data: the data, and its batches.
       optimizer: the optimizer and its schedule.
       train: number of steps, evaluation, and rollbacks.
       compiler: XLA options by platform, such as ``{tpu: {xla_tpu_scoped_vmem_limit_kib: 65536}}``; options of other

@@ -1,43 +1,44 @@
 """Models that a configuration names: ``model: {factory: "my_module:make_model", loss: "my_module:loss", args: {...}}``.
 
-A configuration runs no code that it does not name. The module is looked up in the working directory, then on Python's
-path; what it imports itself is looked up on the path first, so that a file of the working directory replaces no module.
+A configuration runs no code that it does not name (:mod:`jaxpar.app.user_code`).
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
-import importlib.machinery
-import importlib.util
-import os
-import sys
-import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Any
 
 import jax
 
 import jaxpar as jp
-from jaxpar.errors import ConfigError, JaxparError, did_you_mean
+from jaxpar.app.user_code import load_function, place_of_error
+from jaxpar.errors import ConfigError, JaxparError, listing
+from jaxpar.inference.cached_model import DecoderFns
 from jaxpar.parallel.attention.context import Context
-from jaxpar.training.model import build_shapes
+from jaxpar.sharding.names import Names
+from jaxpar.training.batch import tag_batch
+from jaxpar.training.loss import LossFn
+from jaxpar.training.model import MakeModel, build_shapes, leaves_with_paths, show
 
 
 @dataclass(frozen=True)
 class FactoryConfig:
-    """The keys of ``model`` for a model of the user's own.
+    """The keys of ``model`` for a model of the user's own. Each names ``module:function``.
 
     Attributes:
-      factory: ``module:function``; called as ``function(key, **args)``, it returns what ``make_model`` returns.
-      loss: ``module:function`` of the model and a batch with ``tokens`` and ``targets``, and optionally ``key``.
-      args: keyword arguments of the factory.
+      factory: called as ``function(key, **args)``, it returns what ``make_model`` returns.
+      loss: a function of the model and a batch, and optionally ``key``; see :func:`jaxpar.train_step`.
+      eval_loss: the loss on held-out data, such as one without dropout; by default ``loss``.
+      decoder: called as ``function(**args)``, it returns a :class:`jaxpar.inference.DecoderFns`, for ``generate``.
+      args: keyword arguments of ``factory`` and ``decoder``.
     """
 
     factory: str
     loss: str
+    eval_loss: str | None = None
+    decoder: str | None = None
     args: dict[str, Any] = field(default_factory=dict)
 
 
@@ -46,102 +47,131 @@ class FactoryModel:
     """A model of the user's own, with what the commands ask of a built-in model's configuration.
 
     Attributes:
-      name: ``module:function`` of its factory.
-      make_model, loss_fn: as :func:`jaxpar.init` and :func:`jaxpar.train_step` take them.
+      config: the keys of ``model``.
+      make_model, loss_fn, eval_loss_fn: as :func:`jaxpar.init` and :func:`jaxpar.train_step` take them.
       params: the number of its parameters.
       dtype: the dtypes of its parameters.
+      batch_dims: the logical dims of the batch's arrays, by path.
+      found: the names that were found for its dims, if it names none itself.
       vocab: its vocabulary, which is not known.
       remat, context: the defaults, because the model itself decides.
     """
 
-    name: str
-    make_model: Callable[[jax.Array], Any]
-    loss_fn: Callable[..., Any]
+    config: FactoryConfig
+    make_model: MakeModel
+    loss_fn: LossFn
+    eval_loss_fn: LossFn
     params: int
     dtype: str
+    batch_dims: Mapping[str, Names]
+    found: tuple[str, ...] = ()
     vocab: int | None = None
     remat: str = "none"
     context: Context = field(default_factory=Context)
+
+    @property
+    def name(self) -> str:
+        """``module:function`` of its factory."""
+        return self.config.factory
 
     def flops_per_token(self, seq: int) -> float:
         """Returns an estimate: 6 FLOPs for each parameter and token, without those of attention."""
         return 6.0 * self.params
 
+    def check_rules(self, rules: Collection[str]) -> None:
+        """Raise a ConfigError if names that were found have no rule, one error for all of them."""
+        missing = [name for name in self.found if name not in rules]
+        if missing:
+            table = ", ".join(f"{name}: null" for name in missing)
+            raise ConfigError(
+                f"model: {self.name} names no dims, and of the names found for them {listing(missing)} "
+                f"{'has' if len(missing) == 1 else 'have'} no rule. Remedy: rules: {{{table}}}, which replicates; or a "
+                "mesh axis in the place of null, such as model."
+            )
 
-def factory_model(config: FactoryConfig, batch: Mapping[str, jax.ShapeDtypeStruct]) -> FactoryModel:
+    def decoder(self) -> DecoderFns:
+        """Returns the forward passes of generation.
+
+        Raises:
+          ConfigError: the configuration names none, or its function fails or returns something else.
+        """
+        if self.config.decoder is None:
+            raise ConfigError(
+                f"generate: {self.name} is a model of your own, whose cache is not known. Remedy: model: {{decoder: "
+                '"my_module:decoder"}, a function that returns a jaxpar.inference.DecoderFns.'
+            )
+        found = _called(self.config.decoder, "model.decoder", self.config.args)
+        if not isinstance(found, DecoderFns):
+            raise ConfigError(
+                f"model.decoder: {self.config.decoder} must return a jaxpar.inference.DecoderFns, got "
+                f"{type(found).__name__}. Remedy: its fields are documented there."
+            )
+        return found
+
+
+def factory_model(
+    config: FactoryConfig, batch: Any, batch_dims: Mapping[str, Names], known: Collection[str]
+) -> FactoryModel:
     """Returns the model that a configuration names. If it names none of its dims, they are found.
 
     Args:
       config: the keys of ``model``.
       batch: the shapes of a batch, from which :func:`jaxpar.annotate` finds names.
+      batch_dims: the names of its arrays that are given, by path.
+      known: the logical dims that have rules. Of the batch, other names that are found are dropped, unless there are
+        no rules yet.
 
     Raises:
       ConfigError: there is no such module or function, the module cannot be imported, or ``args`` do not fit.
       ModelError: the factory returns no model.
     """
-    factory, loss_fn = _load(config.factory, "model.factory"), _load(config.loss, "model.loss")
-    make_model: Callable[[jax.Array], Any] = functools.partial(factory, **config.args)
+    factory, loss_fn = load_function(config.factory, "model.factory"), load_function(config.loss, "model.loss")
+    eval_loss = loss_fn if config.eval_loss is None else load_function(config.eval_loss, "model.eval_loss")
+    make_model: MakeModel = functools.partial(factory, **config.args)
     try:
         parts = build_shapes(make_model)
     except JaxparError:
         raise
     except Exception as error:
-        raise ConfigError(
-            f"model: {config.factory} fails with args {config.args}: {type(error).__name__}: "
-            f"{str(error).partition(chr(10))[0]} ({_place(error)}). Remedy: it is called as function(key, **args)."
-        ) from error
+        raise ConfigError(_failure(config.factory, "model", "key, **args", config.args, error)) from error
+    paths = [show(path) for path, _ in leaves_with_paths(batch)]
+    named, names = any(path[0] == "params" for path, _ in parts.dims), set[str]()
+    if not named or len(batch_dims) < len(paths):
+        found = jp.annotate(make_model, loss_fn, tag_batch(batch, batch_dims))
+        dims = {path: _of_batch(names, known) for path, names in found.batch_dims.items()}
+        batch_dims = {path: batch_dims.get(path, dims[path]) for path in paths}
+        if not named:
+            if eval_loss is not loss_fn:
+                eval_loss = jp.annotate(found.make_model, eval_loss, tag_batch(batch, batch_dims)).loss_fn
+            else:
+                eval_loss = found.loss_fn
+            make_model, loss_fn = found.make_model, found.loss_fn
+            names = {
+                name for array in found.arrays if not array.path.startswith("batch/") for name in array.names if name
+            }
     leaves = jax.tree.leaves(parts.params)
-    if not any(path[0] == "params" for path, _ in parts.dims):
-        found = jp.annotate(make_model, loss_fn, dict(batch))
-        make_model, loss_fn = found.make_model, found.loss_fn
     dtype = ", ".join(sorted({str(leaf.dtype) for leaf in leaves}))
-    return FactoryModel(config.factory, make_model, loss_fn, sum(leaf.size for leaf in leaves), dtype)
+    count = sum(leaf.size for leaf in leaves)
+    return FactoryModel(config, make_model, loss_fn, eval_loss, count, dtype, dict(batch_dims), tuple(sorted(names)))
 
 
-def _place(error: BaseException) -> str:
-    """The last line of code outside of installed packages that an error passed through."""
-    frames = traceback.extract_tb(error.__traceback__)
-    library = os.path.dirname(jp.__file__)
-    own = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith(library)]
-    return f"{own[-1].filename}:{own[-1].lineno}" if own else "called by jaxpar"
+def _of_batch(names: Names, known: Collection[str]) -> Names:
+    """The names of an array of the batch: rows first, and of the others those that have rules."""
+    return tuple("batch" if i == 0 else name if name in known or not known else None for i, name in enumerate(names))
 
 
-def _load(reference: str, key: str) -> Callable[..., Any]:
-    """The function ``module:function``."""
-    module_name, _, name = reference.partition(":")
-    if not all(part.isidentifier() for part in (*module_name.split("."), name)):
-        raise ConfigError(f"{key} must be module:function, got {reference!r}. Remedy: such as my_module:make_model.")
-    module = _import(module_name, key)
-    function = getattr(module, name, None)
-    if not callable(function):
-        near = did_you_mean(name, [other for other in vars(module) if callable(getattr(module, other))])
-        raise ConfigError(f"{key}: {module_name} ({module.__file__}) has no function {name!r}.{near}")
-    return function
-
-
-def _import(name: str, key: str) -> ModuleType:
-    here = os.getcwd()
-    if here not in sys.path:
-        sys.path.append(here)  # last, for what the module imports itself
-    top = name.partition(".")[0]
+def _called(reference: str, key: str, args: Mapping[str, Any]) -> Any:
+    function: Callable[..., Any] = load_function(reference, key)
     try:
-        if top not in sys.modules:
-            own = importlib.machinery.PathFinder.find_spec(top, [here])
-            if own is not None and own.loader is not None:
-                module = importlib.util.module_from_spec(own)
-                sys.modules[top] = module
-                try:
-                    own.loader.exec_module(module)
-                except BaseException:
-                    del sys.modules[top]
-                    raise
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name not in (name, top):
-            raise ConfigError(f"{key}: {name} imports {error.name}, which is not installed.") from error
-        raise ConfigError(
-            f"{key}: there is no module {name!r} in {here} or on Python's path. Remedy: run in the folder of "
-            f"{top}.py, or install it."
-        ) from error
+        return function(**args)
+    except JaxparError:
+        raise
     except Exception as error:
-        raise ConfigError(f"{key}: {name} cannot be imported: {type(error).__name__}: {error}") from error
+        raise ConfigError(_failure(reference, key, "**args", args, error)) from error
+
+
+def _failure(reference: str, key: str, call: str, args: Mapping[str, Any], error: Exception) -> str:
+    return (
+        f"{key}: {reference} fails with args {dict(args)}: {type(error).__name__}: "
+        f"{str(error).partition(chr(10))[0]} ({place_of_error(error)}). Remedy: it is called as function({call})."
+    )

@@ -17,6 +17,7 @@ import optax
 import jaxpar as jp
 from jaxpar.app.config import ContextConfig, Loaded, OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
 from jaxpar.app.factory import FactoryConfig, FactoryModel, factory_model
+from jaxpar.app.own_data import OwnData, check_dims, own_data, tokens_of
 from jaxpar.app.pipeline_config import check_recompute, make_pipeline
 from jaxpar.data.sources import SEPARATOR
 from jaxpar.errors import ConfigError, JaxparError, did_you_mean
@@ -24,6 +25,8 @@ from jaxpar.models import llama
 from jaxpar.models.llama.pipeline import staged_next_token_loss
 from jaxpar.models.losses import next_token_loss
 from jaxpar.parallel.attention.context import BALANCED, Context
+from jaxpar.sharding.names import Names
+from jaxpar.training.batch import tag_batch
 from jaxpar.training.one_bit_adam import NAME as ONE_BIT
 from jaxpar.training.remat import SAVED_EMBED
 from jaxpar.utils.yaml_config import build
@@ -46,6 +49,7 @@ class Job:
       tx: the optimizer.
       layout_data: ``mesh`` and ``rules`` of the layout, as plain data.
       zero, precision, fusion, pipeline: settings of the step; without stages ``pipeline`` is ``None``.
+      data: data of the user's own; ``None`` for a text.
     """
 
     name: str
@@ -59,6 +63,17 @@ class Job:
     precision: jp.Precision
     fusion: jp.overlap.CollectiveFusion
     pipeline: jp.Pipeline | jp.pipeline.Asynchronous | None = None
+    data: OwnData | None = None
+
+    @property
+    def eval_loss_fn(self) -> Callable[..., Any]:
+        """The loss on held-out data, as :func:`jaxpar.eval_step` takes it."""
+        return self.model.eval_loss_fn if isinstance(self.model, FactoryModel) else self.loss_fn
+
+    @property
+    def tokens(self) -> int | None:
+        """The number of tokens in a batch; ``None`` if the batch has no array ``tokens``."""
+        return self.config.data.batch * self.config.data.seq if self.data is None else tokens_of(self.data.shapes())
 
     @property
     def llama(self) -> llama.LlamaConfig:
@@ -81,9 +96,12 @@ class Job:
           devices: the devices of its mesh (default: all); an integer gives an abstract mesh of that many devices.
 
         Raises:
+          ConfigError: names that were found for the dims of a model have no rule.
           RulesError, MeshError: ``parallel.optimizer`` does not fit the rules or the mesh.
         """
         data = dict(self.layout_data)
+        if isinstance(self.model, FactoryModel):
+            self.model.check_rules(data["rules"] or {})
         if self.zero.stage:
             count = devices if isinstance(devices, int) else len(jax.devices() if devices is None else devices)
             data["mesh"] = self.zero.mesh(jp.MeshSpec.from_dict(data["mesh"] or {}), count).to_dict()
@@ -126,8 +144,16 @@ class Job:
         packed = ("segment_ids",) if self.config.data.packing else ()
         return ("tokens", "targets", *packed, *(("order",) if self.model.context.load_balance == BALANCED else ()))
 
-    def batch_spec(self) -> dict[str, Any]:
+    def batch_dims(self) -> Mapping[str, Sequence[str | None]]:
+        """The logical dims of a batch's arrays, by path."""
+        if self.data is None or not isinstance(self.model, FactoryModel):
+            return dict.fromkeys(self.batch_names(), BATCH_DIMS)
+        return self.model.batch_dims
+
+    def batch_spec(self) -> Any:
         """The batch as tagged shapes, for ``explain`` and ``check``."""
+        if self.data is not None:
+            return tag_batch(self.data.shapes(), self.batch_dims())
         shape = (self.config.data.batch, self.config.data.seq)
         return {name: jp.tag(jax.ShapeDtypeStruct(shape, "int32"), *BATCH_DIMS) for name in self.batch_names()}
 
@@ -188,6 +214,11 @@ def make_job(loaded: Loaded, *, training: bool = True) -> Job:
     config = loaded.config
     if "factory" in config.model:
         return _factory_job(loaded)
+    if config.data.factory is not None:
+        raise ConfigError(
+            f"data.factory names data of your own, but model.family: {config.model.get('family')} trains on text. "
+            "Remedy: data.source, or a model.factory of your own."
+        )
     precision, zero = _precision(config), _zero(config)
     model = _model(config.model, precision)
     if config.parallel.remat is not None:
@@ -228,12 +259,17 @@ def _factory_job(loaded: Loaded) -> Job:
     precision, zero, fusion = _precision(config), _zero(config), _fusion(config)
     if config.optimizer.name == ONE_BIT:
         _check_one_bit(config, precision, zero, fusion)
-    shape = (config.data.batch, config.data.seq)
-    batch = {name: jax.ShapeDtypeStruct(shape, "int32") for name in ("tokens", "targets")}
-    model = factory_model(build(FactoryConfig, config.model, "model"), batch)
+    table, data = build(FactoryConfig, config.model, "model"), own_data(config.data)
+    if data is None:
+        dims: Mapping[str, Names] = dict.fromkeys(("tokens", "targets"), BATCH_DIMS)
+        batch = dict.fromkeys(dims, jax.ShapeDtypeStruct((config.data.batch, config.data.seq), "int32"))
+    else:
+        batch = data.shapes()
+        dims = check_dims(config.data.dims, batch)
+    model = factory_model(table, batch, dims, (loaded.layout["rules"] or {}).keys())
     tx = make_optimizer(config.optimizer, config.train.steps)
     run = (model.make_model, model.loss_fn, tx, loaded.layout)
-    return Job(loaded.name, config, model, *run, zero, precision, fusion)
+    return Job(loaded.name, config, model, *run, zero, precision, fusion, data=data)
 
 
 @contextmanager

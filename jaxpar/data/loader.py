@@ -10,7 +10,7 @@ import hashlib
 import importlib
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -122,7 +122,46 @@ def eval_batches(
     return [plan.read(rows) for rows in numbers.reshape(steps, plan.batch)]
 
 
-class Batches(Iterator[Batch]):
+class Stream(Protocol):
+    """Batches of one process, at a position that can be saved and restored."""
+
+    def __iter__(self) -> Self: ...
+
+    def __next__(self) -> Any: ...
+
+    def get_state(self) -> dict[str, Any]:
+        """Returns the position after the last batch taken, as JSON-able data."""
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Moves to a saved position, or raises a DataError."""
+
+    def close(self) -> None:
+        """Stops reading."""
+
+
+class NumberedRows(Protocol):
+    """Rows that have numbers from 0, and how a process reads its part of a global batch of them."""
+
+    batch: int
+    process_index: int
+    process_count: int
+
+    @property
+    def windows(self) -> int:
+        """Number of rows."""
+
+    @property
+    def steps(self) -> int:
+        """Number of full global batches in one pass."""
+
+    def read(self, numbers: np.ndarray) -> Any:
+        """Returns this process's part of the global batch that consists of these rows."""
+
+    def identity(self) -> dict[str, int | str]:
+        """Returns what must be equal for a number to mean the same row."""
+
+
+class Batches(Iterator[Any]):
     """Iterator over the training batches of one process; :func:`batches` makes it.
 
     Raises:
@@ -139,7 +178,7 @@ class Batches(Iterator[Batch]):
     True
     """
 
-    def __init__(self, plan: EpochPlan, *, seed: int, shuffle: bool, epochs: int | None):
+    def __init__(self, plan: NumberedRows, *, seed: int, shuffle: bool, epochs: int | None):
         self._plan = plan
         self._seed = seed
         self._shuffle = shuffle
@@ -147,15 +186,14 @@ class Batches(Iterator[Batch]):
 
     @property
     def steps_per_epoch(self) -> int:
-        """The number of global batches in one pass over the text."""
+        """The number of global batches in one pass over the data."""
         return self._plan.steps
 
-    def __iter__(self) -> Batches:
+    def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> Batch:
-        result: Batch = next(self._iterator)
-        return result
+    def __next__(self) -> Any:
+        return next(self._iterator)
 
     def get_state(self) -> dict[str, Any]:
         """Returns the position after the last batch taken, as JSON-able data, with a fingerprint of the stream."""
@@ -174,13 +212,7 @@ class Batches(Iterator[Batch]):
               ``state`` is not a position, or the position is beyond the last epoch. The iterator then keeps its
               position.
         """
-        try:
-            saved, position = dict(state["fingerprint"]), state["position"]
-        except (KeyError, TypeError, ValueError) as error:
-            raise DataError(
-                f"this is not a saved data position: {shown(state)}. Remedy: pass what get_state() returned."
-            ) from error
-        self._check_fingerprint(saved)
+        position = position_of(state, self._fingerprint)
         before = self._iterator.get_state()
         try:
             if not isinstance(position, Mapping) or position.keys() != before.keys():
@@ -202,34 +234,42 @@ class Batches(Iterator[Batch]):
 
     @cached_property
     def _fingerprint(self) -> dict[str, int | str | bool]:
-        """The values that must be equal for a position to mean the same batches. Cached: it hashes the full text."""
+        """The values that must be equal for a position to mean the same batches. Cached: it may hash a full text."""
         return {
             "version": STATE_VERSION,
-            "tokens": self._plan.tokens.size,
-            "content": self._plan.content_hash(),
-            "batch": self._plan.batch,
-            "seq": self._plan.seq,
+            **self._plan.identity(),
             "seed": self._seed,
             "shuffle": self._shuffle,
             "process_count": self._plan.process_count,
             "process_index": self._plan.process_index,
-            **({} if self._plan.separator is None else {"separator": self._plan.separator}),
         }
 
-    def _check_fingerprint(self, saved: Mapping[str, Any]) -> None:
-        """Raise a DataError that names every differing field; grain itself accepts a position of any stream."""
-        here = self._fingerprint
-        fields = [*here, *(f for f in saved if f not in here)]
-        pairs = ((f, saved.get(f, "absent"), here.get(f, "absent")) for f in fields)
-        different = [f"{shown(f)[1:-1]} was {shown(was)}, is now {now!r}" for f, was, now in pairs if was != now]
-        if different:
-            raise DataError(
-                f"this data position belongs to another run: {'; '.join(different)}. "
-                "Remedy: rebuild the stream with the saved values, or start this one from the beginning."
-            )
+
+def position_of(state: Mapping[str, Any], here: Mapping[str, Any]) -> Any:
+    """Returns the position in a saved state of a stream whose fingerprint is ``here``.
+
+    Raises:
+      DataError: ``state`` is no saved state, or its fingerprint differs; the error names every differing field, because
+        grain itself accepts a position of any stream.
+    """
+    try:
+        saved, position = dict(state["fingerprint"]), state["position"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(
+            f"this is not a saved data position: {shown(state)}. Remedy: pass what get_state() returned."
+        ) from error
+    fields = [*here, *(f for f in saved if f not in here)]
+    pairs = ((f, saved.get(f, "absent"), here.get(f, "absent")) for f in fields)
+    different = [f"{shown(f)[1:-1]} was {shown(was)}, is now {now!r}" for f, was, now in pairs if was != now]
+    if different:
+        raise DataError(
+            f"this data position belongs to another run: {'; '.join(different)}. "
+            "Remedy: rebuild the stream with the saved values, or start this one from the beginning."
+        )
+    return position
 
 
-def _grain_iterator(plan: EpochPlan, seed: int, shuffle: bool, epochs: int | None) -> Any:
+def _grain_iterator(plan: NumberedRows, seed: int, shuffle: bool, epochs: int | None) -> Any:
     """Returns the grain iterator over one process's batches.
 
     Batching window numbers before reading keeps every process on the same global batch although it reads only its own

@@ -60,17 +60,7 @@ class EpochPlan:
     def __post_init__(self) -> None:
         for name, least in (("batch", 1), ("seq", 1), ("process_index", 0), ("process_count", 1)):
             setattr(self, name, as_integer(name, getattr(self, name), least))
-        if self.process_index >= self.process_count:
-            raise DataError(
-                f"process_index={self.process_index} does not exist with process_count={self.process_count}: "
-                "it counts from 0. Remedy: pass jax.process_index() and jax.process_count()."
-            )
-        if self.batch % self.process_count:
-            raise DataError(
-                f"batch={self.batch} (global rows) cannot be divided evenly over process_count={self.process_count}. "
-                f"Remedy: use a multiple of {self.process_count}, such as "
-                f"{-(-self.batch // self.process_count) * self.process_count}."
-            )
+        check_share(self.batch, self.process_index, self.process_count)
         if self.windows < self.batch:
             raise DataError(
                 f"the text is too short for one global batch: {self.tokens.size} tokens hold {self.windows} windows "
@@ -113,12 +103,32 @@ class EpochPlan:
         ends = self.tokens[numbers[:, None] * self.seq + np.arange(self.seq)] == self.separator
         return np.cumsum(ends, axis=1, dtype=np.int32) - ends
 
+    def identity(self) -> dict[str, int | str]:
+        """Returns what must be equal for a window number to mean the same rows. It hashes the full text."""
+        same: dict[str, int | str] = {"tokens": self.tokens.size, "content": self.content_hash()}
+        same |= {"batch": self.batch, "seq": self.seq}
+        return same if self.separator is None else {**same, "separator": self.separator}
+
     def content_hash(self) -> str:
         """Returns a hash of the token ids that does not depend on their integer type or byte order."""
         digest = hashlib.sha256()
         for start in range(0, self.tokens.size, _HASH_CHUNK):
             digest.update(np.ascontiguousarray(self.tokens[start : start + _HASH_CHUNK], "<i4"))
         return f"sha256:{digest.hexdigest()[:16]}"
+
+
+def check_share(batch: int, process_index: int, process_count: int) -> None:
+    """Raise a DataError unless the process exists and the processes divide the rows of the global batch."""
+    if process_index >= process_count:
+        raise DataError(
+            f"process_index={process_index} does not exist with process_count={process_count}: "
+            "it counts from 0. Remedy: pass jax.process_index() and jax.process_count()."
+        )
+    if batch % process_count:
+        raise DataError(
+            f"batch={batch} (global rows) cannot be divided evenly over process_count={process_count}. "
+            f"Remedy: use a multiple of {process_count}, such as {-(-batch // process_count) * process_count}."
+        )
 
 
 def token_vector(tokens: npt.ArrayLike) -> np.ndarray:

@@ -24,7 +24,7 @@ import jaxpar as jp
 from jaxpar.app.config import load_run
 from jaxpar.app.job import make_job
 from jaxpar.app.launch.process_group import free_port
-from jaxpar.app.train import loop
+from jaxpar.app.train import loop, run_data
 from jaxpar.checkpoint.verify import check, steps_in
 from jaxpar.data import batches
 
@@ -131,7 +131,7 @@ def work(address: str, rank: str, folder: str) -> None:
         streams.append(Stream(*arguments, **options))
         return streams[-1]
 
-    loop.batches = made
+    run_data.batches = made
     job = replace(
         make_job(load_run(Path(folder) / "run.yaml")),
         make_model=lambda key: {"w": jp.tag(jax.random.normal(key, (16, 8)), "embed", "mlp")},

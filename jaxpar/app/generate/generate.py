@@ -29,7 +29,7 @@ from jaxpar.checkpoint.manifest import NAME, read
 from jaxpar.checkpoint.verify import steps_in
 from jaxpar.data.sources import SEPARATOR
 from jaxpar.errors import CheckpointError, ConfigError, DamagedError
-from jaxpar.inference.cached_model import CACHE_SEQ
+from jaxpar.inference.cached_model import CACHE_SEQ, DecoderFns
 from jaxpar.inference.generator import shards_of, with_cache
 from jaxpar.inference.pipeline import stages_of
 from jaxpar.inference.request import SEEDS, check_requests
@@ -84,14 +84,10 @@ def generator(job: Job, texts: Sequence[Sequence[int]], options: GenerateOptions
         stop string is empty.
       LayoutError: the mesh does not divide parameters or cache.
     """
-    if not isinstance(job.model, LlamaConfig):
+    cached = _decoder(job, options)
+    if cached.vocab < BYTES:
         raise ConfigError(
-            f"generate: {job.model.name} is a model of your own, whose cache is not known. Remedy: generate in Python, "
-            "with jaxpar.Generator and jaxpar.inference.DecoderFns."
-        )
-    if job.model.vocab < BYTES:
-        raise ConfigError(
-            f"model: vocab must be at least {BYTES}, the number of byte values, got {job.model.vocab}. Remedy: the "
+            f"model: vocab must be at least {BYTES}, the number of byte values, got {cached.vocab}. Remedy: the "
             f"model.vocab of the training run, at least {BYTES}."
         )
     if "" in options.stop:
@@ -109,12 +105,7 @@ def generator(job: Job, texts: Sequence[Sequence[int]], options: GenerateOptions
             f"the {len(texts)} prompt(s) has its own seed, counting up from it."
         )
     spell = lambda name, value: f"{_WORDS[name]} {value}"
-    check_requests(texts, options.most, seeds, slots=slots, vocab=job.model.vocab, spell=spell)
-    formats = job.config.generate
-    kept: dict[str, Any] = {"weights": formats.weights, "cache": formats.cache}
-    if options.int8 is not None:
-        kept = {name: "int8" if name in options.int8 else None for name in kept}
-    cached = cached_llama(job.model, **kept)
+    check_requests(texts, options.most, seeds, slots=slots, vocab=cached.vocab, spell=spell)
     rows = min(len(texts), MOST_ROWS) if options.batch is None else options.batch
     return jp.Generator(
         layout,
@@ -125,6 +116,23 @@ def generator(job: Job, texts: Sequence[Sequence[int]], options: GenerateOptions
         sampling=options.sampling,
         stop=tuple(SEPARATOR),
     )
+
+
+def _decoder(job: Job, options: GenerateOptions) -> DecoderFns:
+    """The model's forward passes with a cache, in the configured formats."""
+    formats = job.config.generate
+    kept: dict[str, Any] = {"weights": formats.weights, "cache": formats.cache}
+    if options.int8 is not None:
+        kept = {name: "int8" if name in options.int8 else None for name in kept}
+    if isinstance(job.model, LlamaConfig):
+        return cached_llama(job.model, **kept)
+    decoder = job.model.decoder()
+    if any(kept.values()):
+        raise ConfigError(
+            f"generate: int8 is for built-in models, but {job.model.name} is one of your own. Remedy: leave it out; "
+            "the decoder itself can store integers (prepare, cache)."
+        )
+    return decoder
 
 
 def generate(

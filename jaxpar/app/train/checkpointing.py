@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import time
@@ -21,9 +22,11 @@ from jaxpar.app.job import Job
 from jaxpar.app.train.spikes import LossWatch, SkippedBatches
 from jaxpar.checkpoint.manager import CheckpointManager, Restored, check_numbers
 from jaxpar.checkpoint.manifest import DISK, NAME
-from jaxpar.data import Batches
+from jaxpar.data.examples import BatchIterator
+from jaxpar.data.loader import Stream
 from jaxpar.errors import CheckpointError, ConfigError, DamagedError, DataError
 from jaxpar.training.disk_step import DiskOffloadedStep
+from jaxpar.utils.multihost import gather
 
 _IGNORED_KEYS = ("checkpoint", "generate", "output", "cpu_devices", "supervise")
 """Configuration keys that do not affect the results."""
@@ -209,6 +212,11 @@ def _check_best(job: Job) -> None:
     config, train = job.config.checkpoint, job.config.train
     if config is None or config.best is None or config.best.metric == "loss":
         return
+    if job.data is not None and not job.data.has_heldout:
+        raise ConfigError(
+            f"checkpoint: best ranks by heldout_loss, but {job.data.name} holds nothing out. Remedy: metric: loss, or "
+            "an argument `split` of the factory."
+        )
     if config.save_interval_minutes is None and (config.save_interval_steps is None or config.save_interval_steps < 1):
         return  # only the last step is saved, or the manager rejects the setting
     if config.save_interval_steps is None or math.lcm(config.save_interval_steps, train.eval_every) > train.steps:
@@ -240,7 +248,7 @@ def naming(manifest: str | os.PathLike[str]) -> Iterator[None]:
         raise DamagedError(f"{manifest}: metadata: {error}") from error
 
 
-def resume(metadata: Mapping[str, Any], stream: Batches, watch: LossWatch) -> SkippedBatches:
+def resume(metadata: Mapping[str, Any], stream: Stream, watch: LossWatch) -> SkippedBatches:
     """Move the data and the loss watch to where a saved step was.
 
     Args:
@@ -261,12 +269,28 @@ def resume(metadata: Mapping[str, Any], stream: Batches, watch: LossWatch) -> Sk
 
 
 def for_this_process(position: Any) -> Any:
-    """Adapt a saved data position to this process; all processes share one position, whichever saved it."""
+    """Adapt a saved data position to this process.
+
+    Positions in examples by number are shared by all processes; those of iterators are one for each process.
+    """
     fingerprint = position.get("fingerprint") if isinstance(position, Mapping) else None
     if not isinstance(fingerprint, Mapping):
         return position  # `set_state` rejects it
+    positions = position.get("positions")
+    if isinstance(positions, list):  # one for each process
+        index = jax.process_index()
+        own = {"position": positions[index]} if index < len(positions) else {}
+        return {name: value for name, value in position.items() if name != "positions"} | own
     process = {"process_count": jax.process_count(), "process_index": jax.process_index()}
     return {**position, "fingerprint": {**fingerprint, **process}}
+
+
+def for_all_processes(stream: Stream, position: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a position to save, with those of all processes if the stream is an iterator. All processes call it."""
+    if not isinstance(stream, BatchIterator) or jax.process_count() == 1:
+        return position
+    every = gather(json.dumps(position["position"]).encode())
+    return {**position, "positions": [json.loads(text) for text in every]}
 
 
 def config_values(job: Job) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from rich.console import Console
 from rich.markup import escape
 
@@ -20,19 +19,21 @@ from jaxpar.analysis.divergence import first_nonfinite
 from jaxpar.app.job import Job
 from jaxpar.app.launch import heartbeat
 from jaxpar.app.train import spikes
-from jaxpar.app.train.checkpointing import Saver, naming, resume
+from jaxpar.app.train.checkpointing import Saver, for_all_processes, naming, resume
 from jaxpar.app.train.compile import run_until_signal
 from jaxpar.app.train.goodput import Goodput
 from jaxpar.app.train.metrics import MetricsWriter, peak_flops
 from jaxpar.app.train.process_sync import ProcessStatus, StatusExchange, Stragglers
-from jaxpar.app.train.programs import StepPrograms, put
+from jaxpar.app.train.programs import StepPrograms
 from jaxpar.app.train.progress import StepLine
+from jaxpar.app.train.run_data import RunData, open_data
 from jaxpar.app.train.signals import Stop, signal_name
 from jaxpar.app.train.spikes import LossWatch, SkippedBatches
 from jaxpar.app.train.summary import Summary, conclude, introduce
 from jaxpar.checkpoint.manager import Restored
-from jaxpar.data import Text, batches, bigram_entropy, eval_batches, load_text
-from jaxpar.errors import CheckpointError, ConfigError, DivergedError, UnsavedError
+from jaxpar.errors import CheckpointError, DivergedError, UnsavedError
+from jaxpar.models.llama import LlamaConfig
+from jaxpar.training.batch import shard_batch
 
 
 def train(job: Job, console: Console) -> Summary:
@@ -73,23 +74,16 @@ def train(job: Job, console: Console) -> Summary:
 
 def _train(job: Job, console: Console, stop: Stop) -> tuple[Summary, Saver]:
     account, config, layout = Goodput(), job.config, job.layout()
-    text = load_text(config.data.source)
-    if job.model.vocab is not None and text.vocab > job.model.vocab:
-        raise ConfigError(
-            f"model: vocab must be at least {text.vocab}, the vocabulary of the text, got {job.model.vocab}. "
-            f"Remedy: model: {{vocab: {text.vocab}}}."
-        )
     # Report errors in held-out batches and layout before the first compile.
-    heldout = eval_batches(text.heldout, max_batches=config.train.eval_batches, **_cut(job, layout))
-    introduce(job, layout, text, console)
+    data = open_data(job, layout)
+    introduce(job, layout, data, console)
     with Saver(job, layout, console) as saver, StepPrograms(job, layout) as engine:
         with account.spend("restore"):
             found = saver.restore(engine.like)
         after = None if found is None else found.step
         first = jax.process_index() == 0
         with MetricsWriter(Path(config.output), after, writes=first, tell=console.print) as writer:
-            run = Run(job, layout, text, engine, saver, writer, account, console, stop)
-            return run.go(found, heldout), saver
+            return Run(job, layout, data, engine, saver, writer, account, console, stop).go(found), saver
 
 
 class Run:
@@ -99,7 +93,7 @@ class Run:
         self,
         job: Job,
         layout: jp.Layout,
-        text: Text,
+        data: RunData,
         engine: StepPrograms,
         saver: Saver,
         writer: MetricsWriter,
@@ -113,25 +107,24 @@ class Run:
         self._watch, self._passed = LossWatch(config.max_consecutive_nonfinite, config.spike), SkippedBatches()
         self._exchange, self._stragglers = StatusExchange(), Stragglers(config.straggler)
         self._timer = StepTimer(account)
-        self._stream = batches(text.train, seed=job.config.data.seed, **_cut(job, layout))
-        self._rate = _rates(job, layout)
+        self._data, self._stream, self._rate = data, data.stream, _rates(job, layout)
         self._state: Any = None
         self._batch: Any = None
         self._position: dict[str, Any] = {}
         self._signal, self._overdue = 0, False  # from the last exchange, so equal in all processes
         self._first_nonfinite = ""  # where the last skipped step was first not finite
-        self.summary = Summary(bigram=bigram_entropy(text.heldout))
+        self.summary = Summary(bigram=data.bigram, unit="examples" if job.tokens is None else "tokens")
+        self.summary.loss_unit = " nats per token" if isinstance(job.model, LlamaConfig) else ""
 
-    def go(self, found: Restored | None, heldout: list[dict[str, np.ndarray]]) -> Summary:
+    def go(self, found: Restored | None) -> Summary:
         """Initialize or resume, compile, and step to the end; returns the summary.
 
         Args:
           found: the checkpoint to resume from, if any.
-          heldout: batches for evaluation.
         """
         summary, account, steps = self.summary, self._account, self._job.config.train.steps
         number = 0 if found is None else self._resume(found)
-        self._heldout = [put(self._layout, batch) for batch in heldout]
+        self._heldout = [self._put(batch) for batch in self._data.heldout]
         self._take_batch()
         heartbeat.begin("compile")
         with self._console.status("compiling the step ..."), account.spend("compile"):
@@ -146,7 +139,7 @@ class Run:
             self._evaluate(number)
         self._writer.note(number, **account.record())
         self._timer.start()
-        with StepLine(self._console, steps) as line:
+        with StepLine(self._console, steps, summary.unit) as line:
             while number < steps and not self._signal:
                 number += 1
                 loss, seconds = self._step(number)
@@ -168,7 +161,8 @@ class Run:
         self._state = self._engine.first_state(None if found is None else found.state)
         jax.block_until_ready(self._state)
         quiet()
-        self._engine.compile(self._state, self._batch, self._heldout[0], self._saver.disk(found))
+        heldout = self._heldout[0] if self._heldout else None
+        self._engine.compile(self._state, self._batch, heldout, self._saver.disk(found))
 
     def _leave(self, number: int) -> Summary:
         """End the run during the compile, when nothing new needs to be saved."""
@@ -201,7 +195,10 @@ class Run:
         """Load the next batch, and remember the data position before it, which belongs to the current state."""
         if self._saver.active:
             self._position = self._stream.get_state()
-        self._batch = put(self._layout, next(self._stream))
+        self._batch = self._put(next(self._stream))
+
+    def _put(self, batch: Any) -> Any:
+        return shard_batch(self._layout, batch, self._job.batch_dims())
 
     def _step(self, number: int) -> tuple[float, float]:
         """Run one step, record it, and check its loss; returns the loss and the seconds that the step took."""
@@ -230,7 +227,7 @@ class Run:
         summary.step_times.append(seconds)
         rate, mfu = self._rate(seconds)
         values = {"loss": loss, "grad_norm": norm, "step_seconds": seconds, "data_seconds": stalled}
-        values |= {"elapsed": self._account.wall(), "tokens_per_second": rate}
+        values |= {"elapsed": self._account.wall(), f"{summary.unit}_per_second": rate}
         self._writer.write(number, **values, **({} if mfu is None else {"mfu": mfu}))
         return loss, seconds
 
@@ -336,11 +333,11 @@ class Run:
             self._saver.last(number, self._state, self._metadata, self._engine.step)
         if self._signal != signal.SIGTERM:
             self._evaluate(number)
-        summary.tokens_per_second, summary.mfu = self._rate(statistics.median(summary.step_times))
+        summary.per_second, summary.mfu = self._rate(statistics.median(summary.step_times))
 
     def _evaluate(self, number: int) -> None:
-        """Evaluate the state after a step, unless that is done already."""
-        if self.summary.evals and self.summary.evals[-1][0] == number:
+        """Evaluate the state after a step, unless that is done already, or nothing is held out."""
+        if not self._heldout or (self.summary.evals and self.summary.evals[-1][0] == number):
             return
         with self._account.spend("evaluation"):
             loss = self._engine.evaluate(self._state, self._heldout)
@@ -350,7 +347,8 @@ class Run:
     def _metadata(self) -> dict[str, Any]:
         """The metadata of a checkpoint, from which a run resumes."""
         metrics = self.summary.latest()
-        return {"position": self._position, "metrics": metrics, **self._watch.state(), **self._passed.state()}
+        position = for_all_processes(self._stream, self._position)
+        return {"position": position, "metrics": metrics, **self._watch.state(), **self._passed.state()}
 
     def _summarize_skipped(self) -> None:
         self.summary.rollbacks, self.summary.passed = self._passed.rollbacks, self._passed.ranges
@@ -405,18 +403,12 @@ class StepTimer:
 
 
 def _rates(job: Job, layout: jp.Layout) -> Callable[[float], tuple[float, float | None]]:
-    """A function from the seconds of a step to tokens per second and MFU."""
-    data, peak = job.config.data, peak_flops(jax.devices()[0].device_kind)
-    tokens = data.batch * data.seq
-    flops = job.model.flops_per_token(data.seq) * tokens
+    """A function from the seconds of a step to tokens (or else examples) per second, and MFU if the FLOPs are known."""
+    data, model, peak = job.config.data, job.model, peak_flops(jax.devices()[0].device_kind)
+    count = data.batch if job.tokens is None else job.tokens
+    flops = model.flops_per_token(data.seq) * count if isinstance(model, LlamaConfig) else None
 
     def rate(seconds: float) -> tuple[float, float | None]:
-        return tokens / seconds, flops / seconds / (peak * layout.mesh.size) if peak else None
+        return count / seconds, flops / seconds / (peak * layout.mesh.size) if peak and flops else None
 
     return rate
-
-
-def _cut(job: Job, layout: jp.Layout) -> dict[str, Any]:
-    """The options that cut text into this process's batches."""
-    process = {"process_index": jax.process_index(), "process_count": jax.process_count()}
-    return {"batch": job.config.data.batch, "seq": job.config.data.seq, **process, **job.reading(layout)}

@@ -164,16 +164,22 @@ class _TensorBoard:
 
 
 def draw_loss(
-    path: Path, losses: Sequence[float], evals: Sequence[tuple[int, float]], lines: dict[str, float], title: str
+    path: Path,
+    losses: Sequence[float],
+    evals: Sequence[tuple[int, float]],
+    lines: dict[str, float],
+    title: str,
+    ylabel: str = "loss (nats per token)",
 ) -> None:
     """Draw the loss curve as a PNG.
 
     Args:
       path: the file.
-      losses: training loss of steps 1, 2, ..., in nats per token.
+      losses: training loss of steps 1, 2, ...
       evals: (step, held-out loss) pairs.
       lines: horizontal lines to draw, label → loss.
       title: the picture's title.
+      ylabel: the label of the loss, with its unit.
 
     Raises:
       MissingExtraError: matplotlib is not installed.
@@ -186,7 +192,7 @@ def draw_loss(
         ax.plot(*zip(*evals, strict=True), color="tab:blue", marker="o", label="held-out loss")
     for (label, value), color in zip(lines.items(), ("tab:red", "tab:gray", "tab:green"), strict=False):
         ax.axhline(value, color=color, linestyle="--", linewidth=1, label=f"{label} {value:.3f}")
-    ax.set(xlabel="step", ylabel="loss (nats per token)", title=title)
+    ax.set(xlabel="step", ylabel=ylabel, title=title)
     ax.grid(alpha=0.25)
     ax.legend(frameon=False)
     new = path.with_name(f"{path.stem}.new{path.suffix}")

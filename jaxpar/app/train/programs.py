@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -11,9 +11,10 @@ import jax
 import numpy as np
 
 import jaxpar as jp
-from jaxpar.app.job import BATCH_DIMS, Job
+from jaxpar.app.job import Job
 from jaxpar.sharding.hardware.topology import platform_of
 from jaxpar.training.asynchronous.step import PipedreamStep
+from jaxpar.training.batch import shard_batch
 from jaxpar.training.disk_step import DiskOffloadedStep
 
 
@@ -48,15 +49,19 @@ class StepPrograms:
         return self._initial() if first is None else first
 
     def compile(self, state: Any, batch: Any, heldout: Any, disk: Path | None) -> None:
-        """Compile both programs; ``disk`` is the folder with the restored disk-offloaded optimizer state, if any."""
+        """Compile both programs; without ``heldout``, a batch for evaluation, only the step.
+
+        ``disk`` is the folder with the restored disk-offloaded optimizer state, if any.
+        """
         self.step = self._exit_stack.enter_context(
             step_of(self._job, self._layout, state, batch, pipedream=self._pipedream, restore=disk)
         )
-        evaluation = jp.eval_step(self._layout, self._job.loss_fn, **self._job.eval_options())
-        self._evaluation = evaluation.lower(state, heldout).compile()
+        if heldout is not None:
+            evaluation = jp.eval_step(self._layout, self._job.eval_loss_fn, **self._job.eval_options())
+            self._evaluation = evaluation.lower(state, heldout).compile()
 
     def evaluate(self, state: Any, heldout: Sequence[Any]) -> float:
-        """Returns the mean loss over batches, in nats per token."""
+        """Returns the mean loss over batches."""
         return float(np.mean([float(self._evaluation(state, batch)["loss"]) for batch in heldout]))
 
     def flush(self, state: Any) -> Any:
@@ -71,18 +76,15 @@ class StepPrograms:
     def _initial(self) -> Any:
         job = self._job
         state = jp.init(self._layout, job.make_model, job.tx, seed=job.config.train.seed, precision=job.precision)
-        return state if self._pipedream is None else self._pipedream.start(state, put(self._layout, _zero_batch(job)))
+        if self._pipedream is None:
+            return state
+        return self._pipedream.start(state, shard_batch(self._layout, _zero_batch(job), job.batch_dims()))
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._exit_stack.close()
-
-
-def put(layout: jp.Layout, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-    """Place a batch on the layout's devices."""
-    return {name: jp.shard_array(layout, x, *BATCH_DIMS, path=f"batch/{name}") for name, x in batch.items()}
 
 
 def _zero_batch(job: Job) -> dict[str, np.ndarray]:

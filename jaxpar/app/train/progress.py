@@ -14,20 +14,27 @@ _LINES = 20
 
 
 class StepLine:
-    """Shows step, loss, held-out loss, tokens/s, step time, MFU (if the peak is known) and the remaining time."""
+    """Shows step, loss, held-out loss, tokens/s, step time, MFU (if the peak is known) and the remaining time.
 
-    def __init__(self, console: Console, steps: int):
+    Args:
+      console: where to show them.
+      steps: the number of steps.
+      unit: what is counted per second: tokens or examples.
+    """
+
+    def __init__(self, console: Console, steps: int, unit: str = "tokens"):
+        self._unit = "tok" if unit == "tokens" else unit
         self._console, self._steps, self._began = console, steps, time.perf_counter()
         columns = (MofNCompleteColumn(), BarColumn(bar_width=24), TextColumn("{task.fields[text]}"))
         self._bar = Progress(*columns, TextColumn("ETA"), TimeRemainingColumn(), console=console)
         self._task = self._bar.add_task("train", total=steps, text="")
 
     def update(
-        self, step: int, loss: float, heldout: float, seconds: float, tokens_per_second: float, mfu: float | None
+        self, step: int, loss: float, heldout: float, seconds: float, per_second: float, mfu: float | None
     ) -> None:
         """Show a step that has just ended; a held-out loss that this process does not know is NaN, and left out."""
         known = "" if math.isnan(heldout) else f"  held-out {heldout:.4f}"
-        text = f"loss {loss:.4f}{known}  {tokens_per_second:,.0f} tok/s  {seconds * 1e3:.0f} ms/step"
+        text = f"loss {loss:.4f}{known}  {per_second:,.0f} {self._unit}/s  {seconds * 1e3:.0f} ms/step"
         text += f"  MFU {mfu:.1%}" if mfu is not None else ""
         if self._console.is_terminal:
             self._bar.update(self._task, completed=step, text=text)

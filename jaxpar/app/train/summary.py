@@ -18,8 +18,8 @@ from jaxpar.app.job import Job
 from jaxpar.app.train import goodput
 from jaxpar.app.train.checkpointing import Saver
 from jaxpar.app.train.metrics import draw_loss
+from jaxpar.app.train.run_data import RunData
 from jaxpar.app.train.signals import signal_name
-from jaxpar.data import Text
 
 
 @dataclass
@@ -28,11 +28,13 @@ class Summary:
 
     Attributes:
       steps: the last step.
-      losses: training loss of steps 1, 2, ..., in nats per token.
+      losses: training loss of steps 1, 2, ..., for a built-in model in nats per token.
       evals: (step, held-out loss) pairs.
       step_times: seconds of each step of this process.
-      bigram: the bigram entropy of the held-out text, in nats per token.
-      tokens_per_second: of the median step.
+      bigram: the bigram entropy of the held-out text, in nats per token; NaN without a text.
+      unit: what is counted in a batch: ``tokens``, or ``examples`` if there are no tokens.
+      loss_unit: the unit of the loss; empty if it is not known.
+      per_second: tokens or examples per second of the median step.
       mfu: model FLOP utilization as a fraction, ``None`` if the peak is unknown.
       compile_seconds, seconds: duration of the compile, and of everything.
       signal: the signal that ended the run, or 0.
@@ -50,7 +52,9 @@ class Summary:
     evals: list[tuple[int, float]] = field(default_factory=list)
     step_times: list[float] = field(default_factory=list)
     bigram: float = math.nan
-    tokens_per_second: float = math.nan
+    unit: str = "tokens"
+    loss_unit: str = " nats per token"
+    per_second: float = math.nan
     mfu: float | None = None
     compile_seconds: float = 0.0
     seconds: float = 0.0
@@ -76,8 +80,8 @@ class Summary:
         return {name: value for name, value in found.items() if math.isfinite(value)}
 
 
-def introduce(job: Job, layout: jp.Layout, text: Text, console: Console) -> None:
-    """Check the layout and print the mesh, the bytes on each device, and the text.
+def introduce(job: Job, layout: jp.Layout, data: RunData, console: Console) -> None:
+    """Check the layout and print the mesh, the bytes on each device, and the data.
 
     Raises:
       LayoutError: the layout does not fit.
@@ -95,10 +99,7 @@ def introduce(job: Job, layout: jp.Layout, text: Text, console: Console) -> None
         f"memory  {show_bytes(total.bytes)} of parameters and optimizer state, {show_bytes(total.device_bytes)} on "
         f"each device ({total.copies:.2f} copies, {total.replicated:.1%} of the bytes replicated on every device)"
     )
-    console.print(
-        f"text    {text.name}: {text.train.size:,} tokens to train on, {text.heldout.size:,} held out "
-        f"({text.heldout_files} of {text.files} files); batch {config.data.batch} × {config.data.seq} tokens"
-    )
+    console.print(f"{data.title}    {escape(data.line)}")
     for line in report.remarks():
         console.print(line)
 
@@ -108,10 +109,12 @@ def conclude(summary: Summary, folder: Path, console: Console, saver: Saver) -> 
     hurry, stopped_by = summary.signal == signal.SIGTERM, signal_name(summary.signal) if summary.signal else ""
     picture = "" if hurry else f", {folder}/loss.png"
     if not hurry and jax.process_index() == 0:
-        speed = f", {summary.tokens_per_second:,.0f} tokens/s" if summary.step_times else ""
-        lines = {"held-out bigram entropy": summary.bigram}
+        speed = f", {_rate(summary)}" if summary.step_times else ""
+        lines = {} if math.isnan(summary.bigram) else {"held-out bigram entropy": summary.bigram}
+        label = f"loss ({summary.loss_unit.strip()})" if summary.loss_unit else "loss"
         try:
-            draw_loss(folder / "loss.png", summary.losses, summary.evals, lines, f"{summary.steps} steps{speed}")
+            curve = (folder / "loss.png", summary.losses, summary.evals, lines)
+            draw_loss(*curve, title=f"{summary.steps} steps{speed}", ylabel=label)
         except OSError as error:  # a full disk must not end the run
             console.print(escape(f"{folder}/loss.png cannot be written: {error.strerror}"))
             picture = ""
@@ -127,11 +130,17 @@ def conclude(summary: Summary, folder: Path, console: Console, saver: Saver) -> 
     if summary.losses:
         # Of the steps before a resume only process 0 knows the losses.
         first = next((loss for loss in summary.losses if not math.isnan(loss)), math.nan)
-        console.print(f"training loss     {first:.4f} -> {summary.losses[-1]:.4f} nats per token")
+        console.print(f"training loss     {first:.4f} -> {summary.losses[-1]:.4f}{summary.loss_unit}")
     if summary.evals:
-        verdict = "below" if summary.heldout < summary.bigram else "above"
-        console.print(f"held-out loss     {summary.heldout:.4f} nats per token")
-        console.print(f"held-out bigrams  {summary.bigram:.4f} nats per token: the model ends {verdict} their entropy")
+        console.print(f"held-out loss     {summary.heldout:.4f}{summary.loss_unit}")
+        if not math.isnan(summary.bigram):
+            verdict = "below" if summary.heldout < summary.bigram else "above"
+            verdict = (
+                f"the model ends {verdict} their entropy"
+                if summary.loss_unit
+                else "the lowest cross entropy of a bigram model"
+            )
+            console.print(f"held-out bigrams  {summary.bigram:.4f} nats per token: {verdict}")
     if summary.rollbacks:
         console.print(f"rollbacks         {summary.rollbacks}; batches {ranges(summary.passed)} were skipped")
     if saver.active:
@@ -142,13 +151,17 @@ def conclude(summary: Summary, folder: Path, console: Console, saver: Saver) -> 
 def _speed(summary: Summary, console: Console) -> None:
     """Print speed, MFU and goodput."""
     if summary.step_times:
-        console.print(f"speed             {summary.tokens_per_second:,.0f} tokens/s (median step)")
+        console.print(f"speed             {_rate(summary)} (median step)")
     if summary.mfu is not None:
         console.print(f"MFU               {summary.mfu:.1%}")
     console.print(f"goodput           {goodput.describe(summary.goodput)}")
     for rank, seconds in enumerate(summary.own_times):
         late = ": the others wait for it" if rank in summary.slow else ""
         console.print(f"process {rank:<10}{seconds * 1e3:.1f} ms per step outside of the device{late}")
+
+
+def _rate(summary: Summary) -> str:
+    return f"{summary.per_second:,.{0 if summary.per_second >= 10 else 2}f} {summary.unit}/s"
 
 
 def ranges(passed: list[list[int]]) -> str:

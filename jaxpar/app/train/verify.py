@@ -6,8 +6,9 @@ from rich.console import Console
 
 import jaxpar as jp
 from jaxpar.analysis.compare import Verdict, compare
-from jaxpar.app.job import BATCH_DIMS, Job, in_fp32
-from jaxpar.data import batches, load_text
+from jaxpar.app.factory import FactoryModel
+from jaxpar.app.job import Job, in_fp32
+from jaxpar.app.train.run_data import global_stream
 from jaxpar.errors import ConfigError
 from jaxpar.parallel.precision.policy import FP8, INT8
 from jaxpar.training.one_bit_adam import NAME, without_signs
@@ -17,7 +18,8 @@ def verify(job: Job, *, steps: int, bound: float, console: Console) -> Verdict:
     """Run ``steps`` steps of a job on one device and in its layout, in fp32, and print their differences.
 
     Args:
-      job: the run. It is recast to fp32 with the highest matmul precision, so that the bound can be tight.
+      job: the run. It is recast to fp32 with the highest matmul precision, so that the bound can be tight; a model of
+        the user's own keeps its dtypes.
       steps: number of steps, at least 1.
       bound: the largest relative difference allowed, in the loss and in any gradient tensor.
       console: receives the verdict.
@@ -42,11 +44,11 @@ def verify(job: Job, *, steps: int, bound: float, console: Console) -> Verdict:
         )
     rounded = [name for name in ("gather", "reduce", "matmul") if getattr(job.precision, name) in (INT8, FP8)]
     job = in_fp32(job)
-    data, layout = job.config.data, job.layout()
-    cut = {"batch": data.batch, "seq": data.seq, "seed": data.seed, **job.reading(layout)}
-    stream = batches(load_text(data.source).train, **cut)
+    layout = job.layout()
+    stream = global_stream(job, layout)
     mesh = " × ".join(f"{axis} {size}" for axis, size in layout.sizes.items() if size > 1) or "a mesh of one device"
-    console.print(f"[bold]{job.name}[/]  {mesh} against one device, fp32")
+    dtype = job.model.dtype if isinstance(job.model, FactoryModel) else "fp32"
+    console.print(f"[bold]{job.name}[/]  {mesh} against one device, {dtype}")
     if rounded:
         console.print(f"excluded            precision: {', '.join(rounded)}, which rounds to 8 bits")
     tx = without_signs(job.tx, steps)
@@ -59,7 +61,7 @@ def verify(job: Job, *, steps: int, bound: float, console: Console) -> Verdict:
         tx,
         job.loss_fn,
         [next(stream) for _ in range(steps)],
-        dict.fromkeys(job.batch_names(), BATCH_DIMS),
+        job.batch_dims(),
         bound=bound,
         seed=job.config.train.seed,
         **job.step_options(),

@@ -23,7 +23,7 @@ from rich.console import Console
 import jaxpar as jp
 from jaxpar.app.config import load_run
 from jaxpar.app.job import Job, make_job
-from jaxpar.app.train import loop
+from jaxpar.app.train import loop, run_data
 from jaxpar.app.train.metrics import MetricsWriter
 from jaxpar.app.train.programs import StepPrograms
 from jaxpar.checkpoint.verify import check, steps_in
@@ -134,7 +134,7 @@ def ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             file.write_text(yaml.safe_dump(RUN))
             jobs[key] = make(make_job(load_run(file, settings)))
         job = replace(jobs[key], config=replace(jobs[key].config, output=str(tmp_path / name)))
-        monkeypatch.setattr(loop, "batches", lambda *a, **o: Stream(bad, dropped, *a, **o))
+        monkeypatch.setattr(run_data, "batches", lambda *a, **o: Stream(bad, dropped, *a, **o))
         if not any("disk" in setting for setting in settings):
             monkeypatch.setattr(loop, "StepPrograms", lambda job, layout: engines.setdefault(key, Kept(job, layout)))
         summary = loop.train(job, Console(file=screen, width=300, highlight=False))

@@ -1,0 +1,73 @@
+"""``RunData``: the batches of a run, from a text or from data of the user's own."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+import jaxpar as jp
+from jaxpar.app.job import Job
+from jaxpar.data import batches, bigram_entropy, eval_batches, load_text
+from jaxpar.data.loader import Stream
+from jaxpar.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class RunData:
+    """The batches of one process.
+
+    Attributes:
+      stream: batches to train on.
+      heldout: batches to evaluate on; empty if nothing is held out.
+      title, line: what kind of data it is, and a line about it.
+      bigram: the bigram entropy of the held-out text, in nats per token; NaN without a text.
+    """
+
+    stream: Stream
+    heldout: list[Any]
+    title: str
+    line: str
+    bigram: float = math.nan
+
+
+def open_data(job: Job, layout: jp.Layout) -> RunData:
+    """Returns the batches of this process, with those for evaluation.
+
+    Raises:
+      ConfigError: the vocabulary of the model is smaller than that of the text.
+      DataError: the data does not fit the batch, or cannot be read.
+    """
+    config, process = job.config, _process()
+    if job.data is not None:
+        heldout = job.data.heldout(config.train.eval_batches, **process)
+        return RunData(job.data.stream(**process), heldout, "data", job.data.describe())
+    text = load_text(config.data.source)
+    if job.model.vocab is not None and text.vocab > job.model.vocab:
+        raise ConfigError(
+            f"model: vocab must be at least {text.vocab}, the vocabulary of the text, got {job.model.vocab}. "
+            f"Remedy: model: {{vocab: {text.vocab}}}."
+        )
+    cut: dict[str, Any] = {"batch": config.data.batch, "seq": config.data.seq, **process, **job.reading(layout)}
+    line = (
+        f"{text.name}: {text.train.size:,} tokens to train on, {text.heldout.size:,} held out "
+        f"({text.heldout_files} of {text.files} files); batch {config.data.batch} × {config.data.seq} tokens"
+    )
+    heldout = eval_batches(text.heldout, max_batches=config.train.eval_batches, **cut)
+    stream = batches(text.train, seed=config.data.seed, **cut)
+    return RunData(stream, heldout, "text", line, bigram_entropy(text.heldout))
+
+
+def global_stream(job: Job, layout: jp.Layout) -> Stream:
+    """Returns the training batches with the rows of all processes."""
+    if job.data is not None:
+        return job.data.stream()
+    data = job.config.data
+    cut: dict[str, Any] = {"batch": data.batch, "seq": data.seq, "seed": data.seed, **job.reading(layout)}
+    return batches(load_text(data.source).train, **cut)
+
+
+def _process() -> dict[str, int]:
+    return {"process_index": jax.process_index(), "process_count": jax.process_count()}
