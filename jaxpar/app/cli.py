@@ -129,6 +129,7 @@ class PlanCommand:
       json: also write the plans as JSON
       picture: draw time against memory to this file (extra plots)
       programs: the largest number of programs to compile
+      search: what chooses the mesh and the sharded dims; sharding_propagation derives those that have no rule
     """
 
     config: Config
@@ -140,11 +141,12 @@ class PlanCommand:
     json: File = None
     picture: File = None
     programs: int = 12
+    search: Literal["enumerate", "sharding_propagation", "recursive", "dynamic_programming"] = "enumerate"
 
     def run(self) -> int:
         from jaxpar.app.plan import PlanOptions, PlanOutputs, go
 
-        options = PlanOptions(self.objective, self.max_batch, self.programs)
+        options = PlanOptions(self.objective, self.max_batch, self.programs, self.search)
         return go(self.config, self.set, self.topology, options, PlanOutputs(self.output, self.json, self.picture))
 
 

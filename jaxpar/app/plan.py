@@ -18,6 +18,10 @@ from jaxpar.app.factory import FactoryModel
 from jaxpar.app.job import Job, make_job
 from jaxpar.errors import PlanError
 from jaxpar.models import llama
+from jaxpar.planning.names.annotate import trace_loss
+from jaxpar.planning.names.program import NamedProgram
+from jaxpar.planning.operators.choose import SearchName, SearchRequest, chosen_space
+from jaxpar.planning.operators.given import rules_given
 from jaxpar.planning.search.compiled import PlannedRun
 from jaxpar.planning.search.cost import CostModel
 from jaxpar.planning.search.plan import Plan
@@ -45,11 +49,12 @@ _LLAMA_AXES = ("pipeline", "replica", "data", "context", "ulysses", "model")
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What ``jaxpar plan`` minimizes, the largest batch that it tries, and how many programs it compiles."""
+    """What ``jaxpar plan`` minimizes, the largest batch, the number of programs that it compiles, and its search."""
 
     objective: Objective = "time"
     max_batch: int | None = None
     programs: int = 12
+    search: SearchName = "enumerate"
 
 
 @dataclass(frozen=True)
@@ -65,13 +70,17 @@ def go(config: Path, settings: Sequence[str], topology: str, options: PlanOption
     """Run ``jaxpar plan``: print the ranked plans, and write what was asked for."""
     parsed = Topology.parse(topology)
     planner = RunPlanner(config, settings)
+    model = CostModel(planner.workload, parsed)
+    space = planner.space(options.max_batch, parsed.slices)
+    chosen = chosen_space(planner.request(options.search), planner.trace, model, space)
     searched = find(
-        CostModel(planner.workload, parsed),
-        planner.space(options.max_batch, parsed.slices),
+        model,
+        chosen.space,
         CompilerMeasures(planner.run_of, parsed),
         SearchOptions(options.objective, at_most=options.programs),
         progress=lambda line: print(line, flush=True),
     )
+    searched.notes = chosen.notes
     report = PlanReport(searched, planner)
     print(f"\n{report}", end="")
     if outputs.json is not None:
@@ -134,6 +143,16 @@ class RunPlanner:
             flash=isinstance(model, llama.LlamaConfig),
             reduce_bytes=4 if reduced is None else 1 if reduced == "int8" else jax.numpy.dtype(reduced).itemsize,
         )
+
+    def trace(self) -> NamedProgram:
+        """Returns the traced loss."""
+        return trace_loss(self.job.make_model, self.job.loss_fn, self.job.batch_spec())
+
+    def request(self, search: SearchName) -> SearchRequest:
+        """Returns a search by name; what a propagation is given are the run's rules."""
+        rules = self.loaded.layout["rules"] or {}
+        given = rules_given(rules, self.trace()) if search == "sharding_propagation" else {}
+        return SearchRequest(search, given)
 
     def space(self, max_batch: int | None = None, slices: int = 1) -> Space:
         """Returns what may be chosen for the run: more for a built-in model than for one of the user's own."""

@@ -12,8 +12,11 @@ import optax
 
 from jaxpar.analysis.checkup.findings import About
 from jaxpar.parallel.offload.placement import to_host
-from jaxpar.planning.names.annotate import annotate
+from jaxpar.planning.names.annotate import annotate, trace_loss
 from jaxpar.planning.names.given import Patterns
+from jaxpar.planning.names.program import NamedProgram
+from jaxpar.planning.operators.choose import SearchName, SearchRequest, chosen_space
+from jaxpar.planning.operators.given import Shardings
 from jaxpar.planning.search.compiled import PlannedRun
 from jaxpar.planning.search.cost import CostModel
 from jaxpar.planning.search.plan import BATCH, EMBED, SEQ, Plan
@@ -35,6 +38,8 @@ def plan(
     *,
     names: Patterns | None = None,
     fixed: Mapping[str, Any] | None = None,
+    search: SearchName = "enumerate",
+    shardings: Shardings | None = None,
     options: SearchOptions = FASTEST,
     progress: Callable[[str], None] = lambda line: None,
 ) -> PlanReport:
@@ -51,6 +56,10 @@ def plan(
       topology: the hardware, such as ``v5e:4x4``.
       names: as for :func:`jaxpar.annotate`.
       fixed: a field of :class:`Plan` → the only value that it may have, such as ``{"model": 4}``.
+      search: ``enumerate`` estimates all layouts; ``dynamic_programming``, ``recursive`` and ``sharding_propagation``
+        look at each operator's shardings instead, on meshes of ``data`` and ``model``.
+      shardings: for ``sharding_propagation``: a logical dim → its mesh axis or ``None``, or a path pattern → an axis or
+        ``None`` for each dim of the parameters (or arrays of the batch, as ``batch/...``) that it matches.
       options: what is minimized, and how many programs are compiled.
       progress: is given a line for each plan that is compiled.
 
@@ -60,7 +69,8 @@ def plan(
     Raises:
       AnnotationError, ModelError: as for :func:`jaxpar.annotate`.
       MissingExtraError: there is no compiler for the topology's devices.
-      PlanError: no plan fits, or ``fixed`` has an unknown field.
+      PlanError: no plan fits, ``fixed`` has an unknown field, there is no such search, or no rules shard what
+        ``shardings`` gives.
 
     >>> import jax, jax.numpy as jnp, optax
     >>> def make_model(key):
@@ -73,7 +83,7 @@ def plan(
     >>> found.best.plan.describe()  # doctest: +SKIP
     'FSDP 4'
     """
-    topology = Topology.parse(str(topology))
+    topology, request = Topology.parse(str(topology)), SearchRequest(search, shardings or {})
     planner = ModelPlanner.of(make_model, loss_fn, batch, tx, names)
     space = Space(
         tensor=tensor_dims(planner.workload),
@@ -82,8 +92,11 @@ def plan(
         fixed=fixed or {},
         slices=topology.slices,
     )
+    model = CostModel(planner.workload, topology)
+    chosen = chosen_space(request, planner.trace, model, space)
     measures = CompilerMeasures(planner.run_of, topology)
-    searched = find(CostModel(planner.workload, topology), space, measures, options, progress=progress)
+    searched = find(model, chosen.space, measures, options, progress=progress)
+    searched.notes = chosen.notes
     return PlanReport(searched, planner)
 
 
@@ -126,6 +139,10 @@ class ModelPlanner:
     def workload(self) -> Workload:
         """What one step computes and keeps."""
         return workload(self.make_model, self.loss_fn, self.batch, self.tx)
+
+    def trace(self) -> NamedProgram:
+        """Returns the traced loss."""
+        return trace_loss(self.make_model, self.loss_fn, self.batch)
 
     def config_of(self, plan: Plan) -> dict[str, Any]:
         """Returns a plan as plain data, as a configuration's YAML file has it."""

@@ -36,7 +36,7 @@ def match(patterns: Patterns, shapes: Mapping[str, tuple[int, ...]]) -> dict[str
     found: dict[str, tuple[Names, str]] = {}
     for pattern, given in patterns.items():
         names = check_names(given, f"names[{pattern!r}]")
-        paths = [path for path in shapes if _matches(pattern.split("/"), path.split("/"))]
+        paths = [path for path in shapes if matches(pattern, path)]
         if not paths:
             raise AnnotationError(
                 f"names[{pattern!r}] matches no parameter.{did_you_mean(pattern, shapes)} Remedy: write paths as "
@@ -52,6 +52,15 @@ def match(patterns: Patterns, shapes: Mapping[str, tuple[int, ...]]) -> dict[str
         for path in paths:
             found.setdefault(path, (names, pattern))
     return found
+
+
+def matches(pattern: str, path: str) -> bool:
+    """Whether a path has a pattern.
+
+    >>> matches("layers/*/up", "layers/0/up"), matches("**/up", "layers/0/mlp/up"), matches("*/up", "layers/0/up")
+    (True, True, False)
+    """
+    return _matches(pattern.split("/"), path.split("/"))
 
 
 def _matches(pattern: Sequence[str], path: Sequence[str]) -> bool:

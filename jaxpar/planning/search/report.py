@@ -128,7 +128,8 @@ class PlanReport:
         found, compiled = self.search, len(self.search.ranked)
         left = found.waiting()
         lines = [
-            f"{len(found.candidates):,} plans fit by their estimate, {found.too_large:,} do not; {compiled} compiled"
+            *found.notes,
+            f"{len(found.candidates):,} plans fit by their estimate, {found.too_large:,} do not; {compiled} compiled",
         ]
         if left:
             best, lowest = found.value(found.ranked[0]) if compiled else 0.0, found.expected(left[0])
@@ -158,6 +159,7 @@ class PlanReport:
         facts = {
             "topology": str(search.topology),
             "objective": search.objective,
+            "search": list(search.notes),
             "plans": [self._facts(candidate) for candidate in shown],
             "failed": [{"plan": c.plan.describe(), "problem": c.problem} for c in search.candidates if c.problem],
             "fitting": len(search.candidates),

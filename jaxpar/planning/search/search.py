@@ -18,7 +18,7 @@ from jaxpar.sharding.hardware.topology import Topology
 Objective = Literal["time", "memory"]
 TOLERANCE = 1.05
 """The search ends when the best program is within this factor of the lowest estimate that is left."""
-_FULL = 0.98
+FULL = 0.98
 """The fraction of a device's memory that a program may use."""
 
 
@@ -139,6 +139,7 @@ class Search:
       candidates: all plans whose estimate fits, and those that were found not to.
       too_large: the number of plans whose estimate does not fit.
       refused: why meshes are no plans → how many.
+      notes: which search chose the plans, what it looked at, and what it did not consider.
     """
 
     topology: Topology
@@ -146,6 +147,7 @@ class Search:
     candidates: list[Candidate]
     too_large: int
     refused: Counter[str]
+    notes: tuple[str, ...] = ()
 
     @property
     def ranked(self) -> list[Candidate]:
@@ -240,7 +242,7 @@ def search(
     Raises:
       MissingExtraError: there is no compiler for the topology's devices.
     """
-    limit = model.topology.accelerator.hbm_bytes * _FULL
+    limit = model.topology.accelerator.hbm_bytes * FULL
     fitting, too_large = [], 0
     for plan in candidates:
         cost = model.cost(plan)

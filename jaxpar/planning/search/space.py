@@ -82,7 +82,7 @@ def plans(
             continue
         for batch in space.batches or (0,):
             base = replace(Plan(batch=batch, offload=offload), **mesh)
-            reason = _problem(base, workload) or _slow(base, space)
+            reason = _problem(base, workload, space.tensor) or _slow(base, space)
             tensor = _tensor(base, workload, space)
             if reason is None and base.replica > 1 and (3 not in space.zero or base.token_axes == ("replica",)):
                 reason = "replica is the same as a larger data where it shards no weights"
@@ -108,7 +108,7 @@ def _factorizations(n: int, parts: int) -> Iterator[tuple[int, ...]]:
             yield from ((d, *rest) for rest in _factorizations(n // d, parts - 1))
 
 
-def _problem(plan: Plan, workload: Workload) -> str | None:
+def _problem(plan: Plan, workload: Workload, tensor: tuple[str, ...]) -> str | None:
     """Why a mesh does not fit the workload's sizes, if it does not."""
     size, rows = workload.sizes, plan.replica * plan.data
     batch, seq = plan.batch or size.get(BATCH, 1), size.get(SEQ, 1)
@@ -120,7 +120,7 @@ def _problem(plan: Plan, workload: Workload) -> str | None:
     for name in _HEADS:
         if plan.ulysses > 1 and size.get(name, plan.ulysses) % plan.ulysses:
             return f"{size[name]} {name} do not divide over ulysses {plan.ulysses}"
-        if plan.model > 1 and name in size and size[name] % (plan.ulysses * plan.model):
+        if plan.model > 1 and name in size and name in tensor and size[name] % (plan.ulysses * plan.model):
             return f"{size[name]} {name} do not divide over {plan.ulysses * plan.model} devices"
     if size.get(LAYERS, 1) % plan.pipeline:
         return f"{size.get(LAYERS, 1)} layers do not divide over {plan.pipeline} stages"
