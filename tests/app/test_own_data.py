@@ -114,9 +114,9 @@ def test_a_run_of_any_kind_is_terminated_and_resumes_on_another_mesh(
         terminate_at_three(patch)
         assert main(["train", config]) == ExitCode.STOPPED
     assert steps_in(Path("out/checkpoints")) == [3]
-    assert main(["train", config, "--set", "mesh.model=4"]) == 0
+    assert main(["train", config, "--set", "mesh.model=1"]) == 0
     screen = capsys.readouterr().out
-    assert "resumed from step 3" in screen and "mesh: data 2 × model 4 = 8 devices" in screen
+    assert "resumed from step 3" in screen and "mesh: data 8 = 8 devices" in screen
     losses, unit = records("loss"), UNIT[name]
     assert len(losses) == 6 and min(losses[3:]) < losses[0]
     assert len(records(f"{unit}_per_second")) == 6 and f" {unit}/s (median step)" in screen
@@ -193,6 +193,11 @@ def test_the_positions_of_an_iterator_are_those_of_its_process(monkeypatch: pyte
     from jaxpar.app.train import checkpointing
     from jaxpar.data.examples import BatchIterator
 
+    alone = BatchIterator("m:f", make_tokens(4, 8, 0, "train", 0, 1), 4)
+    saved = checkpointing.for_all_processes(alone, alone.get_state())
+    next(alone)
+    alone.set_state(checkpointing.for_this_process(saved))
+    assert alone.get_state() == saved
     streams = [
         BatchIterator("m:f", make_tokens(4, 8, 0, "train", i, 2), 4, process_index=i, process_count=2) for i in (0, 1)
     ]

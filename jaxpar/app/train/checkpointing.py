@@ -282,6 +282,7 @@ def for_this_process(position: Any) -> Any:
         own = {"position": positions[index]} if index < len(positions) else {}
         return {name: value for name, value in position.items() if name != "positions"} | own
     process = {"process_count": jax.process_count(), "process_index": jax.process_index()}
+    process = {name: value for name, value in process.items() if name in fingerprint}  # an iterator's has neither
     return {**position, "fingerprint": {**fingerprint, **process}}
 
 
