@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import replace
 from typing import Any, cast
@@ -14,10 +15,14 @@ import pytest
 
 import jaxpar as jp
 from jaxpar.errors import PlanError
-from jaxpar.planning.operators.choose import SEARCHES, ChosenSpace, SearchName, SearchRequest, TableSearch, chosen_space
+from jaxpar.planning.operators.choose import SEARCHES, ChosenSpace, SearchName, SearchRequest, chosen_space
+from jaxpar.planning.operators.given import rules_given
+from jaxpar.planning.operators.table import TableSearch
 from jaxpar.planning.plan import ModelPlanner
 from jaxpar.planning.search.cost import CostModel
 from jaxpar.planning.search.plan import Plan
+from jaxpar.planning.search.report import PlanReport
+from jaxpar.planning.search.search import Search
 from jaxpar.planning.search.space import Space, plans, tensor_dims
 from jaxpar.sharding.hardware.topology import Topology
 from jaxpar.training.model import Tagged
@@ -86,6 +91,14 @@ def test_the_notes_say_which_search_ran_what_it_saw_and_what_it_did_not() -> Non
     )
 
 
+def test_the_report_and_its_json_have_the_notes() -> None:
+    planner = mlp(8)
+    chosen, topology = choose(planner, "recursive"), Topology.parse("v5e:2x4")
+    report = PlanReport(Search(topology, "time", [], 0, Counter(), notes=chosen.notes), planner)
+    assert report.remarks()[: len(chosen.notes)] == list(chosen.notes)
+    assert json.loads(report.to_json())["search"] == list(chosen.notes)
+
+
 def _strategies(planner: ModelPlanner) -> list[Any]:
     graph = TableSearch(planner.trace(), model_of(planner), space_of(planner)).graph
     allowed = {"data": ("batch",), "model": ("mlp",)}
@@ -100,6 +113,19 @@ def test_propagation_derives_the_other_dims_from_one() -> None:
     assert by_name.space.tensor == chosen.space.tensor
     without = choose(planner, "sharding_propagation", {**GIVEN, "vocab": None}, data=4, model=2)
     assert without.space.tensor == ("mlp",)
+
+
+def test_two_dims_of_one_weight_are_not_both_sharded() -> None:
+    planner = ModelPlanner.of(*models.CASES["experts"](), optax.sgd(0.1))
+    assert {"experts", "mlp"} <= {*tensor_dims(planner.workload)}
+    for name in ("recursive", "dynamic_programming"):
+        assert len({"experts", "mlp"} & {*choose(planner, name, data=4, model=2).space.tensor}) == 1
+
+
+def test_the_rules_of_a_configuration_are_what_a_propagation_is_given() -> None:
+    program = ModelPlanner.of(*models.CASES["gpt"](), optax.sgd(0.1)).trace()
+    rules = {"batch": ["replica", "data"], "embed": None, "mlp": ["model"], "norm": None, "params": {"embed": "data"}}
+    assert rules_given(rules, program) == {"batch": "data", "embed": None, "mlp": "model"}
 
 
 def test_a_parameter_over_data_is_fully_sharded() -> None:
