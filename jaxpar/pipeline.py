@@ -6,6 +6,7 @@ from jaxpar.parallel.pipeline.schedules.schedule import Schedule
 from jaxpar.parallel.pipeline.schedules.simulate import simulate
 from jaxpar.parallel.pipeline.staged_loss import PipelineLoss, stacked_part
 from jaxpar.training.asynchronous.step import pipedream_train_step
+from jaxpar.training.model.stacked import stack
 
 __all__ = [
     "Asynchronous",
@@ -14,5 +15,6 @@ __all__ = [
     "pipedream_train_step",
     "schedule",
     "simulate",
+    "stack",
     "stacked_part",
 ]

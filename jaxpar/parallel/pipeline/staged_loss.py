@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.errors import ModelError, listing
+from jaxpar.parallel.pipeline.separate_layers import check_same_code, separate_layers, stacked_arrays
 from jaxpar.utils.arrays import at_least_fp32
 
 ADDED = "loss"
@@ -27,7 +28,9 @@ class PipelineLoss:
 
     Attributes:
       layers: the path of the layer stack in the model, such as ``blocks`` or ``decoder/blocks``. The layers have equal
-        structure. Their parameters are stacked along a first dim with the logical name ``layers``.
+        structure. Their parameters are stacked along a first dim with the logical name ``layers``. The layers may also
+        be separate in the model, as a list or as ``Block_0``, ``Block_1`` (path ``Block``); a pipeline then requires
+        :func:`jaxpar.pipeline.stack`.
       embed: ``embed(model, batch) -> x`` computes the input of the first layer, [rows, ...], with the sequence as the
         second dim if there is one.
       layer: ``layer(block, x, side) -> x`` runs one layer and keeps the shape and dtype of ``x``. To set a checkpoint
@@ -249,6 +252,8 @@ def stacked_part(model: Any, path: tuple[str, ...]) -> tuple[Any, Callable[[Any]
     nnx = sys.modules.get("flax.nnx")
     tree = model["params"] if isinstance(model, dict) and "params" in model else model
     for at, name in enumerate(path):
+        if at == len(path) - 1 and (layers := separate_layers(tree, name)):
+            return _stacked_layers(layers, path)
         inner = tree.get(name) if isinstance(tree, dict) else getattr(tree, name, None)
         if inner is None:
             have = sorted(tree) if isinstance(tree, dict) else sorted(vars(tree))
@@ -260,7 +265,35 @@ def stacked_part(model: Any, path: tuple[str, ...]) -> tuple[Any, Callable[[Any]
         tree = inner
     if nnx is None or not isinstance(tree, nnx.Module):
         return tree, lambda leaves: leaves
-    graphdef, params, rest = nnx.split(tree, nnx.Param, ...)
+    graphdef, params, rest = _split_module(tree, path)
+    structure = jax.tree.structure(params)
+    return jax.tree.leaves(params), lambda leaves: nnx.merge(
+        graphdef, jax.tree.unflatten(structure, jax.tree.leaves(leaves)), rest
+    )
+
+
+def _stacked_layers(layers: list[Any], path: tuple[str, ...]) -> tuple[Any, Callable[[Any], Any]]:
+    """Returns the same as :func:`stacked_part`, for layers that the model keeps apart."""
+    nnx, where = sys.modules.get("flax.nnx"), f"PipelineLoss(layers={'/'.join(path)!r})"
+    if nnx is None or not isinstance(layers[0], nnx.Module):
+        return stacked_arrays(layers, where), lambda leaves: leaves
+    check_same_code(layers, where)
+    graphdef, params, rest = _split_module(layers[0], path)
+    others = [params, *(_split_module(layer, path)[1] for layer in layers[1:])]
+    leaves = jax.tree.leaves(stacked_arrays([nnx.to_pure_dict(each) for each in others], where))
+    structure = jax.tree.structure(params)
+    return leaves, lambda leaves: nnx.merge(graphdef, jax.tree.unflatten(structure, jax.tree.leaves(leaves)), rest)
+
+
+def _split_module(module: Any, path: tuple[str, ...]) -> tuple[Any, Any, Any]:
+    """Returns the static part, the parameters, and no other variables of an NNX module.
+
+    Raises:
+      ModelError: it has other variables.
+    """
+    from flax import nnx
+
+    graphdef, params, rest = nnx.split(module, nnx.Param, ...)
     if jax.tree.leaves(rest):
         paths = ["/".join((*path, *map(str, keys))) for keys, _ in nnx.to_flat_state(rest)]
         raise ModelError(
@@ -268,7 +301,4 @@ def stacked_part(model: Any, path: tuple[str, ...]) -> tuple[Any, Callable[[Any]
             "support: each stage sees its own microbatch. Remedy: keep counters and statistics out of the stack; for "
             "random numbers, use PipelineLoss(keys=True) instead of carried keys."
         )
-    structure = jax.tree.structure(params)
-    return jax.tree.leaves(params), lambda leaves: nnx.merge(
-        graphdef, jax.tree.unflatten(structure, jax.tree.leaves(leaves)), rest
-    )
+    return graphdef, params, rest

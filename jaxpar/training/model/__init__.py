@@ -31,6 +31,7 @@ from jaxpar.training.model.parts import (
     tag,
     to_path,
 )
+from jaxpar.training.model.stacked import StackedModel, StackLayers, stack_parts
 
 __all__ = [
     "Kind",
@@ -63,6 +64,8 @@ def read(model: Any) -> ModelParts:
     if isinstance(model, NamedModel):
         parts = read(model.model)
         return replace(parts, dims=tuple((dict(parts.dims) | dict(model.dims)).items()))
+    if isinstance(model, StackedModel):
+        return stack_parts(read(model.model), model.path)
     if _is_module(model, "nnx"):
         from jaxpar.training.model import nnx_module
 
@@ -159,6 +162,8 @@ def _takes_key(kind: Any) -> bool:
 
 
 def _call(make_model: MakeModel, key: jax.Array) -> Any:
+    if isinstance(make_model, StackLayers):
+        return StackedModel(_call(make_model.make_model, key), make_model.path)
     if isinstance(make_model, type) and not _takes_key(make_model):
         name = make_model.__name__
         made = (

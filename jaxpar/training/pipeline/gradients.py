@@ -9,6 +9,7 @@ microbatch on all stages in parallel, so rules may shard its weights over ``pipe
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +26,7 @@ from jaxpar.parallel.pipeline.executor.program import Head
 from jaxpar.parallel.pipeline.executor.run import run
 from jaxpar.parallel.pipeline.executor.sequence_chunks import SequenceCarry, check_chunks
 from jaxpar.parallel.pipeline.options import Asynchronous, Pipeline
+from jaxpar.parallel.pipeline.separate_layers import layer_keys
 from jaxpar.parallel.pipeline.staged_loss import PipelineLoss, with_extras
 from jaxpar.sharding.layout import Layout
 from jaxpar.training.loss import check_names
@@ -145,6 +147,7 @@ def check_pipeline(layout: Layout, loss_fn: Any, state: TrainState, options: Pip
             "the layers. Remedy: use jaxpar.pipeline.PipelineLoss(layers=..., embed=..., layer=..., head=...), which "
             "defines the stack of layers and the parts before and after it."
         )
+    _check_stack(loss_fn, state)
     stages = layout.sizes.get(AXIS, 1)
     if options.schedule.stages != stages:
         raise ConfigError(
@@ -167,6 +170,20 @@ def check_pipeline(layout: Layout, loss_fn: Any, state: TrainState, options: Pip
             f"pipeline: the model carries {', '.join(carried)}, but microbatches pass the stages in an order of their "
             "own, so no state can be carried from one to the next. Remedy: use a model without carried state "
             "(LayerNorm or RMSNorm instead of BatchNorm)."
+        )
+
+
+def _check_stack(loss_fn: PipelineLoss, state: TrainState) -> None:
+    """Raises if the layers are separate parameters, of which no rule can give each stage its own."""
+    *outer, name = loss_fn.path
+    parent = state.params
+    for key in outer:
+        parent = parent.get(key) if isinstance(parent, Mapping) else None
+    if isinstance(parent, Mapping) and layer_keys(parent, name)[1]:
+        raise ModelError(
+            f"pipeline: the layers {loss_fn.layers!r} are separate parameters, but stages share a stack of layers. "
+            f"Remedy: jp.init(layout, jp.pipeline.stack(make_model, {loss_fn.layers!r}), tx), which leaves the model "
+            "as it is."
         )
 
 
