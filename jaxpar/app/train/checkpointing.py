@@ -157,7 +157,9 @@ class Saver:
                 self._manager.wait()
         if self._manager.saved != step:
             newest = self._manager.latest()
-            lost = "no step is saved" if newest is None else f"the newest saved step is {newest}"
+            missing = step - (newest or 0)
+            saved = "no step is saved" if newest is None else f"the newest saved step is {newest}"
+            lost = f"{saved}, so {missing} {'step is' if missing == 1 else 'steps are'} missing"
             self.unsaved = (
                 f"checkpoint: step {step}, the last of this run, could not be saved in {self._manager.directory}; "
                 f"{lost}. Remedy: correct the cause above, then start the run again with checkpoint: {{resume: auto}}."

@@ -160,7 +160,8 @@ def test_a_run_whose_last_step_cannot_be_saved_fails_and_can_be_resumed(
     assert "done, but the last step is not saved" in screen.out and screen.out.count("of step 6 not saved") == 2
     assert screen.err == (
         f"UnsavedError: checkpoint: step 6, the last of this run, could not be saved in {kept}; the newest saved "
-        "step is 4. Remedy: correct the cause above, then start the run again with checkpoint: {resume: auto}.\n"
+        "step is 4, so 2 steps are missing. Remedy: correct the cause above, then start the run again with "
+        "checkpoint: {resume: auto}.\n"
         "exit 74: ended, and its last steps are not saved\n"
     )
     failures += [0]
