@@ -12,7 +12,6 @@ Shape suffixes: V vocabulary, E embed, B batch, S sequence, P pieces, T tokens o
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -22,6 +21,7 @@ from jax.sharding import PartitionSpec
 from jaxpar.parallel.collectives.gather_reduce import summing
 from jaxpar.parallel.collectives.hierarchical import all_to_all_local, gather_local, scatter_local
 from jaxpar.sharding.layout import current_layout, hint
+from jaxpar.sharding.resolve import num_shards_over
 from jaxpar.sharding.rules import Axes
 
 _ROWS_PER_SCATTER = 4096
@@ -47,10 +47,10 @@ def lookup(table_VE: jax.Array, tokens_BS: jax.Array, dtype: Any, *, by_hand: bo
     used, tokens = _axes(table_VE, "vocab", "embed"), _axes(tokens_BS, "batch", "seq")
     storage_axes = tuple(axis for axis in stored[1] if axis not in used[1])
     layout = current_layout()
-    num_shards = math.prod(layout.sizes[axis] for axis in (*tokens[0], *tokens[1]))
+    num_shards = num_shards_over((*tokens[0], *tokens[1]), layout.sizes)
     if _by_columns(table_VE, tokens_BS, stored, num_shards):
         return _columns(table_VE, tokens_BS, stored, dtype)
-    words = table_VE.shape[0] // math.prod(layout.sizes[axis] for axis in stored[0])
+    words = table_VE.shape[0] // num_shards_over(stored[0], layout.sizes)
     fits = storage_axes == stored[1] and stored[0] == used[0] and set(storage_axes) <= {*tokens[0], *tokens[1]}
     fits = fits and not jax.sharding.get_abstract_mesh().manual_axes
     exchange_is_smaller = bool(storage_axes) and tokens_BS.size // num_shards <= words
@@ -175,7 +175,7 @@ def _columns(table_VE: jax.Array, tokens_BS: jax.Array, stored: tuple[Axes, ...]
     sizes, rest = current_layout().sizes, stored[0][1:]
     batch, residual = _axes(tokens_BS, "batch", "residual_seq")
     others = tuple(axis for axis in (*batch, *residual) if axis not in (*stored[0], *stored[1]))
-    stages, parts = sizes[STAGES], math.prod(sizes[axis] for axis in rest)
+    stages, parts = sizes[STAGES], num_shards_over(rest, sizes)
     sum_dtype = summing(dtype) or dtype
 
     def local(table_VE: jax.Array, ids_BS: jax.Array) -> jax.Array:

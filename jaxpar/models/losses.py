@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxpar.parallel.collectives.gather_reduce import summing
 from jaxpar.parallel.precision.fp8_matmul import widened
 from jaxpar.sharding.layout import current_layout, hint
+from jaxpar.sharding.resolve import num_shards_over
 
 _PIECES = 8
 _FP16_UNIT = 2.0**13
@@ -161,7 +162,7 @@ def _pieces(x_BS: jax.Array) -> jax.Array:
     """Reshape [B, S, ...] to [B, W, P, T, ...]: W shards of the sequence, each in P pieces of T positions."""
     layout, seq = current_layout(), x_BS.shape[1]
     axes = layout.resolve(("seq",), (seq,)).axes[0]
-    num_shards = math.prod(layout.sizes[axis] for axis in axes)
+    num_shards = num_shards_over(axes, layout.sizes)
     pieces = math.gcd(seq // num_shards, _PIECES)
     return x_BS.reshape(x_BS.shape[0], num_shards, pieces, seq // num_shards // pieces, *x_BS.shape[2:])
 

@@ -12,7 +12,6 @@ in the next. A trace therefore begins without numbers. The first use of them rai
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.errors import ConfigError
+from jaxpar.sharding.resolve import num_shards_over
 from jaxpar.sharding.rules import Axes
 from jaxpar.utils import contexts
 
@@ -184,7 +184,7 @@ def row_numbers(count: int, axes: Axes) -> jax.Array | None:
     sizes, ambient, found = jax.sharding.get_abstract_mesh().shape, current_batch_rows(), here()
     known = frozenset() if ambient is None else ambient.manual
     split = tuple(axis for axis in axes if axis not in known)
-    num_shards = math.prod(sizes[axis] for axis in split)
+    num_shards = num_shards_over(split, sizes)
     index = jax.lax.axis_index(split) if split else 0
     if found is None:
         return index * count + jnp.arange(count, dtype=jnp.int32)

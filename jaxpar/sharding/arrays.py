@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
@@ -11,6 +10,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 from jaxpar.errors import LayoutError
 from jaxpar.sharding.layout import Layout, to_spec
+from jaxpar.sharding.resolve import num_shards_over
 
 
 def shard_array(layout: Layout, x: Any, *dims: str | None, path: str = "batch") -> jax.Array:
@@ -45,7 +45,7 @@ def shard_array(layout: Layout, x: Any, *dims: str | None, path: str = "batch") 
         )
     local = np.asarray(x)
     resolved = layout.resolve(dims, path=path)
-    shards = tuple(math.prod(layout.sizes[axis] for axis in dim.axes) for dim in resolved.dims)
+    shards = tuple(num_shards_over(dim.axes, layout.sizes) for dim in resolved.dims)
     shape: tuple[int, ...] = local.shape
     if jax.process_count() > 1 and not resolved.problems and len(shards) == local.ndim:
         index_map = NamedSharding(layout.mesh, to_spec(resolved)).addressable_devices_indices_map(shards).values()

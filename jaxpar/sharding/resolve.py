@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxpar.errors import did_you_mean, listing
@@ -125,7 +125,7 @@ def _place(
         if taken is not None:
             rivals.append(claimed[taken])
             misfits.append(f"the axis {taken!r} is claimed by the dims {claimed[taken]!r} and {name!r}")
-        elif size is not None and size % _num_shards(axes, live):
+        elif size is not None and size % num_shards_over(axes, live):
             misfits.append(messages.no_multiple(name, size, {axis: live[axis] for axis in axes}))
         elif axes:
             return axes, "; ".join(misfits), ""
@@ -148,16 +148,16 @@ def _spread(dims: list[ResolvedDim], spread: Over, live: Sizes, claimed: Mapping
     """
     large = [axis for axis in spread.axes if axis in live]
     axes = tuple(axis for axis in large if axis not in claimed)
-    shard = [(dim.size or 0) // _num_shards(dim.axes, live) for dim in dims]
-    fits = [i for i, size in enumerate(shard) if size and size % _num_shards(axes, live) == 0]
+    shard = [(dim.size or 0) // num_shards_over(dim.axes, live) for dim in dims]
+    fits = [i for i, size in enumerate(shard) if size and size % num_shards_over(axes, live) == 0]
     if not axes:
         note = f"the tensor is already sharded over {listing(large)}" if large else "its axes have size 1"
     elif nbytes < spread.min_bytes:
         note = f"the tensor has {nbytes} bytes"
     elif not fits:
-        note = f"no dim of a shard is a multiple of {_num_shards(axes, live)}"
+        note = f"no dim of a shard is a multiple of {num_shards_over(axes, live)}"
     else:
-        rows = {i for i in fits if i < len(dims) - 1 and shard[i] >= 8 * _num_shards(axes, live)}
+        rows = {i for i in fits if i < len(dims) - 1 and shard[i] >= 8 * num_shards_over(axes, live)}
         best = max(fits, key=lambda i: (not dims[i].axes, i in rows, shard[i], -i))
         old = dims[best]
         rule = f"{old.rule} + {spread}" if old.axes else str(spread)
@@ -166,7 +166,12 @@ def _spread(dims: list[ResolvedDim], spread: Over, live: Sizes, claimed: Mapping
     return f"{spread} does not apply: {note}"
 
 
-def _num_shards(axes: Axes, sizes: Sizes) -> int:
+def num_shards_over(axes: Iterable[str], sizes: Sizes) -> int:
+    """Returns the number of shards of a dim that is sharded over these mesh axes.
+
+    >>> num_shards_over(("data", "model"), {"data": 2, "model": 4, "context": 8})
+    8
+    """
     return math.prod(sizes[axis] for axis in axes)
 
 

@@ -8,7 +8,6 @@ over all microbatches, and one reduction follows (a reduce-scatter where the gra
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,7 +24,7 @@ from jaxpar.parallel.pipeline.staged_loss import PipelineLoss
 from jaxpar.parallel.precision.fp8_matmul import PRODUCT
 from jaxpar.parallel.precision.policy import FP8, INT8, Precision
 from jaxpar.sharding.layout import Layout, manual_axes, to_spec, with_sharding
-from jaxpar.sharding.resolve import Resolved
+from jaxpar.sharding.resolve import Resolved, num_shards_over
 from jaxpar.training import microbatches
 from jaxpar.training.loss import LossFn, key_of, loss_of
 from jaxpar.training.manual_gradients import manual_gradients, spec_of
@@ -99,7 +98,7 @@ def _by_compiler(layout: Layout, loss_fn: LossFn, state: TrainState, batch: Any,
         return (loss, (metrics, rest)), place_gradients(layout, state, grads)
 
     axes = batch_axes(layout) if config.grad_accum_steps > 1 else ()
-    num_shards = math.prod(layout.sizes[axis] for axis in axes)
+    num_shards = num_shards_over(axes, layout.sizes)
     if config.grad_accum_steps == 1:
         (loss, (metrics, rest)), grads = run(weights, state.variables, batch, None)
     else:

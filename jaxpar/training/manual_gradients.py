@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,6 +16,7 @@ from jaxpar.parallel.collectives.bucketing import CollectiveFusion, check_groups
 from jaxpar.parallel.collectives.gather_reduce import Parts, batch_axes, gather, parts_of, reduce
 from jaxpar.sharding.layout import Layout, current_layout, manual_axes
 from jaxpar.sharding.names import LAYERS
+from jaxpar.sharding.resolve import num_shards_over
 from jaxpar.sharding.rules import Axes
 from jaxpar.training import microbatches
 from jaxpar.training.loss import LossFn, loss_of
@@ -45,7 +45,7 @@ def manual_gradients(
     """
     axes, precision, fusion = batch_axes(layout), config.precision, config.fusion
     scale = microbatches.scale_of(state, precision)
-    num_shards = math.prod(layout.sizes[axis] for axis in axes)
+    num_shards = num_shards_over(axes, layout.sizes)
     roles = (microbatches.resolved_tree(layout, state, state.params, role) for role in ("params", "gradients"))
     stored, wanted = (jax.tree.map(lambda resolved: parts_of(resolved, axes), tree) for tree in roles)
     microbatches.pieces_of(batch, config.grad_accum_steps, num_shards, 1)  # only to raise with the global shapes

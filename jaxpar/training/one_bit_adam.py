@@ -23,7 +23,7 @@ from jaxpar.parallel.collectives import one_bit
 from jaxpar.parallel.collectives.gather_reduce import batch_axes
 from jaxpar.sharding.layout import Layout, current_layout
 from jaxpar.sharding.names import Names
-from jaxpar.sharding.resolve import Resolved, ResolvedDim
+from jaxpar.sharding.resolve import Resolved, ResolvedDim, num_shards_over
 from jaxpar.sharding.rules import Axes, over
 from jaxpar.training.model import Path, leaves_with_paths, show
 from jaxpar.utils.arrays import accumulator, at_least_fp32
@@ -165,7 +165,7 @@ class OneBit(NamedTuple):
         Raises:
           LayoutError: the state's compression errors are for another number of devices.
         """
-        settings, axes, devices = self.settings, batch_axes(layout), _num_shards(layout, batch_axes(layout))
+        settings, axes, devices = self.settings, batch_axes(layout), num_shards_over(batch_axes(layout), layout.sizes)
         leaves, structure = jax.tree.flatten(params)
         paths = [path for path, _ in leaves_with_paths(params)]
         packed = [_packed(settings, x) for x in leaves]
@@ -297,10 +297,6 @@ def _init(settings: Settings, params: Any, dims: LeafDims | None = None) -> Stat
     return State(jnp.zeros((), jnp.int32), zeros(), zeros(), worker, server)
 
 
-def _num_shards(layout: Layout, axes: Sequence[str]) -> int:
-    return math.prod(layout.sizes[axis] for axis in axes)
-
-
 def _split(layout: Layout, dims: LeafDims, path: Path, shape: tuple[int, ...]) -> Resolved:
     """Resolves a parameter's sharding without the batch's axes, which :meth:`OneBit.problems` reports."""
     names = dims.get(("params", *path), (None,) * len(shape))
@@ -312,8 +308,8 @@ def _split(layout: Layout, dims: LeafDims, path: Path, shape: tuple[int, ...]) -
 
 
 def _shapes(layout: Layout, dims: LeafDims, path: Path, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    devices = _num_shards(layout, batch_axes(layout))
-    shards = _num_shards(layout, _axes_of(_split(layout, dims, path, shape)))
+    devices = num_shards_over(batch_axes(layout), layout.sizes)
+    shards = num_shards_over(_axes_of(_split(layout, dims, path, shape)), layout.sizes)
     return {
         "worker": (devices, *shape),
         "server": (devices, shards, one_bit.chunk_of(math.prod(shape) // shards, devices)),

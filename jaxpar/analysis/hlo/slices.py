@@ -19,6 +19,7 @@ from jaxpar.analysis.hlo.collectives import axes_of
 from jaxpar.analysis.hlo.parser import Instruction, Module
 from jaxpar.errors import AuditError
 from jaxpar.sharding.hardware.torus import take
+from jaxpar.sharding.resolve import num_shards_over
 
 _HOSTS = '_xla_host_transfer_handler_name="xla_megascale_runtime"'
 _KINDS = {
@@ -74,7 +75,7 @@ class Slices:
         """
         found = axes_of(groups, self.across)
         members = max(int(np.bincount(row).max()) for row in groups)
-        own = math.prod(self.inside[axis] for axis in found)
+        own = num_shards_over(found, self.inside)
         others = [axis for axis, size in self.inside.items() if size == members > 1 and axis not in found]
         if members not in (1, own) and len(others) == 1:
             return tuple(axis for axis in self.inside if axis in found or axis in others)

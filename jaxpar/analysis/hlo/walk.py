@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from jaxpar.analysis.hlo.overlap import HloOrder
 from jaxpar.analysis.hlo.parser import ARMS, CALLS, FUSIONS, Computation, Instruction, Location, Module
 from jaxpar.analysis.hlo.slices import Slices, crosses, groups_between
 from jaxpar.analysis.hlo.trip_counts import trip_count
+from jaxpar.sharding.resolve import num_shards_over
 
 _LIBRARIES = re.compile(r"(?:^|[/\\])(?:site|dist)-packages[/\\](?:jax|jaxlib|flax|optax|chex|haiku|equinox)[/\\]")
 _PLUMBING = (
@@ -169,7 +169,7 @@ class HloWalk:
             pairs_along = along(pairs, axes, self.sizes)
             self.collectives.append(dataclasses.replace(found, pairs=pairs_along, flight=flight))
             return
-        group = math.prod(self.sizes[axis] for axis in axes)
+        group = num_shards_over(axes, self.sizes)
         part = Part(role, "", arrays, given * group if role == "all-gather" else given, given)
         step = self._describe(part, axes, group, instruction, where, scope)
         # All permutes of one ring become one collective of the computation around the ring.

@@ -139,7 +139,7 @@ def _add_sequence_indices(
         "pass batch_axis=... and q_heads_axis=..., the axes that shard the batch and the query heads (() for none)."
     )
     # Devices along an axis over which the queries are replicated must drop the same weights.
-    same = [axis for axis in dropout.manual_axes() if not dropout.axes_sharding((axis,), q)]
+    same = [axis for axis in dropout.enclosing_manual_axes() if not dropout.axes_sharding((axis,), q)]
     return dropout.add_global_indices(
         q, array_options, rows, heads, (*seq, *same), remedy=remedy if None in given else None
     )

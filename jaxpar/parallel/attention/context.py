@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +17,7 @@ from jaxpar.parallel.attention.select import select_here
 from jaxpar.parallel.attention.split.token_order import ORDERS, permutation
 from jaxpar.parallel.collectives.gather_reduce import axes_of
 from jaxpar.sharding.layout import current_layout
+from jaxpar.sharding.resolve import num_shards_over
 from jaxpar.sharding.rules import Axes
 from jaxpar.utils.checks import is_count
 
@@ -205,12 +205,12 @@ class Context:
         request = AttentionRequest(order=order, free=True, kv_grad_dtype=self.grad_dtype)
         impl = select_here(self.impl, q, k, sharding, heads_axis=HEADS_AXIS, request=request).impl
         ring, _ = roles(impl, sharding.kv[1], HEADS_AXIS)
-        return impl, math.prod(current_layout().sizes[axis] for axis in ring)
+        return impl, num_shards_over(ring, current_layout().sizes)
 
 
 def num_seq_shards() -> int:
     """Returns the number of devices over which an enclosing ``shard_map`` has sharded the sequence."""
-    return math.prod(current_layout().sizes[axis] for axis in manual_axes_of("seq"))
+    return num_shards_over(manual_axes_of("seq"), current_layout().sizes)
 
 
 AUTO = Context()

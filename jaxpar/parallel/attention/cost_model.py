@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -23,6 +22,7 @@ from jaxpar.parallel.attention.split.partition import side, visible_blocks
 from jaxpar.parallel.attention.split.token_order import ORDERS, by_hop, positions_of_all, zigzag_pairs
 from jaxpar.parallel.attention.split.ulysses import repeats
 from jaxpar.sharding.hardware.links import Links
+from jaxpar.sharding.resolve import num_shards_over
 from jaxpar.sharding.rules import Axes
 
 BLOCK = 512
@@ -216,17 +216,17 @@ def _parts(
     heads_axis: tuple[str, ...],
     request: AttentionRequest,
 ) -> CostParts | None:
-    num_shards = lambda axes: math.prod(sizes[axis] for axis in axes)
     try:
         ring, heads = roles(impl, sharding.q[1], heads_axis)
     except LayoutError:
         return None
-    ring_size, exchange_size = num_shards(ring), num_shards(heads)
-    local_heads, kv_heads = q.shape[2] // num_shards(sharding.q[2]), k.shape[2] // num_shards(sharding.kv[2])
+    ring_size, exchange_size = num_shards_over(ring, sizes), num_shards_over(heads, sizes)
+    local_heads = q.shape[2] // num_shards_over(sharding.q[2], sizes)
+    kv_heads = k.shape[2] // num_shards_over(sharding.kv[2], sizes)
     if local_heads % exchange_size:
         return None
-    batch, repeat = q.shape[0] / num_shards(sharding.q[0]), repeats(kv_heads, exchange_size)
-    each = q.dtype.itemsize * batch * q.shape[3] / num_shards(sharding.q[1])
+    batch, repeat = q.shape[0] / num_shards_over(sharding.q[0], sizes), repeats(kv_heads, exchange_size)
+    each = q.dtype.itemsize * batch * q.shape[3] / num_shards_over(sharding.q[1], sizes)
     queries, keys = each * q.shape[1] * local_heads, 2 * each * k.shape[1] * kv_heads
     wide = 2 if request.kv_grad_dtype == "bfloat16" else 4
     exchanged = (4 * queries + 2 * keys * repeat) if exchange_size > 1 else 0.0

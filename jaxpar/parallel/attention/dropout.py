@@ -39,7 +39,7 @@ def add_global_indices(
     """
     ambient = current_batch_rows()
     known = frozenset() if ambient is None else ambient.manual
-    unknown = [axis for axis in manual_axes() if axis not in {*known, *rows, *heads, *others, LAYERS}]
+    unknown = [axis for axis in enclosing_manual_axes() if axis not in {*known, *rows, *heads, *others, LAYERS}]
     if unknown and remedy is not None:
         raise ConfigError(
             f"attention: dropout numbers the sequences and heads of all devices, but it is unknown which dims the "
@@ -61,7 +61,7 @@ def add_global_indices(
     return array_options._replace(sequences=numbers), first_head
 
 
-def manual_axes() -> tuple[str, ...]:
+def enclosing_manual_axes() -> tuple[str, ...]:
     """Returns the mesh axes of size > 1 that an enclosing ``shard_map`` has made manual."""
     mesh = jax.sharding.get_abstract_mesh()
     return tuple(axis for axis in mesh.axis_names if axis in mesh.manual_axes and mesh.shape[axis] > 1)
@@ -69,7 +69,7 @@ def manual_axes() -> tuple[str, ...]:
 
 def manual_axes_of(dim: str | None, default: Axes = ()) -> Axes:
     """Returns the manual axes over which the ambient rules shard ``dim``; without a rule, those of ``default``."""
-    manual = manual_axes()
+    manual = enclosing_manual_axes()
     try:
         resolved = None if dim is None else current_layout().resolve((dim,))
     except NoLayoutError:

@@ -37,7 +37,7 @@ from jaxpar.parallel.zero.sharded_matmul import GATHERED
 from jaxpar.sharding.hardware.links import links_of
 from jaxpar.sharding.hardware.topology import platform_of
 from jaxpar.sharding.layout import Layout, current_layout, hint, manual_axes
-from jaxpar.sharding.resolve import resolve
+from jaxpar.sharding.resolve import num_shards_over, resolve
 from jaxpar.sharding.rules import Axes
 from jaxpar.utils.arrays import at_least_fp32
 
@@ -178,7 +178,7 @@ def order_of_halves(seq: int, count: int = 2) -> np.ndarray[Any, np.dtype[np.int
     check_count(count, "seq")
     plan = _SplitPlan.of("seq", count, with_permutes=True)
     plan.check_parts((0, seq), count)
-    at = np.arange(seq, dtype=np.int32).reshape(count, plan.num_shards(plan.permute_axes), -1)
+    at = np.arange(seq, dtype=np.int32).reshape(count, num_shards_over(plan.permute_axes, plan.layout.sizes), -1)
     return at.swapaxes(0, 1).reshape(-1)
 
 
@@ -319,7 +319,7 @@ class _SplitPlan:
         else:
             size, axes, what = shape[0], self.rows, "rows"
             whole, other = "a batch, or microbatches,", "overlap.dim: seq or overlap: {ways: 1}"
-        num_shards = self.num_shards(axes)
+        num_shards = num_shards_over(axes, self.layout.sizes)
         if size % (num_shards * count):
             over = f" ({size} over {num_shards} devices of {', '.join(axes)})" if num_shards > 1 else ""
             raise ConfigError(
@@ -375,7 +375,8 @@ class _SplitPlan:
             if jnp.ndim(s) < 2 or s.shape[1] == 1:
                 return s
             # The array holds the tokens of all devices; each device's tokens are split.
-            by_device = s.reshape(s.shape[0], self.num_shards(self.permute_axes), count, -1, *s.shape[2:])
+            shards = num_shards_over(self.permute_axes, self.layout.sizes)
+            by_device = s.reshape(s.shape[0], shards, count, -1, *s.shape[2:])
             return by_device[:, :, at].reshape(s.shape[0], s.shape[1] // count, *s.shape[2:])
         return jnp.split(s, count)[at] if jnp.ndim(s) and s.shape[0] > 1 else s
 
@@ -424,9 +425,6 @@ class _SplitPlan:
     def _manual(self) -> set[str]:
         outer = jax.sharding.get_abstract_mesh().manual_axes
         return manual_axes(self.layout, (*self.rows, *self.seq, *self.permute_axes), but=outer)
-
-    def num_shards(self, axes: Axes) -> int:
-        return math.prod(self.layout.sizes[axis] for axis in axes)
 
 
 def _weights(block: Any) -> tuple[list[_NamedArray], Callable[[list[jax.Array]], Any]]:

@@ -27,6 +27,7 @@ from jaxpar.parallel.precision.int8 import Int8
 from jaxpar.parallel.precision.policy import Precision
 from jaxpar.parallel.zero.sharded_matmul import GATHERED, Regather, product, route
 from jaxpar.sharding.layout import current_layout, hint, to_spec
+from jaxpar.sharding.resolve import num_shards_over
 from jaxpar.sharding.rules import Axes
 
 type _Dims = tuple[str | None, ...]
@@ -297,7 +298,7 @@ def _alike(dims: Sequence[_Dims], ws: Sequence[jax.Array]) -> Iterator[tuple[int
         groups.setdefault(i if None in resolved else (w.dtype, *resolved), []).append(i)
     sizes = current_layout().sizes
     for key, group in groups.items():
-        yield 0 if isinstance(key, int) else math.prod(sizes[axis] for axis in key[1][1]), group
+        yield 0 if isinstance(key, int) else num_shards_over(key[1][1], sizes), group
 
 
 def _columns(dims: _Dims, w: jax.Array, role: str) -> tuple[Axes, Axes] | None:
@@ -310,7 +311,7 @@ def _columns(dims: _Dims, w: jax.Array, role: str) -> tuple[Axes, Axes] | None:
     resolved = layout.resolve(dims, w.shape, role=role, dtype=w.dtype)
     if resolved.problems or len(dims) < 2 or any(resolved.axes[2:]) or jax.sharding.get_abstract_mesh().manual_axes:
         return None
-    num_shards = math.prod(layout.sizes[axis] for axis in resolved.axes[1])
+    num_shards = num_shards_over(resolved.axes[1], layout.sizes)
     shape = (w.shape[0], num_shards, w.size // w.shape[0] // num_shards)
     same = layout.resolve((*dims[:2], None), shape, role=role, dtype=w.dtype).axes == (*resolved.axes[:2], ())
     return (resolved.axes[0], resolved.axes[1]) if same else None

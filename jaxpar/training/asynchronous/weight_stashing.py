@@ -8,7 +8,6 @@ has a gradient is updated: each stage's layers, the parameters before them and t
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +25,7 @@ from jaxpar.parallel.pipeline.executor.program import GLOBAL_FIELDS, Head
 from jaxpar.parallel.pipeline.executor.tick_context import TickContext
 from jaxpar.parallel.pipeline.schedules.table import FIELDS
 from jaxpar.sharding.layout import manual_axes
+from jaxpar.sharding.resolve import num_shards_over
 from jaxpar.sharding.rules import Axes
 from jaxpar.training.asynchronous.in_flight import InFlight, InFlightCall
 from jaxpar.training.asynchronous.stage_groups import GROUPS, Groups, groups_of, in_stages, with_padded_stages
@@ -77,7 +77,7 @@ class _Run:
     def pieces(self) -> Any:
         """Returns both batches as ``[devices, 2 * microbatches, rows, ...]``."""
         call, rows = self.call, jax.tree.leaves(self.own)[0].shape[0]
-        num_shards = math.prod(call.layout.sizes[axis] for axis in call.transfer.axes)
+        num_shards = num_shards_over(call.transfer.axes, call.layout.sizes)
         placeholder, params = jnp.zeros((rows, num_shards, call.window.stages)), call.state.params
         scatter = lambda batch: call.transfer.scatter_to_stages(params, batch, placeholder, call.window.batch)
         split_rows = lambda batch: scatter(given_of(batch))[1][0]
