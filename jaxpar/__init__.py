@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from jaxpar.parallel.zero.gather import sharded_dot as sharded_dot
     from jaxpar.parallel.zero.stages import Zero as Zero
     from jaxpar.planning.names.annotate import annotate as annotate
+    from jaxpar.planning.parallelize import parallelize as parallelize
     from jaxpar.planning.plan import plan as plan
     from jaxpar.sharding.arrays import shard_array as shard_array
     from jaxpar.sharding.layout import Layout as Layout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import io
 import re
 import shlex
@@ -12,9 +13,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import jaxpar as jp
 from jaxpar.app.cli import main
@@ -126,3 +129,32 @@ def test_any_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     screen = capsys.readouterr().out
     assert "no problems" in screen and "examples/s (median step)" in screen
     assert "digits:make_data: 512 examples to train on, 512 examples held out; batch 32" in screen
+
+
+STYLES = {"nnx": 0, "linen": 1, "state": 2}
+
+
+def changed_lines(before: str, after: str) -> int:
+    """The lines that a user types or deletes: of each changed place, the larger of its lines before and after."""
+    old, new = before.splitlines(), after.splitlines()
+    edits = difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
+    return sum(max(i2 - i1, j2 - j1) for kind, i1, i2, j1, j2 in edits if kind != "equal")
+
+
+def final_params(names: dict[str, Any]) -> list[np.ndarray]:
+    held = nnx.state(names["model"], nnx.Param) if "optimizer" in names else names.get("state", names["params"])
+    return [np.asarray(x) for x in jax.tree.leaves(getattr(held, "params", held))]
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_parallelize(style: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    pages = blocks("docs/guides/parallelize.md")[1:]
+    before, after = pages[2 * STYLES[style] : 2 * STYLES[style] + 2]
+    assert 0 < changed_lines(before, after) <= 5
+    one, many = (run(code, {"__name__": style}) for code in (before, after))
+    np.testing.assert_allclose(many["losses"], one["losses"], rtol=1e-5)
+    for x, y in zip(final_params(many), final_params(one), strict=True):
+        assert np.linalg.norm(x - y) <= 1e-5 * np.linalg.norm(y)
+    assert many["train_step"].steps == 4 and (tmp_path / "runs" / style / "4" / "manifest.json").is_file()
+    many["train_step"].close()

@@ -99,9 +99,15 @@ class NamedProgram:
             dims = tuple(DimName(rename.get(dim.name or "", dim.name), dim.reason) for dim in dims)
         return NamedArray(path, value.shape, dims, repeated)
 
-    def run_constrained(self, args: Sequence[Any]) -> Any:
-        """Compute the loss for ``args``, with constraints on the weights and results of matmuls."""
-        jaxpr = constrained(self.jaxpr.jaxpr, self.visited, _NamesOf(self.names))
+    def run_constrained(self, args: Sequence[Any], *, with_gradients: bool = False) -> Any:
+        """Compute the program for ``args``, with constraints on the weights and results of matmuls.
+
+        Args:
+          args: as for :meth:`of`.
+          with_gradients: whether the program computes gradients too. Those of weights have no batch dim; the compiler
+            shards them as what they are added to.
+        """
+        jaxpr = constrained(self.jaxpr.jaxpr, self.visited, _NamesOf(self.names, with_gradients))
         closed = jaxpr if isinstance(self.jaxpr, Jaxpr) else self.jaxpr.replace(jaxpr=jaxpr)
         return jax.tree.unflatten(self.out_tree, jaxpr_as_fun(closed)(*jax.tree.leaves(args)))
 
@@ -124,9 +130,11 @@ class _NamesOf:
     """The names of the program's values, each at most once in a value."""
 
     names: ClassNames
+    only_batch: bool = False
 
     def __call__(self, value: TracedValue) -> Names:
-        return tuple(dim.name for dim in _once(self.names, value)[0])
+        names = tuple(dim.name for dim in _once(self.names, value)[0])
+        return (None,) * len(names) if self.only_batch and value.data and "batch" not in names else names
 
     def is_residual(self, value: TracedValue) -> bool:
         return any(atom in self.names.embed for dim in value.dims for atom in self.names.classes.flat(dim))

@@ -1,0 +1,197 @@
+"""The names of the dims of everything that a train step reads: parameters, optimizer state, batch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar.planning.names.annotate import annotate
+from jaxpar.planning.names.annotation import Annotation
+from jaxpar.planning.names.given import Given, Patterns
+from jaxpar.planning.names.program import NamedProgram
+from jaxpar.planning.script.trace import MATMULS, StepTrace, evaluate, is_key
+from jaxpar.sharding.names import Names
+from jaxpar.training.model import MakeModel
+
+BATCH = "batch"
+
+
+@dataclass(frozen=True)
+class NamedStep:
+    """A traced train step and the names of the dims of its arrays.
+
+    Attributes:
+      trace: the step.
+      params: indices of the arrays that the loss depends on and the step changes: the parameters.
+      batch: indices of the arrays of the batch.
+      rows: the size of the batch.
+      annotation: the names that were found in the loss.
+      names: those that the user gave.
+    """
+
+    trace: StepTrace
+    params: tuple[int, ...]
+    batch: tuple[int, ...]
+    rows: int
+    annotation: Annotation
+    names: Patterns | None = None
+
+    @classmethod
+    def of(cls, trace: StepTrace, names: Patterns | None = None) -> Self:
+        """Find the names of a step's dims.
+
+        Args:
+          trace: the step.
+          names: as for :func:`jaxpar.annotate`.
+
+        Raises:
+          ModelError: the step computes no loss.
+          AnnotationError: as for :func:`jaxpar.annotate`.
+        """
+        batch, rows = batch_of(trace)
+        eqns, losses = trace.forward(batch)
+        on = frozenset[int]().union(*(trace.dependencies[loss] for loss in losses))
+        floats = {i for i, s in enumerate(trace.shapes) if s.shape and jnp.issubdtype(s.dtype, jnp.inexact)}
+        params = tuple(i for i in sorted(on & trace.updates.keys() & floats))
+
+        def loss_fn(model: Any, inputs: Any) -> Any:
+            arrays = {**{i: model["params"][paths[i]] for i in params}, **{i: inputs[paths[i]] for i in batch}}
+            args = [arrays[i] if i in arrays else _nothing(shape) for i, shape in enumerate(trace.shapes)]
+            loss, *others = evaluate(trace.jaxpr, args, eqns=eqns, results=losses)
+            return loss, {f"metric {i}": x for i, x in enumerate(others)}
+
+        paths = trace.call.paths
+        annotation = annotate(_maker(trace, params), loss_fn, {paths[i]: trace.shapes[i] for i in batch}, names=names)
+        return cls(trace, params, batch, rows, annotation, names)
+
+    @cached_property
+    def loss_names(self) -> dict[int, Names]:
+        """The names of the dims of parameters and the batch, by index."""
+        known = {array.path: array.names for array in self.annotation.arrays}
+        found = {i: known[f"params/{self.trace.call.paths[i]}"] for i in self.params}
+        for i in self.batch:
+            dims = known[f"batch/{self.trace.call.paths[i]}"]
+            found[i] = (BATCH if self.trace.shapes[i].shape[0] > 1 else None, *dims[1:])
+        return found
+
+    def program(self, *, gather_twice: bool) -> NamedProgram:
+        """Returns the whole step with names for the dims of all its values.
+
+        Args:
+          gather_twice: whether the backward pass reads weights anew, so that it can gather them a second time.
+        """
+        trace, paths = self.trace, self.trace.call.paths
+        forward = {id(eqn) for eqn in trace.forward(self.batch)[0]}
+
+        def run(params: Any, variables: Any, batch: Any, extra: Any) -> Any:
+            values = {**params, **variables, **batch}
+            reader = _read_again(self, forward) if gather_twice else lambda eqn, reads: reads
+            return evaluate(trace.jaxpr, [values[path] for path in paths], reading=reader)
+
+        given: Given = {
+            f"{'params' if i in self.params else 'batch'}/{paths[i]}": (names, "found in the loss")
+            for i, names in self.loss_names.items()
+        }
+        return NamedProgram.of(run, self.parts(trace.shapes), given)
+
+    def parts(self, arrays: Sequence[Any]) -> tuple[Any, ...]:
+        """Returns arrays, or what stands for them, as arguments of :meth:`program`."""
+        named = dict(enumerate(zip(self.trace.call.paths, arrays, strict=True)))
+        others = [i for i in named if i not in self.params and i not in self.batch]
+        params, variables, batch = (dict(named[i] for i in part) for part in (self.params, others, self.batch))
+        return params, variables, batch, {}
+
+    def names_of(self, program: NamedProgram) -> dict[int, Names]:
+        """Returns the names of the dims of all arrays.
+
+        Those of optimizer state are the names of the parameter that its path ends with, if it has its shape, else those
+        that the program tells.
+        """
+        trace, found = self.trace, dict(self.loss_names)
+        known = {name for i in self.params for name in found[i] if name is not None}
+        by_end = self._by_end()
+        told = {array.path: array.names for array in program.arrays()}
+        for i, path in enumerate(trace.call.paths):
+            if i in found:
+                continue
+            parts = tuple(path.split("/"))
+            ends = (by_end.get((parts[k:], trace.shapes[i].shape)) for k in range(len(parts)))
+            param = next((p for p in ends if p is not None), None)
+            if param is not None:
+                found[i] = found[param]
+            elif i in trace.updates:
+                names = told[f"variables/{path}"]
+                found[i] = tuple(name if name in known else None for name in names)
+            else:
+                found[i] = (None,) * len(trace.shapes[i].shape)
+        return found
+
+    def _by_end(self) -> dict[tuple[tuple[str, ...], tuple[int, ...]], int]:
+        """The parameters by their path below what is common to all parameters of an argument, and their shape."""
+        groups: dict[str, list[tuple[int, tuple[str, ...]]]] = {}
+        for i in self.params:
+            first, *rest = self.trace.call.paths[i].split("/")
+            groups.setdefault(first, []).append((i, tuple(rest)))
+        found: dict[tuple[tuple[str, ...], tuple[int, ...]], int] = {}
+        for members in groups.values():
+            common = 0
+            while len({path[common] for _, path in members if len(path) > common + 1}) == 1 and all(
+                len(path) > common + 1 for _, path in members
+            ):
+                common += 1
+            for i, path in members:
+                found.setdefault((path[common:], self.trace.shapes[i].shape), i)
+        return found
+
+
+def batch_of(trace: StepTrace) -> tuple[tuple[int, ...], int]:
+    """Returns the indices of the arrays of the batch, and its size: what most arrays beside the state begin with.
+
+    Keys, scalars and arrays that begin otherwise, such as a table of class weights, are no part of it.
+    """
+    data = [i for i, s in enumerate(trace.shapes) if i not in trace.updates and s.shape and not is_key(s)]
+    sizes = Counter(trace.shapes[i].shape[0] for i in data)
+    rows = max(sizes, key=lambda size: (sizes[size], size), default=1)
+    return tuple(i for i in data if trace.shapes[i].shape[0] in (rows, 1)), rows
+
+
+def _maker(trace: StepTrace, params: Sequence[int]) -> MakeModel:
+    shapes = {trace.call.paths[i]: trace.shapes[i] for i in params}
+    return lambda key: {"params": {path: jnp.zeros(s.shape, s.dtype) for path, s in shapes.items()}}
+
+
+def _nothing(shape: jax.ShapeDtypeStruct) -> Any:
+    if jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
+        key = jax.random.key(0)
+        return jnp.broadcast_to(key, shape.shape)
+    return jnp.zeros(shape.shape, shape.dtype)
+
+
+def _read_again(step: NamedStep, forward: set[int]) -> Callable[[Any, list[Any]], list[Any]]:
+    """Returns a reader that gives matmuls of the backward pass copies of weights, which it gathers once more.
+
+    Without the copies the weights that the forward pass gathered would be kept in full until the backward pass.
+    """
+    batch, params = set(step.batch), set(step.params)
+    copies: dict[Any, Any] = {}
+
+    def read(eqn: Any, reads: list[Any]) -> list[Any]:
+        if id(eqn) in forward or eqn.primitive.name not in MATMULS:
+            return reads
+        found = []
+        for atom, value in zip(eqn.invars, reads, strict=True):
+            on = step.trace.dependencies.get(atom, frozenset()) if not hasattr(atom, "val") else frozenset()
+            if on & params and not on & batch:
+                if atom not in copies:
+                    copies[atom] = jax.lax.optimization_barrier(value)
+                value = copies[atom]
+            found.append(value)
+        return found
+
+    return read

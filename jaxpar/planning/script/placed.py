@@ -1,0 +1,125 @@
+"""A train step for batches of one shape, with the place of everything that it reads, compiled for a layout."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from jaxpar.analysis.units import axes_of_dims, device_bytes, shard_count
+from jaxpar.errors import LayoutError
+from jaxpar.planning.names.program import NamedProgram
+from jaxpar.planning.script.naming import BATCH, NamedStep
+from jaxpar.planning.script.trace import is_typed_key
+from jaxpar.sharding.arrays import shard_array
+from jaxpar.sharding.layout import Layout, to_spec, tracing_under
+from jaxpar.sharding.names import Names
+from jaxpar.sharding.resolve import Resolved
+
+
+@dataclass(frozen=True)
+class PlacedArray:
+    """An array that the step reads, with its place.
+
+    Attributes:
+      path: its path, which begins with the name of the step's argument.
+      role: ``params``, ``optimizer`` (all other state) or ``activations`` (what is no state).
+      shape: its global shape.
+      names: the names of its dims.
+      resolved: the sharding that the rules give it.
+      itemsize: bytes of an element.
+    """
+
+    path: str
+    role: str
+    shape: tuple[int, ...]
+    names: Names
+    resolved: Resolved
+    itemsize: int
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the global array."""
+        return math.prod(self.shape) * self.itemsize
+
+    def device_bytes(self, layout: Layout) -> int:
+        """Returns the bytes of one device's shard."""
+        axes = axes_of_dims(to_spec(self.resolved), len(self.shape))
+        return device_bytes(self.shape, self.itemsize, [shard_count(own, layout.sizes) for own in axes])
+
+
+class PlacedStep:
+    """A train step for batches of one shape, on the devices of a layout.
+
+    Args:
+      step: the step, with names.
+      layout: the layout.
+      donate: whether the step may overwrite the state that it is passed.
+
+    Raises:
+      LayoutError: the rules cannot place some arrays, or the batch does not divide over the devices.
+    """
+
+    def __init__(self, step: NamedStep, layout: Layout, *, donate: bool):
+        self.step, self.layout = step, layout
+        self._check_rows()
+        place = lambda i, role: layout.resolve(step.loss_names[i], step.trace.shapes[i].shape, role=role).axes
+        gathers = any(place(i, "params") != place(i, "activations") for i in step.params)
+        program = step.program(gather_twice=gathers)
+        names = step.names_of(program)
+        self.placed = tuple(self._place(i, names[i]) for i in range(len(names)))
+        if problems := list(dict.fromkeys(text for array in self.placed for text in array.resolved.problems)):
+            raise LayoutError(problems)
+        self.shardings = tuple(NamedSharding(layout.mesh, to_spec(array.resolved)) for array in self.placed)
+        updates = step.trace.updates
+        outputs: list[Any] = [None] * len(step.trace.jaxpr.out_avals)
+        for i, j in updates.items():
+            outputs[j] = self.shardings[i]
+        self.run = jax.jit(_flat(step, program, layout), out_shardings=outputs, donate_argnums=tuple(updates) * donate)
+
+    def put(self, i: int, x: Any) -> jax.Array:
+        """Returns an array of the arguments on its devices; a process gives its own part of a NumPy array."""
+        sharding, placed = self.shardings[i], self.placed[i]
+        if isinstance(x, jax.Array):
+            if x.sharding == sharding:
+                return x
+            if x.is_fully_addressable and {d.platform for d in x.devices()} == {"cpu"} and not is_typed_key(x):
+                # device_put would compile a program for each slice. A copy, because the step overwrites its state.
+                return jax.device_put(np.array(x), sharding)
+            return jax.device_put(x, sharding, may_alias=False)
+        if placed.role == "activations" and jax.process_count() > 1 and np.ndim(x):
+            return shard_array(self.layout, x, *placed.names, path=placed.path)
+        return jax.device_put(x, sharding)
+
+    def _place(self, i: int, names: Names) -> PlacedArray:
+        trace = self.step.trace
+        shape, path = trace.shapes[i], trace.call.paths[i]
+        role = "activations" if i not in trace.updates else "params" if i in self.step.params else "optimizer"
+        resolved = self.layout.resolve(names, shape.shape, role=role, dtype=shape.dtype, path=path)
+        size = getattr(shape.dtype, "itemsize", 4)
+        return PlacedArray(path, role, shape.shape, names, resolved, size)
+
+    def _check_rows(self) -> None:
+        (dim,) = self.layout.resolve((BATCH,)).dims
+        axes = [axis for axis in dim.axes if self.layout.sizes[axis] > 1]
+        count, rows = shard_count(axes, self.layout.sizes), self.step.rows
+        if rows % count and BATCH not in self.layout.rules.indivisible:
+            paths = [self.step.trace.call.paths[i] for i in self.step.batch]
+            raise LayoutError(
+                f"{paths[0]}: a batch of {rows} rows does not divide over the {count} devices of {' × '.join(axes)}. "
+                f"Remedy: pass batches of a multiple of {count} rows: drop a last batch that is smaller "
+                "(drop_remainder=True), or pad it and mask the padding out of the loss."
+            )
+
+
+def _flat(step: NamedStep, program: NamedProgram, layout: Layout) -> Callable[..., Any]:
+    def train_step(*arrays: Any) -> Sequence[Any]:
+        with tracing_under(layout):
+            return program.run_constrained(step.parts(arrays), with_gradients=True)
+
+    return train_step

@@ -1,0 +1,292 @@
+"""The trace of a train step as its script has it, and the part of it that computes the loss."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+
+from jaxpar.errors import ModelError
+from jaxpar.parallel.unsharded import unsharded
+from jaxpar.planning.script.arguments import CallStructure, Name, ReturnStructure, take_apart, take_result_apart
+from jaxpar.utils.jaxprs import equations, opened
+
+MATMULS = frozenset(("dot_general", "conv_general_dilated", "ragged_dot_general", "gather"))
+_CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
+_SLACK = 1.3
+"""A scalar that needs this many times the matmuls of the cheapest one is computed from gradients."""
+
+
+@dataclass(frozen=True)
+class StepTrace:
+    """A traced train step.
+
+    Attributes:
+      call: the structure of its arguments.
+      shapes: of the arrays in them.
+      jaxpr: its program, with the bodies of jitted functions inlined: from the arrays of the arguments to those of the
+        changed NNX objects and of what the step returns.
+      returned: the structure of what it returns.
+      updates: index of an array of the arguments → that of its next value among the results.
+      numbers: whether Python numbers that are arguments are arrays.
+    """
+
+    call: CallStructure
+    shapes: tuple[jax.ShapeDtypeStruct, ...]
+    jaxpr: ClosedJaxpr
+    returned: ReturnStructure
+    updates: Mapping[int, int]
+    numbers: bool
+
+    @classmethod
+    def of(
+        cls, step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], axis_name: str | None = None
+    ) -> StepTrace:
+        """Trace a train step; Python numbers among its arguments are arrays, unless it needs their values.
+
+        Args:
+          step: the step.
+          args, kwargs: its arguments.
+          axis_name: of the axis over which the step averages, if it was made for ``pmap``; it has one element.
+
+        Raises:
+          ModelError: the step returns no state that it was passed, and changes no NNX object.
+        """
+        call, arrays = take_apart(step, args, kwargs, numbers=True)
+        try:
+            return cls._trace(step, call, arrays, axis_name, numbers=True)
+        except (TypeError, ValueError) as error:
+            if isinstance(error, ModelError):
+                raise
+            static, arrays = take_apart(step, args, kwargs, numbers=False)
+            if static == call:
+                raise
+            try:
+                return cls._trace(step, static, arrays, axis_name, numbers=False)
+            except (TypeError, ValueError):
+                raise error from None
+
+    @classmethod
+    def _trace(
+        cls,
+        step: Callable[..., Any],
+        call: CallStructure,
+        arrays: Sequence[Any],
+        axis_name: str | None,
+        *,
+        numbers: bool,
+    ) -> StepTrace:
+        found: list[ReturnStructure] = []
+        shapes = tuple(map(shape_of, arrays))
+
+        def flat(*arrays: Any) -> list[Any]:
+            arguments = call.arguments(arrays)
+            result = call.call(step, arguments)
+            returned, leaves = take_result_apart(result, arguments)
+            found.append(returned)
+            return [*call.arrays_of([arguments[place] for place in call.objects]), *leaves]
+
+        with unsharded():
+            mapped = lambda *arrays: jax.vmap(
+                lambda _: flat(*arrays), in_axes=None, out_axes=None, axis_name=axis_name, axis_size=1
+            )(0)
+            traced = jax.make_jaxpr(flat if axis_name is None else mapped)(*shapes)
+            traced = jax.make_jaxpr(lambda *args: evaluate(traced, args))(*shapes)
+        updates = _updates(call, shapes, found[-1], [shape_of(a) for a in traced.out_avals])
+        if not updates:
+            raise ModelError(
+                "train_step returns no state that it was passed, and changes no NNX object. Remedy: pass and return "
+                "the state, as in state, metrics = train_step(state, batch), or pass the nnx.Module and its optimizer."
+            )
+        return cls(call, shapes, traced, found[-1], updates, numbers)
+
+    @cached_property
+    def dependencies(self) -> dict[Any, frozenset[int]]:
+        """The arrays of the arguments that each variable of the program depends on, by their index."""
+        jaxpr = opened(self.jaxpr)
+        found: dict[Any, frozenset[int]] = {var: frozenset((i,)) for i, var in enumerate(jaxpr.invars)}
+        known: dict[frozenset[frozenset[int]], frozenset[int]] = {}
+        for eqn in jaxpr.eqns:
+            reads = frozenset(found[atom] for atom in eqn.invars if isinstance(atom, Var) and atom in found)
+            if reads not in known:
+                known[reads] = frozenset(itertools.chain.from_iterable(reads))
+            found |= dict.fromkeys(eqn.outvars, known[reads])
+        return found
+
+    def forward(self, batch: Collection[int]) -> tuple[list[JaxprEqn], list[Any]]:
+        """Returns the equations that compute the loss, and the scalars that they compute, the loss or metrics first.
+
+        Args:
+          batch: the indices of the arrays that hold the batch.
+
+        Raises:
+          ModelError: no scalar depends on the state and on the batch.
+        """
+        jaxpr = opened(self.jaxpr)
+        trained = {i for i in self.updates if _trainable(self.shapes[i])}
+        changed = set(self.updates.values())
+        results = [atom for i, atom in enumerate(jaxpr.outvars) if i not in changed]
+        made = (var for eqn in jaxpr.eqns for var in eqn.outvars)
+        batch = set(batch)
+
+        def scalars(atoms: Any) -> list[Any]:
+            return [
+                atom
+                for atom in dict.fromkeys(a for a in atoms if isinstance(a, Var))
+                if _is_scalar(atom.aval) and (on := self.dependencies.get(atom, frozenset())) & batch and on & trained
+            ]
+
+        losses = scalars(results)
+        if not losses:
+            inside = scalars(made)
+            most = max((len(self.dependencies[a] & trained) for a in inside), default=0)
+            losses = [a for a in inside if len(self.dependencies[a] & trained) == most][:1]
+        if not losses:
+            raise ModelError(
+                "train_step computes no scalar from its state and its batch, so there is no loss to find the names of "
+                "dims from. Remedy: return the loss, or pass layout=jaxpar.Layout(...)."
+            )
+        needed = {atom: needed_equations(jaxpr, [atom]) for atom in losses}
+        costs = {atom: _matmuls(eqns) for atom, eqns in needed.items()}
+        least = min(costs.values())
+        losses = [atom for atom in losses if costs[atom] <= _SLACK * least]
+        return needed_equations(jaxpr, losses), losses
+
+
+def _is_scalar(aval: Any) -> bool:
+    return aval.shape == () and bool(jnp.issubdtype(aval.dtype, jnp.floating))
+
+
+def shape_of(x: Any) -> jax.ShapeDtypeStruct:
+    """Returns the shape and dtype that an array, a number or a type has in a traced program."""
+    found = x if hasattr(x, "weak_type") and not hasattr(x, "sharding_impls") else jax.typeof(x)
+    return jax.ShapeDtypeStruct(found.shape, found.dtype, weak_type=found.weak_type)
+
+
+def _trainable(shape: jax.ShapeDtypeStruct) -> bool:
+    return len(shape.shape) > 0 and bool(jnp.issubdtype(shape.dtype, jnp.inexact))
+
+
+def is_key(shape: jax.ShapeDtypeStruct) -> bool:
+    """Whether an array is a PRNG key, or several: typed, or two or four raw words."""
+    return is_typed_key(shape) or (shape.dtype == jnp.uint32 and shape.shape in ((2,), (4,)))
+
+
+def is_typed_key(x: Any) -> bool:
+    """Whether an array has the dtype of a PRNG key."""
+    return bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
+
+
+def _matmuls(eqns: Sequence[JaxprEqn]) -> int:
+    inner = (one for eqn in eqns for body in _bodies(eqn) for one in equations(body))
+    return sum(eqn.primitive.name in MATMULS for eqn in (*eqns, *inner))
+
+
+def _bodies(eqn: JaxprEqn) -> Iterator[Jaxpr]:
+    for value in eqn.params.values():
+        for one in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(one, Jaxpr | ClosedJaxpr):
+                yield opened(one)
+
+
+def needed_equations(jaxpr: Jaxpr, results: Sequence[Any]) -> list[JaxprEqn]:
+    """Returns the equations that these variables depend on, in order."""
+    needed, kept = set(results), []
+    for eqn in reversed(jaxpr.eqns):
+        if needed.intersection(eqn.outvars):
+            needed.update(atom for atom in eqn.invars if isinstance(atom, Var))
+            kept.append(eqn)
+    return kept[::-1]
+
+
+Reader = Callable[[JaxprEqn, list[Any]], list[Any]]
+"""Takes an equation and the values that it reads; returns those that it is to read instead."""
+
+
+def evaluate(
+    program: ClosedJaxpr | Jaxpr,
+    args: Sequence[Any],
+    *,
+    eqns: Sequence[JaxprEqn] | None = None,
+    results: Sequence[Any] | None = None,
+    reading: Reader = lambda eqn, values: values,
+) -> list[Any]:
+    """Computes a program, with the bodies of jitted functions inlined.
+
+    Args:
+      program: the program.
+      args: its arguments.
+      eqns: the equations to compute, by default all.
+      results: the variables to return, by default its results.
+      reading: called for each equation.
+    """
+    jaxpr, consts = opened(program), getattr(program, "consts", ())
+    values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+    get = lambda atom: atom.val if isinstance(atom, Literal) else values[atom]
+    for eqn in jaxpr.eqns if eqns is None else eqns:
+        reads = reading(eqn, [get(atom) for atom in eqn.invars])
+        name = eqn.primitive.name
+        with eqn.ctx.manager:
+            if name in _CALLS:
+                made = evaluate(eqn.params[_CALLS[name]], reads)
+            else:
+                made = eqn.primitive.bind(*reads, **eqn.primitive.get_bind_params(eqn.params))
+                made = list(made) if eqn.primitive.multiple_results else [made]
+        values |= zip(eqn.outvars, made, strict=True)
+    return [get(atom) for atom in (jaxpr.outvars if results is None else results)]
+
+
+def _updates(
+    call: CallStructure,
+    shapes: Sequence[jax.ShapeDtypeStruct],
+    returned: ReturnStructure,
+    out: Sequence[jax.ShapeDtypeStruct],
+) -> dict[int, int]:
+    """Finds the arguments that the step returns changed: those of the structure and shapes of a part of its result."""
+    first = call.in_objects
+    found = {i: i for i in range(first)}
+    static, arguments, count, array = dict(call.static), list[tuple[Name, Any, range]](), first, first
+    for place, tree in call.trees:
+        size = sum(i not in static for i in range(count, count + tree.num_leaves))
+        count += tree.num_leaves
+        arguments.append((place, tree, range(array, array + size)))
+        array += size
+    dynamic = set(range(returned.leaves)) - dict(returned.objects).keys() - dict(returned.static).keys()
+    numbers = {leaf: first + n for n, leaf in enumerate(sorted(dynamic))}
+    todo: list[tuple[Any, range]] = [(returned.tree, range(returned.leaves))]
+    while todo:
+        tree, leaves = todo.pop(0)
+        arrays = [numbers[i] for i in leaves if i in numbers]
+        for argument in arguments:
+            _, theirs, own = argument
+            same = theirs == tree and len(own) == len(arrays) and _is_state(shapes, theirs, own)
+            if same and all(_alike(shapes[i], out[j]) for i, j in zip(own, arrays, strict=True)):
+                found |= zip(own, arrays, strict=True)
+                arguments.remove(argument)
+                break
+        else:
+            start = leaves.start
+            for child in tree.children() if _is_container(tree) else ():
+                todo.append((child, range(start, start + child.num_leaves)))
+                start += child.num_leaves
+    return found
+
+
+def _is_container(tree: Any) -> bool:
+    data = tree.node_data()
+    return data is not None and data[0] in (tuple, list, dict)
+
+
+def _is_state(shapes: Sequence[jax.ShapeDtypeStruct], tree: Any, own: range) -> bool:
+    """Whether an argument can be state: a bare array is only if it is a key."""
+    return len(own) > 0 and (tree.node_data() is not None or is_key(shapes[own.start]))
+
+
+def _alike(a: jax.ShapeDtypeStruct, b: jax.ShapeDtypeStruct) -> bool:
+    return bool(a.shape == b.shape and a.dtype == b.dtype)

@@ -1,0 +1,199 @@
+"""``jp.parallelize``: what it takes, what it refuses, and runs that equal those of one device.
+
+The three kinds of scripts, complete, are those of ``docs/guides/parallelize.md``; ``tests/test_guides.py`` runs them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxpar as jp
+from jaxpar.errors import ConfigError, LayoutError, ModelError, StateError
+from jaxpar.planning.search.search import SearchOptions
+
+TX = optax.sgd(0.1, momentum=0.9)
+State = dict[str, Any]
+
+
+def new_state() -> State:
+    keys = jax.random.split(jax.random.key(0))
+    params = {"up": jax.random.normal(keys[0], (16, 32)) / 4, "down": jax.random.normal(keys[1], (32, 16)) / 6}
+    return {"params": params, "opt": TX.init(params), "key": jax.random.key(7), "step": 0}
+
+
+def step_of(average: Callable[[Any], Any] = lambda grads: grads) -> Callable[..., Any]:
+    def train_step(state: State, batch: Any) -> tuple[State, dict[str, jax.Array]]:
+        key, mask = jax.random.split(state["key"])
+
+        def loss_fn(params: Any) -> jax.Array:
+            h = jax.nn.relu(batch["x"] @ params["up"])
+            h = h * jax.random.bernoulli(mask, 0.9, h.shape)
+            return ((h @ params["down"] - batch["x"]) ** 2).mean()
+
+        loss, grads = jax.value_and_grad(loss_fn)(state["params"])
+        updates, opt = TX.update(average(grads), state["opt"])
+        new = {"params": optax.apply_updates(state["params"], updates), "opt": opt, "key": key}
+        return new | {"step": state["step"] + 1}, {"loss": loss, "norm": optax.tree.norm(grads)}
+
+    return train_step
+
+
+def batch_of(number: int, rows: int = 16) -> dict[str, np.ndarray]:
+    return {"x": np.random.default_rng(number).normal(size=(rows, 16)).astype(np.float32)}
+
+
+def run(step: Callable[..., Any], state: State, numbers: range) -> tuple[State, list[float]]:
+    losses = []
+    for number in numbers:
+        state, metrics = step(state, batch_of(number))
+        losses.append(float(metrics["loss"]))
+    return state, losses
+
+
+def assert_same(found: State, expected: State) -> None:
+    for x, y in zip(jax.tree.leaves(found["params"]), jax.tree.leaves(expected["params"]), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+
+
+def test_a_run_continues_on_another_number_of_devices(tmp_path: Path) -> None:
+    state, losses = run(jax.jit(step_of()), new_state(), range(4))
+    with jp.parallelize(step_of(), new_state(), batch_of(0), checkpoints=tmp_path) as first:
+        _, before = run(first, first.state, range(2))
+        first.save()
+    four = jp.Layout(jp.MeshSpec(data=4).build(jax.devices()[:4]), jp.Rules(batch="data", embed=None, mlp="data"))
+    with jp.parallelize(step_of(), new_state(), batch_of(0), checkpoints=tmp_path, layout=four) as second:
+        assert second.steps == 2 and int(second.state["step"]) == 2
+        assert second.state["params"]["up"].sharding.spec == jax.P(None, "data")
+        again, after = run(second, second.state, range(2, 4))
+    np.testing.assert_allclose([*before, *after], losses, rtol=1e-5)
+    assert_same(again, state)
+
+
+def test_the_default_names_and_shards_everything_and_says_why() -> None:
+    step = jp.parallelize(step_of(), new_state(), batch_of(0))
+    places = {array.path: (array.names, array.resolved.axes) for array in step.placed if array.shape}
+    for path in ("state/params", "state/opt/0/trace"):
+        assert places[f"{path}/up"] == (("embed", "mlp"), (("data",), ())) and places[f"{path}/down"][0] == (
+            "mlp",
+            "embed",
+        )
+    assert places["batch/x"] == (("batch", "embed"), (("data",), ()))
+    text = str(step)
+    assert text.startswith("FSDP 8 on 8 simulated CPU devices (mesh: data 8)\nwhy: the default: simulated CPU devices")
+    assert re.search(r"state/opt/\*/trace/up +16 × 32 +embed, mlp +data, · +256 B", text)
+
+
+def test_a_plan_for_other_hardware_by_its_estimate() -> None:
+    options = SearchOptions(at_least=0, at_most=0, traced=0)
+    step = jp.parallelize(step_of(), new_state(), batch_of(0), topology="v5e:2x4", search=options)
+    assert re.fullmatch(
+        r"the best of \d+ plans for v5e:2x4, estimated in closed form: [\d.e-]+ ms a step", step.choice.reason
+    )
+    assert step.layout.mesh.size == 8
+
+
+def test_a_step_made_for_pmap() -> None:
+    made = step_of(lambda grads: jax.lax.pmean(grads, "batch"))
+    step = jp.parallelize(made, new_state(), batch_of(0), axis_name="batch", layout="data")
+    state, losses = run(step, step.state, range(2))
+    expected, reference = run(jax.jit(step_of()), new_state(), range(2))
+    np.testing.assert_allclose(losses, reference, rtol=1e-5)
+    assert_same(state, expected)
+
+
+class Classifier(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.up = nnx.Linear(16, 32, rngs=rngs)
+        self.norm = nnx.BatchNorm(32, rngs=rngs)
+        self.head = nnx.Linear(32, 4, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.head(nnx.relu(self.norm(self.up(x))))
+
+
+@nnx.jit(static_argnames="smoothing")
+def nnx_step(model: Classifier, optimizer: nnx.Optimizer, metrics: nnx.Metric, batch: Any, smoothing: float) -> None:
+    def loss_fn(model: Classifier) -> jax.Array:
+        labels = optax.smooth_labels(jax.nn.one_hot(batch["y"], 4), smoothing)
+        return optax.softmax_cross_entropy(model(batch["x"]), labels).mean()
+
+    loss, grads = nnx.value_and_grad(loss_fn)(model)
+    metrics.update(loss=loss)
+    optimizer.update(model, grads)
+
+
+def test_an_nnx_step_that_returns_nothing_changes_its_objects() -> None:
+    rows = {"x": batch_of(0)["x"], "y": np.arange(16) % 4}
+    found = []
+    for parallel in (False, True):
+        model = Classifier(nnx.Rngs(0))
+        metrics, optimizer = nnx.metrics.Average("loss"), nnx.Optimizer(model, TX, wrt=nnx.Param)
+        step: Any = nnx_step
+        if parallel:
+            step = jp.parallelize(nnx_step, model, optimizer, metrics, rows, 0.1, layout="data")
+            assert step.state == (model, optimizer, metrics)
+        for _ in range(2):
+            assert step(model, optimizer, metrics, rows, 0.1) is None
+        found.append([float(metrics.compute()), *map(np.asarray, jax.tree.leaves(nnx.state(model)))])
+    for x, y in zip(*found, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+
+
+def sows(model: Any, optimizer: Any, batch: Any) -> jax.Array:
+    model.seen = nnx.Intermediate(batch["x"])
+    loss, grads = nnx.value_and_grad(lambda model: model(batch["x"]).mean())(model)
+    optimizer.update(model, grads)
+    return loss
+
+
+def test_errors() -> None:
+    state, batch = new_state(), batch_of(0)
+    with pytest.raises(LayoutError) as rows:
+        jp.parallelize(step_of(), state, batch_of(0, rows=12))
+    assert str(rows.value) == (
+        "batch/x: a batch of 12 rows does not divide over the 8 devices of data. Remedy: pass batches of a multiple of "
+        "8 rows: drop a last batch that is smaller (drop_remainder=True), or pad it and mask the padding out of the "
+        "loss."
+    )
+    with pytest.raises(ModelError, match=r"^train_step must be a function, got dict\. Remedy: pass the script's train"):
+        jp.parallelize(state, batch)  # type: ignore[arg-type]
+    with pytest.raises(
+        ModelError, match=r"^train_step returns no state that it was passed, and changes no NNX object\."
+    ):
+        jp.parallelize(lambda state, batch: batch["x"].mean(), state, batch)
+    with pytest.raises(
+        ModelError, match=r"^train_step computes no scalar from its state and its batch, so there is no"
+    ):
+        jp.parallelize(lambda state, batch: (state, batch["x"]), state, batch)
+    model = Classifier(nnx.Rngs(0))
+    with pytest.raises(ModelError, match=r"added 'model/seen', removed none\. Remedy: create every variable before"):
+        jp.parallelize(sows, model, nnx.Optimizer(model, TX, wrt=nnx.Param), batch)
+    with pytest.raises(ConfigError, match=r"^layout must be a Layout, .* got 'fdsp'\. Did you mean 'fsdp'\?"):
+        jp.parallelize(step_of(), state, batch, layout="fdsp")
+    with pytest.raises(ConfigError, match=r"^topology v5e:2x2 has 4 devices, but there are 8 here\."):
+        jp.parallelize(step_of(), state, batch, topology="v5e:2x2")
+    with pytest.raises(ConfigError, match=r"^parallelize: save_interval_steps needs a folder\."):
+        jp.parallelize(step_of(), state, batch, save_interval_steps=2)
+    with pytest.raises(ConfigError, match=r"^save: there is no folder\. Remedy: parallelize\(\.\.\., checkpoints="):
+        jp.parallelize(step_of(), state, batch).save()
+
+
+def test_state_that_a_step_has_overwritten() -> None:
+    step = jp.parallelize(step_of(), new_state(), batch_of(0))
+    old = step.state
+    step(old, batch_of(0))
+    with pytest.raises(StateError, match=r"^train_step: state/.* was overwritten by an earlier call"):
+        step(old, batch_of(1))
+    with pytest.raises(LayoutError, match=r"a batch of 12 rows does not divide over the 8 devices"):
+        step(step.state, batch_of(1, rows=12))
+    assert jnp.isfinite(step(step.state, batch_of(1, rows=8))[1]["loss"])
