@@ -146,6 +146,23 @@ def test_names_of_layers_come_after_the_dim_of_the_stack() -> None:
     assert list(state.model["inner"]["h"]) == [str(i) for i in range(11)]
 
 
+def test_names_that_annotate_finds_are_those_of_the_stack() -> None:
+    make_model, staged, plain = MODELS["numbered"]
+    tagged = {name: jp.tag(jax.ShapeDtypeStruct(x.shape, x.dtype), "batch", "embed") for name, x in BATCH.items()}
+    named = jp.annotate(make_model, plain, tagged)
+    rules = RULES.replace(**{name: None for name in named.names if name != "batch"})
+    layout = jp.Layout(jp.MeshSpec(pipeline=2).abstract(), rules)
+    state = jp.abstract_state(layout, jp.pipeline.stack(named.make_model, staged.layers), TX)
+    names = dict(state.metadata.dims)["params", staged.layers, "Dense_0", "bias"]
+    assert names == (
+        "layers",
+        *dict(jp.abstract_state(layout, named.make_model, TX).metadata.dims)[
+            "params", f"{staged.layers}_1", "Dense_0", "bias"
+        ],
+    )
+    assert names[1] is not None
+
+
 def abstract(make_model: Any, layers: str) -> Any:
     layout = jp.Layout(jp.MeshSpec(pipeline=2, data=2).build(jax.devices()[:4]), RULES)
     return layout, jp.abstract_state(layout, jp.pipeline.stack(make_model, layers), TX)
