@@ -75,6 +75,14 @@ def plans(
       refused: reason → number of meshes.
       offload: whether the plans store the optimizer state in host memory.
     """
+    for mesh in meshes(workload, devices, space, refused, offload=offload):
+        yield from step_options(mesh, workload, space)
+
+
+def meshes(
+    workload: Workload, devices: int, space: Space, refused: Counter[str], *, offload: bool = False
+) -> Iterator[Plan]:
+    """Returns a plan for every mesh and batch, before the options of its step are chosen. Arguments as for `plans`."""
     for sizes in _factorizations(devices, len(space.axes)):
         mesh: dict[str, Any] = dict(zip(space.axes, sizes, strict=True))
         if any(mesh.get(axis, 1) != size for axis, size in space.fixed.items() if axis in AXES):
@@ -91,7 +99,12 @@ def plans(
             if reason is not None:
                 refused[reason] += 1
                 continue
-            yield from (p for p in _options(replace(base, tensor=tensor), workload, space) if _as_fixed(p, space))
+            yield replace(base, tensor=tensor)
+
+
+def step_options(mesh: Plan, workload: Workload, space: Space) -> Iterator[Plan]:
+    """Returns every plan on a mesh of :func:`meshes`."""
+    return (p for p in _options(mesh, workload, space) if _as_fixed(p, space))
 
 
 def _as_fixed(plan: Plan, space: Space) -> bool:
