@@ -30,11 +30,16 @@ from jaxpar.errors import ConfigError
 
 if TYPE_CHECKING:
     from jaxpar.app.job import Job
+    from jaxpar.app.plan import PlanOutputs
 
 Config = Annotated[Path, Positional, arg(metavar="CONFIG", help="YAML file of the run")]
 Settings = Annotated[
     UseAppendAction[tuple[str, ...]],
     arg(name="set", metavar="KEY=VALUE", help="change one key, such as train.steps=10"),
+]
+Prices = Annotated[
+    UseAppendAction[tuple[str, ...]],
+    arg(metavar="KIND=DOLLARS", help="dollars for an hour of one chip, such as v5e=1.2"),
 ]
 type File = Annotated[Path | None, arg(metavar="FILE")]
 type Folder = Annotated[Path | None, arg(metavar="DIR")]
@@ -121,33 +126,64 @@ class PlanCommand:
     """Find the fastest layout of a run on a topology, and compile it. Needs no devices (extra tpu).
 
     Attributes:
-      topology: the hardware, such as v5e:4x4
+      topology: the hardware, such as v5e:4x4; several with commas are compared; with --scale a kind, such as v5e
       set: a value of the config; of the mesh and of what is planned, the planner keeps it, such as mesh.model=4
-      objective: minimize the time of a sequence, or the memory of a device
+      objective: minimize the time of a sequence, the memory of a device, the number of chips, or the price
       max_batch: also try larger batches, up to this one
       output: write the best plan as a configuration that trains
       json: also write the plans as JSON
       picture: draw time against memory to this file (extra plots)
       programs: the largest number of programs to compile
       search: what chooses the mesh and the sharded dims; sharding_propagation derives those that have no rule
+      price: dollars for an hour of one chip of a kind
+      scale: plan for each power of two of chips in a range, such as 16:8192
+      scaling: weak keeps the sequences of each chip, so data.batch is that of the smallest size; strong keeps the batch
+      compile_up_to: with --scale: compile sizes up to this many chips; larger ones are estimates
     """
 
     config: Config
     topology: str
     set: Settings = ()
-    objective: Literal["time", "memory"] = "time"
+    objective: Literal["time", "memory", "chips", "price"] = "time"
     max_batch: Number = None
     output: File = None
     json: File = None
     picture: File = None
     programs: int = 12
     search: Literal["enumerate", "sharding_propagation", "recursive", "dynamic_programming"] = "enumerate"
+    price: Prices = ()
+    scale: Annotated[str | None, arg(metavar="LOW:HIGH")] = None
+    scaling: Literal["weak", "strong"] = "weak"
+    compile_up_to: int = 0
 
     def run(self) -> int:
         from jaxpar.app.plan import PlanOptions, PlanOutputs, go
 
-        options = PlanOptions(self.objective, self.max_batch, self.programs, self.search)
-        return go(self.config, self.set, self.topology, options, PlanOutputs(self.output, self.json, self.picture))
+        outputs = PlanOutputs(self.output, self.json, self.picture)
+        several = "," in self.topology or bool(self.price)
+        if self.scale is None and not several and (self.objective == "time" or self.objective == "memory"):
+            options = PlanOptions(self.objective, self.max_batch, self.programs, self.search)
+            return go(self.config, self.set, self.topology, options, outputs)
+        if self.search != "enumerate":
+            raise ConfigError(
+                f"--search {self.search} takes one topology and the objective time or memory. Remedy: leave out --search."
+            )
+        return self._many(outputs)
+
+    def _many(self, outputs: PlanOutputs) -> int:
+        from jaxpar.app.plan_many import go_scale, go_topologies
+        from jaxpar.planning.search.scaling import ScaleOptions, scale_sizes
+        from jaxpar.planning.search.topologies import Goals, parse_prices
+
+        if self.scale is None:
+            goals = Goals(self.objective, parse_prices(self.price), self.programs)
+            return go_topologies(self.config, self.set, self.topology, goals, outputs, max_batch=self.max_batch)
+        if self.objective != "time" or self.price or self.max_batch is not None:
+            raise ConfigError(
+                "--scale minimizes the time, and takes no --objective, --price or --max-batch. Remedy: leave them out."
+            )
+        sizes = ScaleOptions(scale_sizes(self.scale), self.scaling, self.compile_up_to, self.programs)
+        return go_scale(self.config, self.set, self.topology, sizes, outputs)
 
 
 @dataclass(frozen=True)

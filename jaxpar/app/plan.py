@@ -85,13 +85,18 @@ def go(config: Path, settings: Sequence[str], topology: str, options: PlanOption
     print(f"\n{report}", end="")
     if outputs.json is not None:
         outputs.json.write_text(report.to_json(), encoding="utf-8")
+    write_best(report, planner, outputs)
+    return 0
+
+
+def write_best(report: PlanReport, planner: RunPlanner, outputs: PlanOutputs) -> None:
+    """Write the best plan as YAML, and the plans as a picture."""
     if outputs.yaml is not None:
         text = f"# {report.headline()}\n" + yaml.safe_dump(planner.config_of(report.best.plan), sort_keys=False)
         outputs.yaml.write_text(text, encoding="utf-8")
-        print(f"wrote {outputs.yaml}: jaxpar check {outputs.yaml} --topology {parsed}")
+        print(f"wrote {outputs.yaml}: jaxpar check {outputs.yaml} --topology {report.search.topology}")
     if outputs.picture is not None:
         report.draw().savefig(outputs.picture)
-    return 0
 
 
 def _fixed(settings: Sequence[str]) -> dict[str, Any]:

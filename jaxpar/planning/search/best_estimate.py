@@ -99,5 +99,5 @@ class _FloorModel(CostModel):
     def _gradient_sums(self, plan: Plan) -> float:
         return 0.0
 
-    def _working(self, plan: Plan, scale: float) -> dict[str, float]:
+    def _working(self, plan: Plan) -> dict[str, float]:
         return {}

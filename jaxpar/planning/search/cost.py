@@ -201,24 +201,32 @@ class CostModel:
     def cost(self, plan: Plan) -> StepCost:
         """Returns the estimated cost of a step."""
         w, device, fitted = self.workload, self.topology.accelerator, self.calibration
-        scale = plan.batch / w.sizes[BATCH] if plan.batch else 1.0
+        if plan.batch not in (0, w.sizes.get(BATCH)):
+            return self._of_batch(plan.batch).cost(plan)
         once, back = self._once(self._forward, plan), w.backward[plan.remat]
         again = plan.checkpoint_stages  # a stage's forward pass runs once more, before its backward pass
         layers = once.layer_flops * (back.weight_passes + again)
         layers += once.attention_flops * (self._attention_passes(back) + again)
-        flops = scale * (layers * plan.ticks + 3.0 * once.head_flops)
-        state, kept = self._state(plan), self._once(self._kept, plan, plan.remat, None) * scale
-        traffic = fitted.matmul_traffic * once.traffic * scale * (back.weight_passes + again) * plan.ticks
+        flops = layers * plan.ticks + 3.0 * once.head_flops
+        state, kept = self._state(plan), self._once(self._kept, plan, plan.remat, None)
+        traffic = fitted.matmul_traffic * once.traffic * (back.weight_passes + again) * plan.ticks
         traffic += fitted.kept_traffic * kept + fitted.state_traffic * sum(state.values())
         traffic += self._gradient_sums(plan)
         compute, hbm = flops / device.rate("bf16"), traffic / device.hbm_bandwidth
-        transfers = tuple(self._transfers(plan, once, back, scale))
+        transfers = tuple(self._transfers(plan, once, back))
         exposed = sum(t.seconds * (1.0 - fitted.hidden[t.what]) for t in transfers)
         stalled = sum(t.seconds * fitted.hidden[t.what] * fitted.stalled.get(t.what, 0.0) for t in transfers)
         overlapped = sum(t.seconds * fitted.hidden[t.what] for t in transfers)
         step = exposed + max(max(compute, hbm) + stalled, overlapped)
-        memory = state | self._working(plan, scale)
+        memory = state | self._working(plan)
         return StepCost(compute, hbm, transfers, exposed, overlapped, step, memory)
+
+    def _of_batch(self, batch: int) -> CostModel:
+        """The model of the same workload with another batch."""
+        if ("batch", batch) not in self._known:
+            self._known["batch", batch] = type(self)(self.workload.of_batch(batch), self.topology, self.calibration)
+        found: CostModel = self._known["batch", batch]
+        return found
 
     def _attention_passes(self, back: Backward) -> float:
         """Attention's work in a step, in forward passes; in tiles, the backward pass computes scores again."""
@@ -285,29 +293,29 @@ class CostModel:
         seq = self.workload.sizes.get(SEQ, 1)
         return (seq + _TILE) / (2 * seq) if self.workload.flash and seq > _TILE else 1.0
 
-    def _transfers(self, plan: Plan, once: _Forward, back: Backward, scale: float) -> Iterator[Transfer]:
+    def _transfers(self, plan: Plan, once: _Forward, back: Backward) -> Iterator[Transfer]:
         """What a plan sends: for tensor, context and pipeline parallelism, and for the weights and their gradients."""
         if plan.model > 1:
             again = max(back.weight_passes - 3.0, 0.0) + plan.checkpoint_stages
             layers = (once.outputs * (1.0 + again) + once.inputs) * plan.ticks
-            yield self._transfer(plan, "tensor", "all-reduce", ("model",), layers * scale)
+            yield self._transfer(plan, "tensor", "all-reduce", ("model",), layers)
             lookup = 1.5 * once.residual if VOCAB in plan.tensor else 0.0
-            yield self._transfer(plan, "tensor", "all-reduce", ("model",), (once.head + lookup) * scale)
+            yield self._transfer(plan, "tensor", "all-reduce", ("model",), once.head + lookup)
         attended = 2.0 + (self._attention_passes(back) > 4.0)
         if plan.ulysses > 1:
             arrays = (once.queries + once.keys) * attended
-            yield self._transfer(plan, "exchange", "all-to-all", ("ulysses",), arrays * scale)
+            yield self._transfer(plan, "exchange", "all-to-all", ("ulysses",), arrays)
         if plan.context > 1:
             # Keys and values go around in the forward pass; in the backward pass their gradients in fp32 do, too.
             around = once.keys * plan.context * (1.0 + 3.0)
-            yield self._transfer(plan, "ring", "all-gather", ("context",), around * scale)
+            yield self._transfer(plan, "ring", "all-gather", ("context",), around)
         if plan.pipeline > 1:
             runs = plan.ticks * plan.virtual_stages
             shared = plan.model if plan.sequence_parallel else 1
             yield self._transfer(
-                plan, "stages", "collective-permute", ("pipeline",), 2.0 * once.residual * runs / shared * scale
+                plan, "stages", "collective-permute", ("pipeline",), 2.0 * once.residual * runs / shared
             )
-            yield self._transfer(plan, "ends", "all-reduce", ("pipeline",), 4.0 * once.residual / shared * scale)
+            yield self._transfer(plan, "ends", "all-reduce", ("pipeline",), 4.0 * once.residual / shared)
         yield from self._weights(plan)
 
     def _weights(self, plan: Plan) -> Iterator[Transfer]:
@@ -389,11 +397,11 @@ class CostModel:
         split = plan.model if plan.sequence_parallel and "model" not in shards.axes(held.factors) else 1
         return shards.local(held.factors) * size / split
 
-    def _working(self, plan: Plan, scale: float) -> dict[str, float]:
+    def _working(self, plan: Plan) -> dict[str, float]:
         """Bytes that the step needs beside its state."""
         w = self.workload
         spread = math.prod(plan.mesh[axis] for axis in plan.zero_axes) if plan.zero == 3 else 1
-        part = scale / plan.grad_accum_steps
+        part = 1.0 / plan.grad_accum_steps
         in_flight = min(1.0, plan.pipeline / plan.microbatches) if plan.pipeline > 1 else 1.0
         layers = self._once(self._kept, plan, plan.remat, LAYERS) / (
             w.sizes.get(LAYERS, 1) if plan.checkpoint_stages else 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -18,7 +18,7 @@ import optax
 from jaxpar.planning.names.annotate import trace_loss
 from jaxpar.planning.names.program import NamedProgram
 from jaxpar.planning.names.propagate import TracedValue, Visited
-from jaxpar.planning.search.plan import EMBED, LAYERS, SEQ
+from jaxpar.planning.search.plan import BATCH, EMBED, LAYERS, SEQ
 from jaxpar.training.loss import LossFn, LossProgram
 from jaxpar.training.model import MakeModel, build_shapes
 
@@ -139,6 +139,22 @@ class Workload:
     def model_flops(self) -> float:
         """FLOPs of the matmuls of a step that recomputes nothing, without a mesh."""
         return 3.0 * sum(m.flops for m in self.matmuls)
+
+    def of_batch(self, batch: int) -> Workload:
+        """Returns the step of another number of sequences over all devices."""
+        own = self.sizes[BATCH]
+
+        def scaled(factors: Factors) -> Factors:
+            return tuple((name, size * batch // own if name == BATCH else size) for name, size in factors)
+
+        parts = ("shared", "rows", "columns", "summed")
+        matmuls = (replace(m, **{part: scaled(getattr(m, part)) for part in parts}) for m in self.matmuls)
+        backward = {
+            name: replace(back, kept=tuple(replace(kept, factors=scaled(kept.factors)) for kept in back.kept))
+            for name, back in self.backward.items()
+        }
+        sizes = {**self.sizes, BATCH: batch}
+        return replace(self, matmuls=tuple(matmuls), backward=backward, sizes=sizes)
 
     @property
     def embed_share(self) -> float:

@@ -1,0 +1,56 @@
+"""``jaxpar plan`` for several topologies, and for a range of sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxpar.app.plan import PlanOutputs, RunPlanner, write_best
+from jaxpar.errors import PlanError
+from jaxpar.planning.search.scaling import ScaleOptions, scale
+from jaxpar.planning.search.topologies import Goals, compare_topologies
+from jaxpar.sharding.hardware.topology import Topology
+
+
+def go_topologies(
+    config: Path,
+    settings: Sequence[str],
+    topologies: str,
+    goals: Goals,
+    outputs: PlanOutputs,
+    *,
+    max_batch: int | None = None,
+) -> int:
+    """Run ``jaxpar plan`` on topologies separated by commas: rank them, and write what was asked for of the best."""
+    parsed = [Topology.parse(name) for name in topologies.split(",")]
+    planner = RunPlanner(config, settings)
+    report = compare_topologies(
+        planner, lambda topology: planner.space(max_batch, topology.slices), parsed, goals, progress=_print
+    )
+    print(f"\n{report}", end="")
+    if outputs.json is not None:
+        outputs.json.write_text(report.to_json(), encoding="utf-8")
+    write_best(report.best, planner, outputs)
+    return 0
+
+
+def go_scale(config: Path, settings: Sequence[str], kind: str, options: ScaleOptions, outputs: PlanOutputs) -> int:
+    """Run ``jaxpar plan --scale``: print the best plan at each size, and write what was asked for.
+
+    Raises:
+      PlanError: a single plan was to be written, or no plan fits any size.
+    """
+    if outputs.yaml is not None:
+        raise PlanError("--scale plans many sizes, but --output writes one. Remedy: plan one topology for --output.")
+    planner = RunPlanner(config, settings)
+    report = scale(planner, planner.space(), kind.partition(":")[0], options, progress=_print)
+    print(f"\n{report}", end="")
+    if outputs.json is not None:
+        outputs.json.write_text(report.to_json(), encoding="utf-8")
+    if outputs.picture is not None:
+        report.draw().savefig(outputs.picture)
+    return 0
+
+
+def _print(line: str) -> None:
+    print(line, flush=True)
