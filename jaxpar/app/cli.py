@@ -166,7 +166,7 @@ class PlanCommand:
             return go(self.config, self.set, self.topology, options, outputs)
         if self.search != "enumerate":
             raise ConfigError(
-                f"--search {self.search} takes one topology and the objective time or memory. Remedy: leave out --search."
+                f"--search {self.search} takes one topology and the objective time or memory. Remedy: leave it out."
             )
         return self._many(outputs)
 

@@ -12,13 +12,13 @@ from jaxpar.analysis.roofline import show_time
 from jaxpar.analysis.units import aligned, html_table, show_bytes
 from jaxpar.errors import PlanError
 from jaxpar.planning.search.compiled import PlannedRun
+from jaxpar.planning.search.pareto import draw_front, seconds
 from jaxpar.planning.search.plan import Plan
 from jaxpar.planning.search.search import TOLERANCE, Candidate, Search
 from jaxpar.planning.search.workload import Workload
 from jaxpar.sharding.hardware.links import Links
 from jaxpar.sharding.hardware.topology import Topology
 from jaxpar.sharding.layout import Layout
-from jaxpar.utils.plotting import new_figure
 
 _COLUMNS = ("", "plan", "step", "MFU", "sends", "exposed", "peak", "")
 _MOST_SHOWN = 8
@@ -94,12 +94,12 @@ class PlanReport:
             less = other.peak_bytes - best.peak_bytes
             return f"{show_bytes(round(less))} less at the peak than {other.plan.describe()}"
         parts = []
-        for what in ("compute", "hbm", "exposed"):
+        for what in ("compute", "hbm", "exposed") if best.plan.batch == other.plan.batch else ():
             pair = [getattr(c.compiled, what) for c in (other, best)]
             gain = pair[0] - pair[1]
             if abs(gain) > 0.002 * best.step_seconds:
                 parts.append(f"{show_time(abs(gain))} {'less' if gain > 0 else 'more'} {_WHAT[what]}")
-        gain = show_time(abs(other.step_seconds - best.step_seconds))
+        gain = show_time(abs(seconds(other) - seconds(best))) + (" a sequence" if best.plan.batch else "")
         reason = f": {', '.join(parts)}" if parts else ""
         return f"{gain} before {other.plan.describe()}{reason}"
 
@@ -202,38 +202,10 @@ class PlanReport:
         Raises:
           MissingExtraError: matplotlib is not installed.
         """
-        figure = new_figure("PlanReport.draw", figsize=(7, 4.5), layout="constrained")
-        axes = figure.subplots()
-        search = self.search
-        groups = (
-            ([c for c in search.candidates if c.waiting], "estimated", "0.75", ".", 3),
-            (search.ranked, "compiled", "tab:blue", "o", 6),
-        )
-        for plans, label, color, marker, size in groups:
-            points = [(c.peak_bytes / 2**30, c.step_seconds * 1e3) for c in plans]
-            axes.plot(*zip(*points, strict=True) if points else ([], []), marker, color=color, ms=size, label=label)
-        edge = front(search.candidates)
-        axes.step(
-            [c.peak_bytes / 2**30 for c in edge], [c.step_seconds * 1e3 for c in edge], "k-", lw=0.8, where="post"
-        )
-        for c in edge:
-            axes.annotate(c.plan.describe(), (c.peak_bytes / 2**30, c.step_seconds * 1e3), fontsize=7)
-        best = self.best.step_seconds * 1e3
-        axes.set(xlabel="GiB at the peak", ylabel="ms a step", title=str(search.topology), ylim=(0.8 * best, 3 * best))
-        axes.legend()
-        return figure
+        return draw_front(self.search, self.best)
 
 
 _WHAT = {"compute": "compute", "hbm": "memory traffic", "exposed": "exposed communication"}
-
-
-def front(candidates: list[Candidate]) -> list[Candidate]:
-    """Returns the plans that no other beats in both time and memory, by rising memory."""
-    edge: list[Candidate] = []
-    for one in sorted((c for c in candidates if not c.problem), key=lambda c: (c.peak_bytes, c.step_seconds)):
-        if not edge or one.step_seconds < edge[-1].step_seconds:
-            edge.append(one)
-    return edge
 
 
 def _cells(rank: str, c: Candidate, topology: Topology, note: str) -> tuple[str, ...]:

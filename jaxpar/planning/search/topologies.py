@@ -45,7 +45,7 @@ class Goals:
 
 
 @dataclass
-class Choice:
+class TopologyChoice:
     """One topology and the best plan on it.
 
     Attributes:
@@ -100,11 +100,11 @@ class TopologyReport:
       planner: the model that was planned.
     """
 
-    choices: tuple[Choice, ...]
+    choices: tuple[TopologyChoice, ...]
     goals: Goals
     planner: Planner
 
-    def value(self, choice: Choice) -> tuple[float, float]:
+    def value(self, choice: TopologyChoice) -> tuple[float, float]:
         """What is minimized: the goal, then the seconds for each sequence."""
         plan = choice.plan
         if plan is None:
@@ -116,12 +116,12 @@ class TopologyReport:
         return first[self.goals.goal], seconds
 
     @property
-    def ranked(self) -> list[Choice]:
+    def ranked(self) -> list[TopologyChoice]:
         """The topologies on which a compiled plan fits, best first."""
         return sorted((c for c in self.choices if c.compiled), key=self.value)
 
     @property
-    def waiting(self) -> list[Choice]:
+    def waiting(self) -> list[TopologyChoice]:
         """The topologies that are only estimated, best first."""
         return sorted((c for c in self.choices if c.report is None and c.estimate is not None), key=self.value)
 
@@ -138,7 +138,7 @@ class TopologyReport:
         names = listing(str(choice.topology) for choice in self.choices)
         raise PlanError(f"no plan fits {names}. Remedy: more devices, or a smaller batch.")
 
-    def expected(self, choice: Choice) -> float:
+    def expected(self, choice: TopologyChoice) -> float:
         """The goal's value of a topology that was not compiled, corrected by those that were."""
         value = self.value(choice)[0]
         if self.goals.goal == "chips":
@@ -146,11 +146,11 @@ class TopologyReport:
         ratios = []
         for done in self.ranked:
             if done.estimate is not None:
-                estimated = self.value(Choice(done.topology, done.estimate))[0]
+                estimated = self.value(TopologyChoice(done.topology, done.estimate))[0]
                 ratios.append(self.value(done)[0] / estimated)
         return value * statistics.median(ratios or [1.0])
 
-    def settled(self, best: Choice, other: Choice) -> bool:
+    def settled(self, best: TopologyChoice, other: TopologyChoice) -> bool:
         """Returns whether a topology that was not compiled promises too little to be."""
         if self.goals.goal == "chips" and best.chips == other.chips:
             return self.value(best)[1] <= TOLERANCE * self.value(other)[1]
@@ -179,7 +179,7 @@ class TopologyReport:
         best = json.loads(self.best.to_json())
         return json.dumps({"goal": self.goals.goal, "topologies": [self._facts(c) for c in self.choices], **best})
 
-    def _facts(self, choice: Choice) -> dict[str, Any]:
+    def _facts(self, choice: TopologyChoice) -> dict[str, Any]:
         plan = choice.plan
         facts: dict[str, Any] = {"topology": str(choice.topology), "chips": choice.chips, "compiled": choice.compiled}
         if plan is None:
@@ -189,7 +189,7 @@ class TopologyReport:
             facts["dollars_per_step"] = self._dollars(choice)
         return facts
 
-    def _cells(self, rank: str, choice: Choice, note: str) -> tuple[str, ...]:
+    def _cells(self, rank: str, choice: TopologyChoice, note: str) -> tuple[str, ...]:
         plan, dollars = choice.plan, []
         cells = [rank, str(choice.topology), f"{choice.chips:,}"]
         if plan is None:
@@ -202,7 +202,7 @@ class TopologyReport:
         figures = [show_time(choice.step_seconds), show_bytes(round(choice.peak_bytes))]
         return (*cells, plan.describe(), *figures, *dollars, note)
 
-    def _dollars(self, choice: Choice) -> float:
+    def _dollars(self, choice: TopologyChoice) -> float:
         """Dollars of a step."""
         return self.goals.prices[choice.topology.kind] * choice.chips * choice.step_seconds / 3600
 
@@ -274,7 +274,7 @@ def compare_topologies(
     choices = []
     for topology in topologies:
         model = CostModel(planner.workload, topology)
-        choices.append(Choice(topology, best_estimate(model, space_of(topology), goals.objective)))
+        choices.append(TopologyChoice(topology, best_estimate(model, space_of(topology), goals.objective)))
     report = TopologyReport(tuple(choices), goals, planner)
     options = SearchOptions(goals.objective, at_most=goals.programs)
     while report.waiting:

@@ -147,14 +147,22 @@ class Workload:
         def scaled(factors: Factors) -> Factors:
             return tuple((name, size * batch // own if name == BATCH else size) for name, size in factors)
 
-        parts = ("shared", "rows", "columns", "summed")
-        matmuls = (replace(m, **{part: scaled(getattr(m, part)) for part in parts}) for m in self.matmuls)
+        matmuls = tuple(
+            replace(
+                m,
+                shared=scaled(m.shared),
+                rows=scaled(m.rows),
+                columns=scaled(m.columns),
+                summed=scaled(m.summed),
+            )
+            for m in self.matmuls
+        )
         backward = {
             name: replace(back, kept=tuple(replace(kept, factors=scaled(kept.factors)) for kept in back.kept))
             for name, back in self.backward.items()
         }
         sizes = {**self.sizes, BATCH: batch}
-        return replace(self, matmuls=tuple(matmuls), backward=backward, sizes=sizes)
+        return replace(self, matmuls=matmuls, backward=backward, sizes=sizes)
 
     @property
     def embed_share(self) -> float:
