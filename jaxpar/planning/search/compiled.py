@@ -115,11 +115,14 @@ def compile_plan(run: PlannedRun, topology: Topology) -> CompiledPlan:
 
     Raises:
       MissingExtraError: there is no compiler for the topology's devices.
-      PlanError: the compiler rejected the program, because it is too large.
+      PlanError: the compiler rejected the program, because it is too large, or jax cannot lower it.
       JaxparError: the step cannot be traced with this layout.
     """
-    found = check_up(
-        topology, run.layout, run.make_model, run.tx, run.loss_fn, run.batch,
-        about=run.about, compiler_options=run.compiler_options, **run.options,
-    )  # fmt: skip
+    try:
+        found = check_up(
+            topology, run.layout, run.make_model, run.tx, run.loss_fn, run.batch,
+            about=run.about, compiler_options=run.compiler_options, **run.options,
+        )  # fmt: skip
+    except NotImplementedError as error:  # jax cannot lower the program, such as a kernel on axes that are not manual
+        raise PlanError(f"jax cannot lower the step: {error}") from error
     return CompiledPlan.of(found)

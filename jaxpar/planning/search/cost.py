@@ -39,14 +39,26 @@ class Calibration:
     Attributes:
       matmul_traffic: bytes through main memory for each byte of a matmul's operands and result.
       kept_traffic: the same for each byte that is kept for the backward pass.
+      stash_traffic: the same where a pipeline stage stores it in slots for its microbatches.
       state_traffic: the same for each byte of parameters and optimizer state.
+      whole_traffic: bytes sent for each byte of a weight that XLA gathers whole.
+      layer_gradients: bytes of temporaries of a layer's backward pass for each byte that the layer keeps.
+      gathered_copies: gathered copies of the residual stream under sequence parallelism.
+      stage_copies: copies of the residual stream of all microbatches in a pipeline.
+      step_copies: the part of the weights gathered before a step that is alive at the peak.
       hidden: kind of transfer → the fraction of its time that the compiler overlaps with compute.
       stalled: kind of transfer → the fraction of that for which it outlasts the compute.
     """
 
     matmul_traffic: float = 0.52
     kept_traffic: float = 2.6
-    state_traffic: float = 3.3
+    stash_traffic: float = 5.2
+    state_traffic: float = 4.6
+    whole_traffic: float = 1.75
+    layer_gradients: float = 0.4
+    gathered_copies: float = 6.0
+    stage_copies: float = 6.0
+    step_copies: float = 0.6
     hidden: Mapping[str, float] = field(default_factory=lambda: dict(_HIDDEN))
     stalled: Mapping[str, float] = field(default_factory=lambda: dict(_STALLED))
 
@@ -210,7 +222,8 @@ class CostModel:
         flops = layers * plan.ticks + 3.0 * once.head_flops
         state, kept = self._state(plan), self._once(self._kept, plan, plan.remat, None)
         traffic = fitted.matmul_traffic * once.traffic * (back.weight_passes + again) * plan.ticks
-        traffic += fitted.kept_traffic * kept + fitted.state_traffic * sum(state.values())
+        kept_traffic = fitted.stash_traffic if plan.pipeline > 1 else fitted.kept_traffic
+        traffic += kept_traffic * kept + fitted.state_traffic * sum(state.values())
         traffic += self._gradient_sums(plan)
         compute, hbm = flops / device.rate("bf16"), traffic / device.hbm_bandwidth
         transfers = tuple(self._transfers(plan, once, back))
@@ -239,7 +252,7 @@ class CostModel:
         runs = plan.microbatches * plan.virtual_stages * plan.ticks / plan.virtual_stages if plan.pipeline > 1 else 0.0
         if plan.grad_accum_steps > 1:
             runs += plan.grad_accum_steps
-        spread = math.prod(plan.mesh[axis] for axis in plan.zero_axes) if plan.zero == 3 and plan.pipeline == 1 else 1
+        spread = math.prod(plan.mesh[axis] for axis in plan.zero_axes) if _gathers_in_layers(plan) else 1
         return 2.0 * runs * 4 * self._once(self._elements, plan)[0] / spread
 
     def _once(self, find: Callable[..., Any], plan: Plan, *more: Any) -> Any:
@@ -327,19 +340,19 @@ class CostModel:
             return
         axes, across = plan.zero_axes, ("replica",) if plan.replica > 1 else ()
         inside = math.prod(plan.mesh[axis] for axis in axes)
-        in_layers = plan.zero == 3 and plan.pipeline == 1
-        # Where weights are sharded over `model` and over several other axes, or gathered before the step, XLA gathers
-        # them whole, and reduces whole gradients over one axis after the other.
-        whole = plan.model > 1 and (plan.zero < 3 or len(axes) > 1)
+        in_layers = _gathers_in_layers(plan)
+        # Where weights are sharded over `model` and over other axes than `data`, or gathered before the step, XLA
+        # gathers them whole, some of them twice, and reduces whole gradients over one axis and then the others.
+        whole = plan.model > 1 and (plan.zero < 3 or axes != ("data",))
+        scattered = plan.model * self.calibration.whole_traffic if whole else 1.0
         runs = plan.grad_accum_steps if in_layers else 1
         for elements, where in ((layered, "layer"), (outside, "outside")):
-            where, size = where if in_layers else "step", elements * (plan.model if whole else 1)
+            where, size = where if in_layers else "step", elements * scattered
             gathers = runs * (2 if where == "layer" else 1)
-            first = axes if in_layers else axes[:1]
+            first = axes if in_layers or plan.pipeline > 1 else axes[:1]
             yield self._transfer(plan, f"gather in {where}", "all-gather", first, size * w.compute_bytes * gathers)
             yield self._transfer(plan, f"scatter in {where}", "reduce-scatter", first, size * w.reduce_bytes * runs)
-            for axis in axes[len(first) :]:
-                yield self._transfer(plan, "reduce", "all-reduce", (axis,), size * w.reduce_bytes)
+            yield self._transfer(plan, "reduce", "all-reduce", axes[len(first) :], size * w.reduce_bytes)
             yield self._transfer(plan, "reduce", "all-reduce", across, elements * w.reduce_bytes / inside * runs)
 
     def _elements(self, plan: Plan) -> tuple[float, float]:
@@ -369,9 +382,8 @@ class CostModel:
             if plan.mesh_sizes not in self._known:
                 self._known[plan.mesh_sizes] = Links.of(self.topology, plan.mesh)
             links: Links = self._known[plan.mesh_sizes]
-            if kind == "ring":
-                # All devices of a ring wait for the one that sends to another slice.
-                kind = "collective-permute" if links.crossing.get("context") else "all-gather"
+            # All devices of a ring wait for the one that sends furthest: to another slice, or along an open line.
+            kind = "collective-permute" if kind == "ring" else kind
             phases = links.phases(kind, axes, 1.0)
             self._known[key] = sum(p.seconds for p in phases), sum(p.network_seconds for p in phases)
         found: tuple[float, float] = self._known[key]
@@ -400,29 +412,32 @@ class CostModel:
     def _working(self, plan: Plan) -> dict[str, float]:
         """Bytes that the step needs beside its state."""
         w = self.workload
-        spread = math.prod(plan.mesh[axis] for axis in plan.zero_axes) if plan.zero == 3 else 1
+        in_layers = plan.zero == 3 or _gathers_in_layers(plan)
+        spread = math.prod(plan.mesh[axis] for axis in plan.zero_axes) if in_layers else 1
         part = 1.0 / plan.grad_accum_steps
-        in_flight = min(1.0, plan.pipeline / plan.microbatches) if plan.pipeline > 1 else 1.0
-        layers = self._once(self._kept, plan, plan.remat, LAYERS) / (
-            w.sizes.get(LAYERS, 1) if plan.checkpoint_stages else 1
-        )
-        once = (
-            self._once(self._kept, plan, self._most, LAYERS) / w.sizes.get(LAYERS, 1)
-            if plan.remat != self._most
-            else 0.0
-        )
+        # A stage holds one microbatch for each stage, and receives another.
+        in_flight = min(1.0, (plan.pipeline + 1) / plan.microbatches) if plan.pipeline > 1 else 1.0
+        count = w.sizes.get(LAYERS, 1)
+        layers = self._once(self._kept, plan, plan.remat, LAYERS) / (count if plan.checkpoint_stages else 1)
         outside = self._once(self._kept, plan, plan.remat, None) - layers
+        everything = self._once(self._kept, plan, self._most, LAYERS) / count
+        recomputes = self._once(self._kept, plan, plan.remat, LAYERS) < self._once(self._kept, plan, self._most, LAYERS)
+        one_layer = everything * (1.0 if recomputes else self.calibration.layer_gradients)
+        residual = self._once(self._forward, plan).residual
+        gathered = self.calibration.gathered_copies * residual * plan.sequence_parallel
+        staged = self.calibration.stage_copies * residual * (plan.pipeline > 1)
         inside, elsewhere = self._once(self._elements, plan)
         if plan.pipeline > 1:
             # A stage gathers its weights once, and sums their gradients over its microbatches before it reduces them.
             copies = inside + elsewhere / spread
-            gradients = 4 * inside / (plan.virtual_stages if plan.zero == 3 else 1)
+            gradients = 4 * (inside / (plan.virtual_stages if plan.zero == 3 else 1) + elsewhere)
         else:
             copies = (inside + elsewhere) / spread
             gradients = 4 * copies if plan.grad_accum_steps > 1 else 0.0
+            copies *= self.calibration.step_copies if plan.zero and not in_layers else 1.0
         return {
             "saved activations": layers * part * in_flight,
-            "working": max(once, outside) * part,
+            "working": (max(one_layer, outside) + gathered) * part + staged,
             "weight copies": copies * w.compute_bytes,
             "gradients": gradients,
         }
@@ -431,3 +446,11 @@ class CostModel:
     def _most(self) -> str:
         """The policy that keeps most."""
         return max(self.workload.backward, key=lambda name: sum(h.bytes for h in self.workload.backward[name].kept))
+
+
+def _gathers_in_layers(plan: Plan) -> bool:
+    """Whether each layer gathers its weights: under stage 3, and under the others where no axis shards the rows.
+
+    Stages 1 and 2 gather all weights before the step, and sum each device's gradients of its own rows.
+    """
+    return plan.pipeline == 1 and (plan.zero == 3 or (plan.zero > 0 and plan.replica * plan.data == 1))

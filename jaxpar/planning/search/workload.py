@@ -226,6 +226,9 @@ def workload(
     kept = next(iter(backward.values())).kept
     items = compute_bytes or max((2, 4), key=lambda n: sum(h.bytes for h in kept if h.itemsize == n))
     total = max(sum(p.bytes for p in params), 1)
+    for name, size in (f for p in params for f in p.factors):
+        if name is not None:  # a name that the user gave to a part of a class, such as heads that are kv_heads too
+            sizes[name] = max(sizes.get(name, 1), size)
     given = (name for dims, _ in program.given.values() for name in dims if name is not None)
     names = tuple(sorted({*sizes, *program.hinted, *given}))
     return Workload(matmuls, params, backward, state / total, sizes, names, flash, items, reduce_bytes)
