@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -80,14 +81,12 @@ class CompiledPlan:
 
     @classmethod
     def of(cls, found: Checkup) -> Self:
-        """Returns the figures of a checkup.
-
-        Raises:
-          PlanError: the compiler rejected the program, because it is too large.
-        """
+        """Returns the figures of a checkup. Of a program that the compiler rejected, only its bytes are known."""
         line, memory, report = found.roofline, found.memory, found.audit
         if line is None or memory is None or report is None:
-            raise PlanError(found.findings[0].text)
+            (too_large,) = found.findings
+            needed = too_large.bytes * too_large.share / (too_large.share - 1.0)
+            return cls(False, math.inf, 0.0, 0.0, 0.0, (), 0.0, 0.0, needed)
         return cls(
             fits=memory.fits,
             step=line.step,
@@ -115,7 +114,7 @@ def compile_plan(run: PlannedRun, topology: Topology) -> CompiledPlan:
 
     Raises:
       MissingExtraError: there is no compiler for the topology's devices.
-      PlanError: the compiler rejected the program, because it is too large, or jax cannot lower it.
+      PlanError: jax cannot lower the program.
       JaxparError: the step cannot be traced with this layout.
     """
     try:

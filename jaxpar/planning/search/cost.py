@@ -42,7 +42,6 @@ class Calibration:
       stash_traffic: the same where a pipeline stage stores it in slots for its microbatches.
       state_traffic: the same for each byte of parameters and optimizer state.
       whole_traffic: bytes sent for each byte of a weight that XLA gathers whole.
-      layer_gradients: bytes of temporaries of a layer's backward pass for each byte that the layer keeps.
       gathered_copies: gathered copies of the residual stream under sequence parallelism.
       stage_copies: copies of the residual stream of all microbatches in a pipeline.
       step_copies: the part of the weights gathered before a step that is alive at the peak.
@@ -55,8 +54,7 @@ class Calibration:
     stash_traffic: float = 5.2
     state_traffic: float = 4.6
     whole_traffic: float = 1.75
-    layer_gradients: float = 0.4
-    gathered_copies: float = 6.0
+    gathered_copies: float = 4.0
     stage_copies: float = 6.0
     step_copies: float = 0.6
     hidden: Mapping[str, float] = field(default_factory=lambda: dict(_HIDDEN))
@@ -422,7 +420,7 @@ class CostModel:
         outside = self._once(self._kept, plan, plan.remat, None) - layers
         everything = self._once(self._kept, plan, self._most, LAYERS) / count
         recomputes = self._once(self._kept, plan, plan.remat, LAYERS) < self._once(self._kept, plan, self._most, LAYERS)
-        one_layer = everything * (1.0 if recomputes else self.calibration.layer_gradients)
+        one_layer = everything if recomputes else 0.0
         residual = self._once(self._forward, plan).residual
         gathered = self.calibration.gathered_copies * residual * plan.sequence_parallel
         staged = self.calibration.stage_copies * residual * (plan.pipeline > 1)
@@ -435,10 +433,12 @@ class CostModel:
             copies = (inside + elsewhere) / spread
             gradients = 4 * copies if plan.grad_accum_steps > 1 else 0.0
             copies *= self.calibration.step_copies if plan.zero and not in_layers else 1.0
+        # A layer's backward pass holds its gathered weights, and their gradients before they are scattered.
+        layer = inside / count * (w.compute_bytes + w.reduce_bytes) if spread > 1 and plan.pipeline == 1 else 0.0
         return {
             "saved activations": layers * part * in_flight,
             "working": (max(one_layer, outside) + gathered) * part + staged,
-            "weight copies": copies * w.compute_bytes,
+            "weight copies": copies * w.compute_bytes + layer,
             "gradients": gradients,
         }
 

@@ -94,11 +94,15 @@ class PlanReport:
             less = other.peak_bytes - best.peak_bytes
             return f"{show_bytes(round(less))} less at the peak than {other.plan.describe()}"
         parts = []
-        for what in ("compute", "hbm", "exposed") if best.plan.batch == other.plan.batch else ():
-            pair = [getattr(c.compiled, what) for c in (other, best)]
-            gain = pair[0] - pair[1]
-            if abs(gain) > 0.002 * best.step_seconds:
-                parts.append(f"{show_time(abs(gain))} {'less' if gain > 0 else 'more'} {_WHAT[what]}")
+        found, beaten = best.compiled, other.compiled
+        if found is not None and beaten is not None and best.plan.batch == other.plan.batch:
+            # Compute and memory traffic overlap, so only the longer of them counts.
+            work = "compute" if found.compute >= found.hbm else "memory traffic"
+            gains = {work: max(beaten.compute, beaten.hbm) - max(found.compute, found.hbm)}
+            gains["exposed communication"] = beaten.exposed - found.exposed
+            for what, gain in gains.items():
+                if abs(gain) > 0.002 * best.step_seconds:
+                    parts.append(f"{show_time(abs(gain))} {'less' if gain > 0 else 'more'} {what}")
         gain = show_time(abs(seconds(other) - seconds(best))) + (" a sequence" if best.plan.batch else "")
         reason = f": {', '.join(parts)}" if parts else ""
         return f"{gain} before {other.plan.describe()}{reason}"
@@ -203,9 +207,6 @@ class PlanReport:
           MissingExtraError: matplotlib is not installed.
         """
         return draw_front(self.search, self.best)
-
-
-_WHAT = {"compute": "compute", "hbm": "memory traffic", "exposed": "exposed communication"}
 
 
 def _cells(rank: str, c: Candidate, topology: Topology, note: str) -> tuple[str, ...]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from jaxpar.analysis.units import show_bytes
 from jaxpar.errors import JaxparError, MissingExtraError
 from jaxpar.planning.search.compiled import CompiledPlan, PlannedRun, compile_plan, traced_bytes
 from jaxpar.planning.search.cost import CostModel, StepCost
@@ -82,6 +84,7 @@ class Candidate:
       cost: its estimate.
       traced_bytes: its peak memory, estimated from the trace of its step.
       compiled: the figures of its compiled step; ``None`` if it was not compiled, or does not fit.
+      needed_bytes: what the compiler needs, if it rejected the program because it is too large.
       problem: why it cannot run, if it cannot.
     """
 
@@ -89,6 +92,7 @@ class Candidate:
     cost: StepCost
     traced_bytes: int | None = None
     compiled: CompiledPlan | None = None
+    needed_bytes: float | None = None
     problem: str = ""
 
     @property
@@ -106,7 +110,8 @@ class Candidate:
         """Bytes on one device at the peak, of its program, of its trace, or as estimated."""
         if self.compiled is not None:
             return self.compiled.peak_bytes
-        return self.cost.peak_bytes if self.traced_bytes is None else self.traced_bytes
+        known = (self.needed_bytes, self.traced_bytes, self.cost.peak_bytes)
+        return next(size for size in known if size is not None)
 
     @property
     def wire_bytes(self) -> float:
@@ -139,6 +144,7 @@ class Search:
       candidates: all plans whose estimate fits, and those that were found not to.
       too_large: the number of plans whose estimate does not fit.
       refused: why meshes are no plans → how many.
+      limit: bytes of a device that a program may use.
       notes: which search chose the plans, what it looked at, and what it did not consider.
     """
 
@@ -147,6 +153,7 @@ class Search:
     candidates: list[Candidate]
     too_large: int
     refused: Counter[str]
+    limit: float = math.inf
     notes: tuple[str, ...] = ()
 
     @property
@@ -165,9 +172,9 @@ class Search:
         return self.value(candidate) * self._corrections()(candidate)
 
     def waiting(self) -> list[Candidate]:
-        """The plans that were not compiled, lowest expected value first."""
-        correction = self._corrections()
-        left = [c for c in self.candidates if c.waiting]
+        """The plans that were not compiled and may fit, lowest expected value first."""
+        correction, memory = self._corrections(), self._memory_corrections()
+        left = [c for c in self.candidates if c.waiting and c.peak_bytes * memory(c) <= self.limit]
         return sorted(left, key=lambda c: (self.value(c) * correction(c), c.cost.peak_bytes))
 
     def _corrections(self) -> Callable[[Candidate], float]:
@@ -180,6 +187,15 @@ class Search:
         medians = {name: statistics.median(ratios) for name, ratios in by_family.items()}
         return lambda candidate: medians.get(family(candidate.plan), everything)
 
+    def _memory_corrections(self) -> Callable[[Candidate], float]:
+        """Bytes that are known by bytes as estimated, in plans that keep the same; 1 if nothing is known of them."""
+        by_kind: dict[tuple[object, ...], list[float]] = {}
+        for done in self.candidates:
+            if done.compiled is not None or done.problem:
+                by_kind.setdefault(_keeps(done.plan), []).append(done.peak_bytes / max(done.cost.peak_bytes, 1.0))
+        medians = {kind: statistics.median(ratios) for kind, ratios in by_kind.items()}
+        return lambda candidate: 1.0 if candidate.traced_bytes else medians.get(_keeps(candidate.plan), 1.0)
+
     def _ratio(self, candidate: Candidate) -> float:
         estimated = candidate.cost.peak_bytes if self.objective == "memory" else candidate.cost.step
         known = candidate.peak_bytes if self.objective == "memory" else candidate.step_seconds
@@ -190,6 +206,11 @@ def family(plan: Plan) -> tuple[object, ...]:
     """What makes estimates err alike: the axes that are used, the stage of ZeRO, accumulation and copies."""
     used = tuple(axis for axis, size in plan.mesh.items() if size > 1)
     return used, plan.zero, plan.grad_accum_steps > 1, plan.copies, plan.offload
+
+
+def _keeps(plan: Plan) -> tuple[object, ...]:
+    """What makes estimates of memory err alike."""
+    return plan.remat, plan.zero, plan.pipeline > 1, plan.model > 1, plan.grad_accum_steps > 1, plan.copies
 
 
 def find(
@@ -250,17 +271,17 @@ def search(
             too_large += 1
         else:
             fitting.append(Candidate(plan, cost))
-    found = Search(model.topology, options.objective, fitting, too_large, refused)
+    found = Search(model.topology, options.objective, fitting, too_large, refused, limit)
     tried: list[Candidate] = []
     while len(tried) < options.at_most:
         waiting = found.waiting()
         if not waiting:
             break
         done, chosen = found.ranked, waiting[0]
-        if len(done) < options.at_least:
+        if len(done) < options.at_least and len(tried) <= options.at_least:
             families = {family(c.plan) for c in tried}
             chosen = next((c for c in waiting if family(c.plan) not in families), chosen)
-        elif found.value(done[0]) <= TOLERANCE * found.expected(chosen):
+        elif done and found.value(done[0]) <= TOLERANCE * found.expected(chosen):
             break
         _trace(chosen, measures, limit)
         if chosen.waiting:
@@ -279,7 +300,7 @@ def _trace(candidate: Candidate, measures: Measures, limit: float) -> None:
     except JaxparError as error:
         candidate.problem = str(error)
     if (candidate.traced_bytes or 0) > limit / 0.9:  # the trace is within a tenth
-        candidate.problem = "does not fit, by its trace"
+        candidate.problem = f"does not fit: {show_bytes(candidate.traced_bytes or 0)} needed, by its trace"
 
 
 def _compile(candidate: Candidate, measures: Measures) -> None:
@@ -293,7 +314,8 @@ def _compile(candidate: Candidate, measures: Measures) -> None:
     if found.fits:
         candidate.compiled = found
     else:
-        candidate.problem = "does not fit, compiled"
+        candidate.needed_bytes = found.peak_bytes
+        candidate.problem = f"does not fit: {show_bytes(round(found.peak_bytes))} needed, compiled"
 
 
 def _line(candidate: Candidate) -> str:

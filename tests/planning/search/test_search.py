@@ -115,9 +115,20 @@ def test_plans_that_cannot_run_are_passed_over() -> None:
     found = search(Estimates(seconds), seconds, compiler, Counter(), SearchOptions(at_least=1), progress=lines.append)
     assert found.ranked[0].plan == fourth and third not in compiler.tried
     problems = {c.plan: c.problem.splitlines()[0] for c in found.candidates if c.problem}
-    assert problems[second] == "does not fit, compiled" and problems[third] == "does not fit, by its trace"
+    assert problems[second] == "does not fit: 512.00 MiB needed, compiled"
+    assert problems[third] == "does not fit: 1048576.00 TiB needed, by its trace"
     assert "mlp does not divide" in problems[first]
     assert lines[0].startswith(f"{first.describe()}: ") and f"{fourth.describe()}: 4000.0 ms, 0.50 GiB" in lines
+
+
+def test_plans_that_keep_the_same_are_corrected_by_one_that_does_not_fit() -> None:
+    """A program that needs twice its estimate says that others of its kind do not fit either."""
+    same = [Plan(data=8, zero=3, remat="dots", replica=r) for r in (1, 2, 4)]
+    seconds = {plan: 1.0 + i for i, plan in enumerate([*same, PLANS[0]])}
+    compiler = Compiler(seconds, traced={plan: 2**60 for plan in same})
+    found = search(Estimates(seconds), seconds, compiler, Counter(), SearchOptions(at_least=1))
+    assert [c.plan for c in found.candidates if c.problem] == same[:1] and found.ranked[0].plan == PLANS[0]
+    assert found.waiting() == []
 
 
 def test_no_compiler_is_an_error() -> None:
