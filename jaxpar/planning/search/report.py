@@ -103,9 +103,9 @@ class PlanReport:
             for what, gain in gains.items():
                 if abs(gain) > 0.002 * best.step_seconds:
                     parts.append(f"{show_time(abs(gain))} {'less' if gain > 0 else 'more'} {what}")
-        gain = show_time(abs(seconds(other) - seconds(best))) + (" a sequence" if best.plan.batch else "")
+        less_time = show_time(abs(seconds(other) - seconds(best))) + (" a sequence" if best.plan.batch else "")
         reason = f": {', '.join(parts)}" if parts else ""
-        return f"{gain} before {other.plan.describe()}{reason}"
+        return f"{less_time} before {other.plan.describe()}{reason}"
 
     def rows(self) -> list[tuple[str, ...]]:
         """Returns the cells of the ranked table: compiled plans, then the best estimates that were not compiled."""
