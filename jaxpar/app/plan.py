@@ -16,7 +16,7 @@ from jaxpar.analysis.checkup.findings import About
 from jaxpar.app.config import Loaded, RunConfig, load_run
 from jaxpar.app.factory import FactoryModel
 from jaxpar.app.job import Job, make_job
-from jaxpar.errors import PlanError
+from jaxpar.errors import JaxparError, PlanError
 from jaxpar.models import llama
 from jaxpar.planning.names.annotate import trace_loss
 from jaxpar.planning.names.program import NamedProgram
@@ -24,7 +24,7 @@ from jaxpar.planning.operators.choose import SearchName, SearchRequest, chosen_s
 from jaxpar.planning.operators.given import rules_given
 from jaxpar.planning.search.compiled import PlannedRun
 from jaxpar.planning.search.cost import CostModel
-from jaxpar.planning.search.plan import Plan
+from jaxpar.planning.search.plan import EMBED, Plan
 from jaxpar.planning.search.report import PlanReport
 from jaxpar.planning.search.search import CompilerMeasures, Objective, SearchOptions, find
 from jaxpar.planning.search.space import Space, tensor_dims
@@ -77,7 +77,7 @@ def go(config: Path, settings: Sequence[str], topology: str, options: PlanOption
         model,
         chosen.space,
         CompilerMeasures(planner.run_of, parsed),
-        SearchOptions(options.objective, at_most=options.programs),
+        SearchOptions(options.objective, at_most=options.programs, given=planner.given(parsed.devices)),
         progress=lambda line: print(line, flush=True),
     )
     searched.notes = chosen.notes
@@ -168,6 +168,28 @@ class RunPlanner:
         offload = self.job.config.parallel.offload.optimizer is None
         return replace(space, axes=_LLAMA_AXES, sequence_parallel=True, remat=_REMAT, copies=(1, 2), offload=offload)
 
+    def given(self, devices: int) -> dict[str, Any]:
+        """Returns the fields of the plan that the run's own layout is, if it is for this number of devices."""
+        config, parallel, rules = self.loaded.config, self.loaded.config.parallel, self.loaded.layout["rules"] or {}
+        if not self.loaded.layout["mesh"]:
+            return {}
+        try:
+            sizes = make_job(self.loaded, training=False).layout(devices).sizes
+        except JaxparError:
+            return {}
+        stage = parallel.optimizer.stage if parallel.optimizer is not None else 0
+        params = rules.get("params")
+        sharded = isinstance(params, dict) and bool(params.get(EMBED))
+        fields: dict[str, Any] = {**sizes, "zero": stage or 3 * sharded}
+        fields |= {"grad_accum_steps": config.train.grad_accum_steps, "copies": parallel.overlap.ways, "batch": 0}
+        if not isinstance(self.job.model, FactoryModel):
+            fields["remat"] = RematPolicy.of(self.job.model.remat).policy
+        if parallel.pipeline is not None:
+            fields["microbatches"] = parallel.pipeline.microbatches
+            fields["virtual_stages"] = parallel.pipeline.virtual_stages
+            fields["checkpoint_stages"] = parallel.pipeline.activation_checkpointing == "full"
+        return fields
+
     def config_of(self, plan: Plan) -> dict[str, Any]:
         """Returns the run with a plan's layout and options, as data for a YAML file."""
         data: dict[str, Any] = {key: value for key, value in self.data.items() if key != "layout"}
@@ -190,7 +212,7 @@ class RunPlanner:
         data = self.config_of(plan)
         config = build(RunConfig, data, self.loaded.name)
         job = make_job(Loaded(config, {"mesh": config.mesh, "rules": config.rules}, self.loaded.name))
-        tokens, seq = config.data.batch * config.data.seq, config.data.seq
+        tokens, seq = job.tokens or 0, config.data.seq
         policy = RematPolicy.of(job.model.remat).policy
         about = About(tokens, tokens * job.model.flops_per_token(seq), job.model.vocab or 0, seq, policy)
         run = (job.layout(plan.devices), job.make_model, job.tx, job.loss_fn, job.batch_spec())

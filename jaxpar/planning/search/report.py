@@ -111,7 +111,7 @@ class PlanReport:
         """Returns the cells of the ranked table: compiled plans, then the best estimates that were not compiled."""
         ranked, topology = self.search.ranked, self.search.topology
         waiting = self.search.waiting()[: max(_MOST_SHOWN - len(ranked), 0)]
-        found = [_cells(str(i), c, topology, "") for i, c in enumerate(ranked, 1)]
+        found = [_cells(str(i), c, topology, "as given" if c.given else "") for i, c in enumerate(ranked, 1)]
         return [*found, *(_cells("", c, topology, "estimate") for c in waiting)]
 
     @property

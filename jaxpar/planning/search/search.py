@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
 
 from jaxpar.analysis.units import show_bytes
 from jaxpar.errors import JaxparError, MissingExtraError
@@ -33,12 +33,14 @@ class SearchOptions:
       at_least: the number of programs, of plans of as many families, that are compiled in any case.
       at_most: the largest number of programs.
       traced: the number of the best other plans whose memory is estimated from a trace.
+      given: fields of the run's own layout, which is compiled first; empty if it has none.
     """
 
     objective: Objective = "time"
     at_least: int = 2
     at_most: int = 12
     traced: int = 6
+    given: Mapping[str, Any] = field(default_factory=dict)
 
 
 FASTEST = SearchOptions()
@@ -84,6 +86,7 @@ class Candidate:
       cost: its estimate.
       traced_bytes: its peak memory, estimated from the trace of its step.
       compiled: the figures of its compiled step; ``None`` if it was not compiled, or does not fit.
+      given: whether it is the run's own layout.
       needed_bytes: what the compiler needs, if it rejected the program because it is too large.
       problem: why it cannot run, if it cannot.
     """
@@ -92,6 +95,7 @@ class Candidate:
     cost: StepCost
     traced_bytes: int | None = None
     compiled: CompiledPlan | None = None
+    given: bool = False
     needed_bytes: float | None = None
     problem: str = ""
 
@@ -272,13 +276,16 @@ def search(
         else:
             fitting.append(Candidate(plan, cost))
     found = Search(model.topology, options.objective, fitting, too_large, refused, limit)
+    own = next((c for c in fitting if options.given and _has(c.plan, options.given)), None)
     tried: list[Candidate] = []
     while len(tried) < options.at_most:
         waiting = found.waiting()
         if not waiting:
             break
         done, chosen = found.ranked, waiting[0]
-        if len(done) < options.at_least and len(tried) <= options.at_least:
+        if own is not None and not own.given:
+            chosen, own.given = own, True
+        elif len(done) < options.at_least and len(tried) <= options.at_least:
             families = {family(c.plan) for c in tried}
             chosen = next((c for c in waiting if family(c.plan) not in families), chosen)
         elif done and found.value(done[0]) <= TOLERANCE * found.expected(chosen):
@@ -291,6 +298,10 @@ def search(
     for shown in found.waiting()[: options.traced]:
         _trace(shown, measures, limit)
     return found
+
+
+def _has(plan: Plan, values: Mapping[str, Any]) -> bool:
+    return all(getattr(plan, name) == value for name, value in values.items())
 
 
 def _trace(candidate: Candidate, measures: Measures, limit: float) -> None:

@@ -140,6 +140,15 @@ def test_no_compiler_is_an_error() -> None:
         run(dict.fromkeys(PLANS, 1.0), Missing({}))
 
 
+def test_the_runs_own_layout_is_compiled_first() -> None:
+    """So no plan is shown that is worse than the layout that the run has."""
+    seconds = {plan: 1.0 + i / 100 for i, plan in enumerate(PLANS[:6])}
+    own = PLANS[5]
+    compiler = Compiler({plan: 2.0 for plan in seconds} | {own: 1.9})
+    found = run(seconds, compiler, given={"data": own.data, "zero": own.zero, "grad_accum_steps": 4})
+    assert compiler.tried[0] == own and found.ranked[0].plan == own and found.ranked[0].given
+
+
 def test_the_number_of_programs_is_limited() -> None:
     estimates = dict.fromkeys(PLANS, 1.0)
     compiler = Compiler({plan: 10.0 + i for i, plan in enumerate(PLANS)})

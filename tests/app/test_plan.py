@@ -1,0 +1,76 @@
+"""``jaxpar plan``: the configuration of every plan builds, and a run's own layout is one of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from jaxpar.app.config import RunConfig, load_run
+from jaxpar.app.job import make_job
+from jaxpar.app.plan import RunPlanner
+from jaxpar.errors import PlanError
+from jaxpar.planning.search.plan import Plan
+from jaxpar.planning.search.space import plans
+from jaxpar.utils.yaml_config import build
+
+ROOT = Path(__file__).parents[2]
+TINY = """
+model: {family: llama, vocab: 64, embed: 32, layers: 4, heads: 8, kv_heads: 4, head_dim: 8, mlp: 64}
+data: {source: synthetic, batch: 16, seq: 64}
+"""
+
+
+@pytest.fixture(scope="module")
+def planner(tmp_path_factory: pytest.TempPathFactory) -> RunPlanner:
+    file = tmp_path_factory.mktemp("plan") / "tiny.yaml"
+    file.write_text(TINY)
+    return RunPlanner(file)
+
+
+def test_a_run_without_a_layout_is_planned_and_every_plan_builds(planner: RunPlanner, tmp_path: Path) -> None:
+    space = replace(planner.space(), remat=("none", "full"))
+    every = list(plans(planner.workload, 8, space, Counter()))
+    assert len(every) > 1000
+    for plan in every[:: len(every) // 60]:
+        run = planner.run_of(plan)
+        assert run.layout.sizes == dict(plan.mesh)
+        file = tmp_path / "plan.yaml"
+        file.write_text(yaml.safe_dump(planner.config_of(plan)))
+        loaded = load_run(file)
+        job = make_job(loaded)
+        assert job.layout(8) == run.layout and isinstance(build(RunConfig, planner.config_of(plan), "plan"), RunConfig)
+        assert job.config.train.grad_accum_steps == plan.grad_accum_steps
+
+
+def test_settings_are_kept(planner: RunPlanner, tmp_path: Path) -> None:
+    file = tmp_path / "tiny.yaml"
+    file.write_text(TINY)
+    fixed = RunPlanner(file, ["mesh.model=2", "parallel.remat=full", "train.steps=7", "mesh.data=-1"])
+    assert fixed.fixed == {"model": 2, "remat": "full"}
+    every = list(plans(fixed.workload, 8, fixed.space(), Counter()))
+    assert every and {(plan.model, plan.remat) for plan in every} == {(2, "full")}
+    assert fixed.config_of(every[0])["train"]["steps"] == 7
+
+
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        ("1b_fsdp16", Plan(data=16, zero=3, remat="full")),
+        ("1b_dp16_zero1", Plan(data=16, zero=1, remat="full")),
+        ("1b_cp4_ring", Plan(data=4, context=4, zero=3, remat="save_attention")),
+        ("1b_pp4_fsdp4", Plan(pipeline=4, data=4, zero=3, remat="full", microbatches=8, virtual_stages=4)),
+    ],
+)
+def test_the_runs_own_layout_is_a_plan(name: str, plan: Plan) -> None:
+    planner = RunPlanner(ROOT / "configs" / "bench" / f"{name}.yaml")
+    given = planner.given(16)
+    assert given and {field: value for field, value in given.items() if getattr(plan, field) != value} == {}
+
+
+def test_a_maximum_below_the_batch(planner: RunPlanner) -> None:
+    with pytest.raises(PlanError, match=r"^--max-batch 4 is less than data.batch 16. Remedy: a larger --max-batch.$"):
+        planner.space(4)
