@@ -17,7 +17,6 @@ from jaxpar.planning.search.plan import Plan
 from jaxpar.planning.search.search import TOLERANCE, Candidate, Search
 from jaxpar.planning.search.workload import Workload
 from jaxpar.sharding.hardware.links import Links
-from jaxpar.sharding.hardware.topology import Topology
 from jaxpar.sharding.layout import Layout
 
 _COLUMNS = ("", "plan", "step", "MFU", "sends", "exposed", "peak", "")
@@ -109,10 +108,10 @@ class PlanReport:
 
     def rows(self) -> list[tuple[str, ...]]:
         """Returns the cells of the ranked table: compiled plans, then the best estimates that were not compiled."""
-        ranked, topology = self.search.ranked, self.search.topology
+        ranked = self.search.ranked
         waiting = self.search.waiting()[: max(_MOST_SHOWN - len(ranked), 0)]
-        found = [_cells(str(i), c, topology, "as given" if c.given else "") for i, c in enumerate(ranked, 1)]
-        return [*found, *(_cells("", c, topology, "estimate") for c in waiting)]
+        found = [_cells(str(i), c, self.search, "as given" if c.given else "") for i, c in enumerate(ranked, 1)]
+        return [*found, *(_cells("", c, self.search, "estimate") for c in waiting)]
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -209,11 +208,11 @@ class PlanReport:
         return draw_front(self.search, self.best)
 
 
-def _cells(rank: str, c: Candidate, topology: Topology, note: str) -> tuple[str, ...]:
-    line = c.compiled
+def _cells(rank: str, c: Candidate, search: Search, note: str) -> tuple[str, ...]:
+    line, topology = c.compiled, search.topology
     mfu = f"{line.mfu:.1%}" if line is not None and line.mfu is not None else ""
     sizes = (show_bytes(round(n)) for n in (c.wire_bytes, c.exposed_bytes, c.peak_bytes))
-    cells = [rank, c.plan.describe(), show_time(c.step_seconds), mfu, *sizes]
+    cells = [rank, c.plan.describe(), show_time(search.expected_step(c)), mfu, *sizes]
     if topology.slices > 1:
         axes = " × ".join(f"{axis} {n}" for axis, n in Links.of(topology, c.plan.mesh).crossing.items())
         cells.append(f"{axes}: {show_bytes(round(c.network_bytes))}, {show_time(c.network_seconds)}")

@@ -175,6 +175,12 @@ class Search:
         """The value of a plan that was not compiled, corrected by the programs of similar plans."""
         return self.value(candidate) * self._corrections()(candidate)
 
+    def expected_step(self, candidate: Candidate) -> float:
+        """Seconds of a step; those of a plan that was not compiled are corrected if time is what is minimized."""
+        if candidate.compiled is not None or self.objective == "memory":
+            return candidate.step_seconds
+        return candidate.cost.step * self._corrections()(candidate)
+
     def waiting(self) -> list[Candidate]:
         """The plans that were not compiled and may fit, lowest expected value first."""
         correction, memory = self._corrections(), self._memory_corrections()

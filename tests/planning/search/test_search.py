@@ -199,7 +199,7 @@ def test_the_report_shows_what_was_compiled_and_what_was_left() -> None:
     text = str(report())
     assert text.splitlines()[0] == "DP 8 on v5e:2x4: 1.5 s a step, MFU 50.0%, 512.00 MiB at the peak"
     assert re.search(r"^1  DP 8 +1\.5 s +50\.0% +8 B +4 B +512\.00 MiB$", text, re.MULTILINE)
-    assert re.search(r"^   DP 8, 2 accumulated +2 s .* estimate$", text, re.MULTILINE)
+    assert re.search(r"^   DP 8, 2 accumulated +3 s .* estimate$", text, re.MULTILINE)
     assert "5 plans fit by their estimate, 0 do not; 1 compiled" in text
     assert "the best program takes 0.50 × the lowest estimate left" in text
 
