@@ -33,6 +33,9 @@ class NamesOf(Protocol):
     def __call__(self, value: TracedValue) -> Names:
         """Returns the names of a value's dims, ``None`` for those that are not known."""
 
+    def role(self, value: TracedValue) -> str:
+        """Returns the role whose rules shard the result of a matmul."""
+
     def is_residual(self, value: TracedValue) -> bool:
         """Whether a value is of the width of the residual stream."""
 
@@ -112,10 +115,10 @@ class _Body:
         return self.gathered.get(atom, atom)
 
     def _shard_result(self, step: Visited, var: Any, *, weighted: bool) -> None:
-        names, out = self.names_of(step.makes[0]), step.eqn.outvars[0]
+        names, out, role = self.names_of(step.makes[0]), step.eqn.outvars[0], self.names_of.role(step.makes[0])
         if weighted and _separate_residual() and self.names_of.is_residual(step.makes[0]):
             names = tuple(RESIDUAL_SEQ if name == "seq" else name for name in names)
-        self.replaced[out] = self._insert(_shard(names), [var], step)[0] if any(names) else var
+        self.replaced[out] = self._insert(_shard(names, role), [var], step)[0] if any(names) else var
 
     def _insert(self, function: Callable[..., Any], reads: Sequence[Any], step: Visited) -> list[Any]:
         """Add the equations of ``function(*reads)``, and return the variables of its results."""
@@ -181,16 +184,16 @@ def _rewritten(step: Visited, names_of: NamesOf) -> dict[str, Any]:
     return changed
 
 
-def _shard(names: Names) -> Callable[[jax.Array], jax.Array]:
+def _shard(names: Names, role: str = "activations") -> Callable[[jax.Array], jax.Array]:
     """Shards an array by its names, and leaves dims that have no name, or do not fit the rules, to the compiler."""
 
     def shard(x: jax.Array) -> jax.Array:
         layout, context = current_layout(), jax.sharding.get_abstract_mesh()
         if not set(layout.sizes) - set(context.manual_axes):
             return x  # inside of a shard_map over all axes each device has its own shard
-        fitting = _fitting(names, x.shape)
+        fitting = _fitting(names, x.shape, role)
         sizes = {axis: size for axis, size in layout.sizes.items() if axis not in context.manual_axes}
-        resolved = resolve(layout.rules, sizes, fitting, x.shape, itemsize=x.dtype.itemsize)
+        resolved = resolve(layout.rules, sizes, fitting, x.shape, role=role, itemsize=x.dtype.itemsize)
         if hint_observer.value is not None:
             hint_observer.value("annotate", fitting, x, resolved)
         free = None if AxisType.Explicit in layout.mesh.axis_types else PartitionSpec.UNCONSTRAINED
@@ -208,11 +211,11 @@ def _gather(names: Names) -> Callable[[jax.Array], jax.Array]:
     return gather
 
 
-def _fitting(names: Names, shape: Sequence[int]) -> Names:
+def _fitting(names: Names, shape: Sequence[int], role: str = "activations") -> Names:
     """The names that the rules know and that fit an array together; ``None`` for the others."""
     layout, kept = current_layout(), [None] * len(names)  # type: Any, list[str | None]
     for i, name in enumerate(names):
         trial = [*kept[:i], name, *kept[i + 1 :]]
-        if not layout.resolve(trial, shape).problems:
+        if not layout.resolve(trial, shape, role=role).problems:
             kept[i] = name
     return tuple(kept)

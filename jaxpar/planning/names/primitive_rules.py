@@ -310,6 +310,7 @@ RULES: dict[str, Callable[[Operation], None]] = {
     **dict.fromkeys(("scatter-sub", "scatter_sub", "scatter_mul", "scatter_min", "scatter_max"), _scatter),
     **dict.fromkeys(
         (
+            "bitcast_convert_type",
             "tile",
             "pad",
             "dynamic_slice",

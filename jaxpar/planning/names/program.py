@@ -104,8 +104,8 @@ class NamedProgram:
 
         Args:
           args: as for :meth:`of`.
-          with_gradients: whether the program computes gradients too. Those of weights have no batch dim; the compiler
-            shards them as what they are added to.
+          with_gradients: whether the program computes gradients too. Those of weights have no batch dim, and are
+            sharded by the rules of gradients.
         """
         jaxpr = constrained(self.jaxpr.jaxpr, self.visited, _NamesOf(self.names, with_gradients))
         closed = jaxpr if isinstance(self.jaxpr, Jaxpr) else self.jaxpr.replace(jaxpr=jaxpr)
@@ -130,11 +130,14 @@ class _NamesOf:
     """The names of the program's values, each at most once in a value."""
 
     names: ClassNames
-    only_batch: bool = False
+    with_gradients: bool = False
 
     def __call__(self, value: TracedValue) -> Names:
-        names = tuple(dim.name for dim in _once(self.names, value)[0])
-        return (None,) * len(names) if self.only_batch and value.data and "batch" not in names else names
+        return tuple(dim.name for dim in _once(self.names, value)[0])
+
+    def role(self, value: TracedValue) -> str:
+        """The role whose rules shard a result: without a batch dim it is the gradient of a weight."""
+        return "gradients" if self.with_gradients and value.data and "batch" not in self(value) else "activations"
 
     def is_residual(self, value: TracedValue) -> bool:
         return any(atom in self.names.embed for dim in value.dims for atom in self.names.classes.flat(dim))

@@ -116,8 +116,9 @@ class Propagation:
         if rule is not None:
             rule(operation)
         elif name in _SAME:
+            summed = [axis for axis in params.get("axes", ()) if isinstance(axis, int)]  # psum of a vmapped axis
             for x, out in zip(reads, makes, strict=True):
-                operation.same(x.dims, out.dims)
+                operation.same([dim for i, dim in enumerate(x.dims) if i not in summed], out.dims)
         elif name not in _NO_DIMS:
             self.unknown[name] += 1
         return Visited(eqn, reads, makes)

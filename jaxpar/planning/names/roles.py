@@ -190,7 +190,7 @@ class _Roles:
                 "seq",
                 "twice in one activation, as attention scores",
             ),
-            (Use.PER_WEIGHT in uses, "experts", Use.PER_WEIGHT),
+            (Use.PER_WEIGHT in uses and not self._inner(atom), "experts", Use.PER_WEIGHT),
             (Use.SELECTED in uses, "experts", Use.SELECTED),
             (Use.SEPARATE in uses, "heads", Use.SEPARATE),
             (atom in self.scored and Use.OPPOSED in uses, "head_groups", "in attention scores, for queries alone"),

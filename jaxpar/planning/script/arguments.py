@@ -120,8 +120,8 @@ def take_apart(
     Args:
       step: the train step.
       args, kwargs: its arguments.
-      numbers: whether Python numbers that are arguments are arrays, as for ``jax.jit``; else they are static. Those
-        inside of other arguments are arrays.
+      numbers: whether all Python numbers are arrays, as for ``jax.jit``; else those in arguments without an array, such
+        as a configuration, are static.
     """
     places: dict[Name, Any] = places_of(args, kwargs)
     names = _names(step, len(args)) | {name: name for name in kwargs}
@@ -141,8 +141,9 @@ def take_apart(
             continue
         leaves, tree = jax.tree_util.tree_flatten_with_path(x)
         trees.append((place, tree))
+        with_numbers = numbers or any(isinstance(leaf, _ARRAYS) for _, leaf in leaves)
         for path, leaf in leaves:
-            if isinstance(leaf, _ARRAYS) or (isinstance(leaf, _NUMBERS) and (numbers or path)):
+            if isinstance(leaf, _ARRAYS) or (isinstance(leaf, _NUMBERS) and with_numbers):
                 arrays.append(leaf)
                 paths.append(show((names[place], *to_path(path))))
             else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self
@@ -15,7 +15,7 @@ from jaxpar.planning.names.annotate import annotate
 from jaxpar.planning.names.annotation import Annotation
 from jaxpar.planning.names.given import Given, Patterns
 from jaxpar.planning.names.program import NamedProgram
-from jaxpar.planning.script.trace import MATMULS, StepTrace, evaluate, is_key
+from jaxpar.planning.script.trace import StepTrace, evaluate, is_key
 from jaxpar.sharding.names import Names
 from jaxpar.training.model import MakeModel
 
@@ -80,19 +80,13 @@ class NamedStep:
             found[i] = (BATCH if self.trace.shapes[i].shape[0] > 1 else None, *dims[1:])
         return found
 
-    def program(self, *, gather_twice: bool) -> NamedProgram:
-        """Returns the whole step with names for the dims of all its values.
-
-        Args:
-          gather_twice: whether the backward pass reads weights anew, so that it can gather them a second time.
-        """
+    def program(self) -> NamedProgram:
+        """Returns the whole step with names for the dims of all its values."""
         trace, paths = self.trace, self.trace.call.paths
-        forward = {id(eqn) for eqn in trace.forward(self.batch)[0]}
 
         def run(params: Any, variables: Any, batch: Any, extra: Any) -> Any:
             values = {**params, **variables, **batch}
-            reader = _read_again(self, forward) if gather_twice else lambda eqn, reads: reads
-            return evaluate(trace.jaxpr, [values[path] for path in paths], reading=reader)
+            return evaluate(trace.jaxpr, [values[path] for path in paths])
 
         given: Given = {
             f"{'params' if i in self.params else 'batch'}/{paths[i]}": (names, "found in the loss")
@@ -171,27 +165,3 @@ def _nothing(shape: jax.ShapeDtypeStruct) -> Any:
         key = jax.random.key(0)
         return jnp.broadcast_to(key, shape.shape)
     return jnp.zeros(shape.shape, shape.dtype)
-
-
-def _read_again(step: NamedStep, forward: set[int]) -> Callable[[Any, list[Any]], list[Any]]:
-    """Returns a reader that gives matmuls of the backward pass copies of weights, which it gathers once more.
-
-    Without the copies the weights that the forward pass gathered would be kept in full until the backward pass.
-    """
-    batch, params = set(step.batch), set(step.params)
-    copies: dict[Any, Any] = {}
-
-    def read(eqn: Any, reads: list[Any]) -> list[Any]:
-        if id(eqn) in forward or eqn.primitive.name not in MATMULS:
-            return reads
-        found = []
-        for atom, value in zip(eqn.invars, reads, strict=True):
-            on = step.trace.dependencies.get(atom, frozenset()) if not hasattr(atom, "val") else frozenset()
-            if on & params and not on & batch:
-                if atom not in copies:
-                    copies[atom] = jax.lax.optimization_barrier(value)
-                value = copies[atom]
-            found.append(value)
-        return found
-
-    return read

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import os
 import re
 from collections import Counter
@@ -11,7 +12,7 @@ from typing import Any, Self
 import jax
 from flax import nnx
 
-from jaxpar.analysis.units import aligned, show_bytes
+from jaxpar.analysis.units import aligned, html_table, show_bytes
 from jaxpar.checkpoint.manager import CheckpointManager
 from jaxpar.errors import ConfigError, StateError
 from jaxpar.planning.names.annotation import Annotation
@@ -22,6 +23,7 @@ from jaxpar.planning.script.placed import PlacedArray, PlacedStep
 from jaxpar.planning.script.trace import StepTrace, shape_of
 from jaxpar.sharding.layout import Layout, to_spec
 
+_COLUMNS = ("array", "shape", "dims", "sharded over", "a device")
 _NUMBER = re.compile(r"\d+(?=/|$)")
 
 
@@ -48,8 +50,8 @@ class ParallelStep:
         self._axis_name = axis_name
         self._train_step, self._first, self._donate = train_step, step, donate
         self.choice, self.steps, self._manager = choice, 0, manager
-        self._programs: dict[Any, PlacedStep] = {}
-        placed = self._placed(step.trace)
+        self._programs: list[PlacedStep] = []
+        placed = self._placed(step)
         _, arrays = self._take_apart(args, kwargs)
         self._arrays = self._restored(placed, arrays)
         self._example: dict[Name, Any] = places_of(args, kwargs)
@@ -68,7 +70,7 @@ class ParallelStep:
     @property
     def placed(self) -> tuple[PlacedArray, ...]:
         """The arrays that the step reads, with their places."""
-        return next(iter(self._programs.values())).placed
+        return self._programs[0].placed
 
     @property
     def state(self) -> Any:
@@ -153,19 +155,17 @@ class ParallelStep:
 
     def _program(self, call: Any, arrays: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> PlacedStep:
         """The program for arguments of these shapes; another shape of the batch is traced anew."""
-        key = call, tuple((s.shape, s.dtype) for s in map(shape_of, arrays))
-        if key not in self._programs:
-            self._programs[key] = PlacedStep(
-                NamedStep.of(StepTrace.of(self._train_step, args, kwargs, self._axis_name), self._first.names),
-                self.layout,
-                donate=self._donate,
-            )
-        return self._programs[key]
+        shapes = [(s.shape, s.dtype) for s in map(shape_of, arrays)]
+        for known in self._programs:  # compared and not hashed: a static attribute of a module may be a list
+            trace = known.step.trace
+            if shapes == [(s.shape, s.dtype) for s in trace.shapes] and call == trace.call:
+                return known
+        trace = StepTrace.of(self._train_step, args, kwargs, self._axis_name)
+        return self._placed(NamedStep.of(trace, self._first.names))
 
-    def _placed(self, trace: StepTrace) -> PlacedStep:
-        placed = PlacedStep(self._first, self.layout, donate=self._donate)
-        self._programs[trace.call, tuple((s.shape, s.dtype) for s in trace.shapes)] = placed
-        return placed
+    def _placed(self, step: NamedStep) -> PlacedStep:
+        self._programs.append(PlacedStep(step, self.layout, donate=self._donate))
+        return self._programs[-1]
 
     def _restored(self, placed: PlacedStep, arrays: Sequence[Any]) -> dict[int, Any]:
         """The state of the newest checkpoint, or the script's own, on its devices."""
@@ -192,17 +192,18 @@ class ParallelStep:
             state = jax.tree.unflatten(call.graph_tree, [arrays[i] for i in range(call.in_objects)])
             nnx.update(tuple(arguments[place] for place in call.objects), state)
 
-    def __str__(self) -> str:
+    def _head(self) -> list[str]:
         devices = self.layout.mesh.devices.flat
         kind = "simulated CPU devices" if devices[0].platform == "cpu" else devices[0].device_kind
         mesh = " × ".join(f"{axis} {size}" for axis, size in self.layout.sizes.items() if size > 1) or "one device"
         total = lambda find: show_bytes(sum(find(a) for a in self.placed if a.role != "activations"))
-        lines = [
+        return [
             f"{self.choice.name} on {len(devices)} {kind} (mesh: {mesh})",
             f"why: {self.choice.reason}",
             f"state: {total(lambda a: a.bytes)}, of which a device has {total(lambda a: a.device_bytes(self.layout))}",
-            "",
         ]
+
+    def _rows(self) -> list[tuple[str, ...]]:
         rows = Counter(
             (
                 _NUMBER.sub("*", a.path),
@@ -214,9 +215,13 @@ class ParallelStep:
             for a in self.placed
             if a.shape
         )
-        shown = [(f"{path} ({n})" if n > 1 else path, *rest) for (path, *rest), n in rows.items()]
-        lines += aligned([("array", "shape", "dims", "sharded over", "a device"), *shown])
-        return "\n".join(line.rstrip() for line in lines)
+        return [(f"{path} ({n})" if n > 1 else path, *rest) for (path, *rest), n in rows.items()]
+
+    def __str__(self) -> str:
+        return "\n".join([*self._head(), "", *aligned([_COLUMNS, *self._rows()])])
+
+    def _repr_html_(self) -> str:
+        return f"<div>{'<br>'.join(map(html.escape, self._head()))}{html_table(self._rows(), _COLUMNS)}</div>"
 
 
 def manager_of(

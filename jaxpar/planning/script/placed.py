@@ -68,9 +68,7 @@ class PlacedStep:
     def __init__(self, step: NamedStep, layout: Layout, *, donate: bool):
         self.step, self.layout = step, layout
         self._check_rows()
-        place = lambda i, role: layout.resolve(step.loss_names[i], step.trace.shapes[i].shape, role=role).axes
-        gathers = any(place(i, "params") != place(i, "activations") for i in step.params)
-        program = step.program(gather_twice=gathers)
+        program = step.program()
         names = step.names_of(program)
         self.placed = tuple(self._place(i, names[i]) for i in range(len(names)))
         if problems := list(dict.fromkeys(text for array in self.placed for text in array.resolved.problems)):
@@ -80,7 +78,11 @@ class PlacedStep:
         outputs: list[Any] = [None] * len(step.trace.jaxpr.out_avals)
         for i, j in updates.items():
             outputs[j] = self.shardings[i]
-        self.run = jax.jit(_flat(step, program, layout), out_shardings=outputs, donate_argnums=tuple(updates) * donate)
+        self.run = jax.jit(
+            _flat(step, program, layout),
+            out_shardings=outputs,
+            donate_argnums=tuple(updates) * donate,
+        )
 
     def put(self, i: int, x: Any) -> jax.Array:
         """Returns an array of the arguments on its devices; a process gives its own part of a NumPy array."""

@@ -34,7 +34,7 @@ class StepTrace:
         changed NNX objects and of what the step returns.
       returned: the structure of what it returns.
       updates: index of an array of the arguments → that of its next value among the results.
-      numbers: whether Python numbers that are arguments are arrays.
+      numbers: as for :func:`take_apart`.
     """
 
     call: CallStructure
@@ -93,10 +93,7 @@ class StepTrace:
             return [*call.arrays_of([arguments[place] for place in call.objects]), *leaves]
 
         with unsharded():
-            mapped = lambda *arrays: jax.vmap(
-                lambda _: flat(*arrays), in_axes=None, out_axes=None, axis_name=axis_name, axis_size=1
-            )(0)
-            traced = jax.make_jaxpr(flat if axis_name is None else mapped)(*shapes)
+            traced = jax.make_jaxpr(flat if axis_name is None else _over_one(flat, axis_name))(*shapes)
             traced = jax.make_jaxpr(lambda *args: evaluate(traced, args))(*shapes)
         updates = _updates(call, shapes, found[-1], [shape_of(a) for a in traced.out_avals])
         if not updates:
@@ -159,6 +156,21 @@ class StepTrace:
         return needed_equations(jaxpr, losses), losses
 
 
+def _over_one(run: Callable[..., Any], axis_name: str) -> Callable[..., Any]:
+    """Returns a function that runs inside of a mapped axis of one element, over which means are what they are of."""
+
+    def over(out_axes: int | None, *arrays: Any) -> Any:
+        return jax.vmap(lambda _: run(*arrays), None, out_axes, axis_name=axis_name, axis_size=1)(0)
+
+    def one(*arrays: Any) -> Any:
+        try:
+            return over(None, *arrays)
+        except ValueError:  # the results depend on axis_index
+            return jax.tree.map(lambda x: x[0], over(0, *arrays))
+
+    return one
+
+
 def _is_scalar(aval: Any) -> bool:
     return aval.shape == () and bool(jnp.issubdtype(aval.dtype, jnp.floating))
 
@@ -205,17 +217,12 @@ def needed_equations(jaxpr: Jaxpr, results: Sequence[Any]) -> list[JaxprEqn]:
     return kept[::-1]
 
 
-Reader = Callable[[JaxprEqn, list[Any]], list[Any]]
-"""Takes an equation and the values that it reads; returns those that it is to read instead."""
-
-
 def evaluate(
     program: ClosedJaxpr | Jaxpr,
     args: Sequence[Any],
     *,
     eqns: Sequence[JaxprEqn] | None = None,
     results: Sequence[Any] | None = None,
-    reading: Reader = lambda eqn, values: values,
 ) -> list[Any]:
     """Computes a program, with the bodies of jitted functions inlined.
 
@@ -224,13 +231,12 @@ def evaluate(
       args: its arguments.
       eqns: the equations to compute, by default all.
       results: the variables to return, by default its results.
-      reading: called for each equation.
     """
     jaxpr, consts = opened(program), getattr(program, "consts", ())
     values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
     get = lambda atom: atom.val if isinstance(atom, Literal) else values[atom]
     for eqn in jaxpr.eqns if eqns is None else eqns:
-        reads = reading(eqn, [get(atom) for atom in eqn.invars])
+        reads = [get(atom) for atom in eqn.invars]
         name = eqn.primitive.name
         with eqn.ctx.manager:
             if name in _CALLS:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -102,13 +103,39 @@ def test_a_plan_for_other_hardware_by_its_estimate() -> None:
     assert step.layout.mesh.size == 8
 
 
-def test_a_step_made_for_pmap() -> None:
-    made = step_of(lambda grads: jax.lax.pmean(grads, "batch"))
+@pytest.mark.parametrize("reads_index", [False, True])
+def test_a_step_made_for_pmap(reads_index: bool) -> None:
+    share = lambda g: g + 0 * jax.lax.axis_index("batch") if reads_index else g
+    made = step_of(lambda grads: jax.tree.map(share, jax.lax.pmean(grads, "batch")))
     step = jp.parallelize(made, new_state(), batch_of(0), axis_name="batch", layout="data")
     state, losses = run(step, step.state, range(2))
     expected, reference = run(jax.jit(step_of()), new_state(), range(2))
     np.testing.assert_allclose(losses, reference, rtol=1e-5)
     assert_same(state, expected)
+
+
+@dataclass(frozen=True)
+class Config:
+    """A configuration as lm1b has it: a pytree of numbers and a function."""
+
+    width: int
+    activation: Callable[[Any], Any]
+
+
+jax.tree_util.register_dataclass(Config, ["width", "activation"], [])
+
+
+def test_a_configuration_is_static() -> None:
+    def step(state: State, batch: Any, config: Config) -> tuple[State, jax.Array]:
+        assert isinstance(config.width, int)
+        loss_fn = lambda p: (config.activation(batch["x"] @ p["up"])[:, : config.width] ** 2).mean()
+        loss, grads = jax.value_and_grad(loss_fn)(state["params"])
+        return {**state, "params": optax.apply_updates(state["params"], grads)}, loss
+
+    state = {"params": new_state()["params"], "step": 0}
+    jitted = jax.jit(step, static_argnums=2)
+    found = jp.parallelize(jitted, state, batch_of(0), Config(8, jax.nn.relu))
+    assert [array.path for array in found.placed if array.role == "activations"] == ["batch/x"]
 
 
 class Classifier(nnx.Module):
