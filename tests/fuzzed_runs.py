@@ -130,8 +130,6 @@ def seeds() -> list[tuple[dict[str, Any], dict[str, Any]]]:
     found = []
     for file in sorted([CONFIGS / "quickstart.yaml", *CONFIGS.glob("*.yaml"), *CONFIGS.glob("[br]e*/*.yaml")]):
         run = load_yaml(file, paths=("layout",))
-        if "layout" not in run:  # one for jaxpar plan
-            continue
         found.append(({**run, "layout": "layout.yaml"}, load_yaml(file.parent / run["layout"])))
     return found
 
