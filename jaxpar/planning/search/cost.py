@@ -29,6 +29,7 @@ _HIDDEN = {
 }  # fmt: skip
 _TILE = 1024
 """Queries and keys of a tile of attention."""
+_SCATTERS = ("scatter in layer", "scatter in outside")
 _STALLED = {"gather in layer": 0.2, "scatter in layer": 0.2, "ring": 0.4, "tensor": 0.4}
 
 
@@ -369,7 +370,7 @@ class CostModel:
         )
         if n == 1 or not sent:
             return Transfer(what, axes, 0.0, 0.0)
-        seconds, network = self._seconds_per_byte(plan, "ring" if what == "ring" else kind, axes)
+        seconds, network = self._seconds_per_byte(plan, what if what == "ring" or what in _SCATTERS else kind, axes)
         bandwidth = self.topology.accelerator.network_bandwidth
         return Transfer(what, axes, sent, sent * seconds, sent * network, sent * network * bandwidth)
 
@@ -381,7 +382,12 @@ class CostModel:
                 self._known[plan.mesh_sizes] = Links.of(self.topology, plan.mesh)
             links: Links = self._known[plan.mesh_sizes]
             # All devices of a ring wait for the one that sends furthest: to another slice, or along an open line.
-            kind = "collective-permute" if kind == "ring" else kind
+            ring = kind == "ring"
+            if kind in _SCATTERS:
+                # XLA:TPU scatters a gradient across slices by a ring of permutes, unlike one that stays in a slice.
+                ring = bool(links.torus) and any(axis in links.crossing for axis in axes)
+                kind = "reduce-scatter"
+            kind = "collective-permute" if ring else kind
             phases = links.phases(kind, axes, 1.0)
             self._known[key] = sum(p.seconds for p in phases), sum(p.network_seconds for p in phases)
         found: tuple[float, float] = self._known[key]

@@ -57,14 +57,23 @@ def test_a_replica_across_slices_sums_the_gradients_of_its_shards_there() -> Non
     assert {t.axes for t in cost.transfers if t.network_bytes} == {("replica",)}
 
 
-def test_a_gather_across_slices_sends_each_device_its_share() -> None:
-    plan = Plan(data=32, zero=3, remat="full")
-    cost = CostModel(WORKLOAD, V5E).cost(plan)
-    layers = 8 * (4 * 1024 * 1024 + 3 * 1024 * 4096)
-    # One of 32 shards goes to the other slice: two gathers in bf16, one scatter in fp32. Outside layers: one gather.
-    expected = (layers * (2 * 2 + 4) + 2 * 32768 * 1024 * (2 + 4)) / 32
-    assert cost.network_bytes == pytest.approx(expected)
-    assert cost.wire_bytes > 20 * cost.network_bytes
+@pytest.mark.parametrize("name", ["v5e:4x4*2", "h100:4x8"])
+def test_a_gather_across_slices_sends_each_device_its_share(name: str) -> None:
+    topology = Topology.parse(name)
+    cost = CostModel(WORKLOAD, topology).cost(Plan(data=32, zero=3, remat="full"))
+    sent = {what: sum(t.network_bytes for t in cost.transfers if what in t.what) for what in ("gather", "scatter")}
+    layers, outside = 8 * (4 * 1024 * 1024 + 3 * 1024 * 4096), 2 * 32768 * 1024
+    # A device gets a shard of 32 from each other slice: twice in the layers, once outside them, in bf16.
+    assert sent["gather"] == pytest.approx((topology.slices - 1) * (layers * 2 + outside) * 2 / 32)
+    # A gradient in fp32 goes around a ring of TPUs, so whole gradients cross. GPUs scatter inside a host first.
+    whole = (layers + outside) * 4 / 32
+    assert sent["scatter"] == pytest.approx(whole * (31 if topology.platform == "tpu" else topology.slices - 1))
+
+
+def test_replicas_across_slices_beat_weights_sharded_across_them() -> None:
+    model = CostModel(WORKLOAD, V5E)
+    inside, across = (model.cost(Plan(replica=32 // n, data=n, zero=3, remat="full")) for n in (16, 32))
+    assert inside.step < across.step
 
 
 def test_stages_across_slices_send_activations() -> None:
