@@ -308,7 +308,7 @@ LAYOUTS = [
     case(
         "put on an abstract mesh",
         lambda: shard_array(Layout(MeshSpec(data=8).abstract(), RULES), np.ones(8), "batch"),
-        "batch: shard_array() needs devices, but the mesh is abstract. Remedy: use MeshSpec(...).build().",
+        "batch: shard_array() needs devices, but the mesh is abstract. Remedy: MeshSpec.build().",
     ),
     case(
         "axis that does not exist",

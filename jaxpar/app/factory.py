@@ -86,7 +86,7 @@ class FactoryModel:
             raise ConfigError(
                 f"model: {self.name} names no dims, and of the names found for them {listing(missing)} "
                 f"{'has' if len(missing) == 1 else 'have'} no rule. Remedy: rules: {{{table}}}, which replicates; or a "
-                "mesh axis in the place of null, such as model."
+                "mesh axis instead of null, such as model."
             )
 
     def decoder(self) -> DecoderFns:

@@ -36,13 +36,9 @@ def shard_array(layout: Layout, x: Any, *dims: str | None, path: str = "batch") 
     P('data', None)
     """
     if not isinstance(layout, Layout):
-        raise LayoutError(
-            f"layout must be a Layout, got {type(layout).__name__}. Remedy: shard_array(layout, x, 'batch')."
-        )
+        raise LayoutError(f"layout must be a Layout, got {type(layout).__name__}. Remedy: shard_array(layout, x, ...).")
     if isinstance(layout.mesh, AbstractMesh):
-        raise LayoutError(
-            f"{path}: shard_array() needs devices, but the mesh is abstract. Remedy: use MeshSpec(...).build()."
-        )
+        raise LayoutError(f"{path}: shard_array() needs devices, but the mesh is abstract. Remedy: MeshSpec.build().")
     local = np.asarray(x)
     resolved = layout.resolve(dims, path=path)
     shards = tuple(num_shards_over(dim.axes, layout.sizes) for dim in resolved.dims)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from jaxpar.errors import MeshError
 from jaxpar.sharding import messages
 from jaxpar.sharding.hardware.torus import take
-
-if TYPE_CHECKING:
-    import numpy as np
 
 
 def arrange(devices: Sequence[Any], sizes: Mapping[str, int]) -> np.ndarray:

@@ -22,6 +22,7 @@ from jaxpar.sharding import messages
 from jaxpar.sharding.mesh import AXES, LayoutData, MeshSpec
 from jaxpar.sharding.resolve import Resolved, resolve
 from jaxpar.sharding.rules import Rules
+from jaxpar.utils.arrays import itemsize
 from jaxpar.utils.call_site import call_site
 from jaxpar.utils.contexts import ambient_layout, hint_observer
 from jaxpar.utils.yaml_config import build, load_yaml
@@ -67,15 +68,15 @@ class Layout:
             )
         names = self.mesh.axis_names
         known = tuple(dict.fromkeys([*names, *AXES]))
-        unknown = [(where, axis) for where, axis in self.rules.axes() if axis not in known]
         problems = [
             f"the rule for {where!r} names the mesh axis {axis!r}, which does not exist.{did_you_mean(axis, known)} "
             f"The mesh has {listing(names)}. Remedy: correct the rule, or build a mesh with that axis."
-            for where, axis in unknown
+            for where, axis in self.rules.axes()
+            if axis not in known
         ]
         kinds = dict(zip(names, self.mesh.axis_types, strict=True))
-        others = [axis for axis, kind in kinds.items() if kind is not AxisType.Explicit]
-        if AxisType.Manual in kinds.values() or (self.explicit and others):
+        found = tuple(axis for axis, kind in kinds.items() if kind is AxisType.Explicit)
+        if AxisType.Manual in kinds.values() or (self.explicit and found != names):
             shown = ", ".join(f"{axis}={kind.name}" for axis, kind in kinds.items())
             kind = "Explicit axes only, because explicit is set" if self.explicit else "no Manual axes"
             problems.append(
@@ -83,9 +84,8 @@ class Layout:
             )
         if problems:
             raise LayoutError(problems)
-        if not self.explicit and len(others) < len(names):
-            object.__setattr__(self, "converted", tuple(axis for axis in names if axis not in others))
-            object.__setattr__(self, "mesh", self.mesh.update(axis_types=(AxisType.Auto,) * len(names)))
+        if found and not self.explicit:
+            vars(self).update(converted=found, mesh=self.mesh.update(axis_types=(AxisType.Auto,) * len(names)))
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], *, devices: Devices = None, where: str = "layout") -> Layout:
@@ -154,7 +154,7 @@ class Layout:
 
         See :func:`jaxpar.sharding.resolve.resolve`.
         """
-        return resolve(self.rules, self.sizes, tuple(dims), shape, role=role, itemsize=_itemsize(dtype), path=path)
+        return resolve(self.rules, self.sizes, tuple(dims), shape, role=role, itemsize=itemsize(dtype), path=path)
 
     def spec(self, dims: Sequence[str | None], shape: Sequence[int] | None = None, **options: Any) -> PartitionSpec:
         """Returns the ``PartitionSpec`` of a tensor with these logical dims. Options are those of :meth:`resolve`.
@@ -180,9 +180,8 @@ class Layout:
 
     def on_one_device(self) -> Layout:
         """Returns the same rules on a one-device mesh with the same axes, as the reference for this layout."""
-        names, kinds = self.mesh.axis_names, self.mesh.axis_types
-        devices = np.asarray(jax.devices()[:1]).reshape((1,) * len(names))
-        return Layout(Mesh(devices, names, axis_types=kinds), self.rules, self.explicit)
+        device = np.asarray(jax.devices()[:1]).reshape((1,) * len(self.mesh.axis_names))
+        return replace(self, mesh=Mesh(device, self.mesh.axis_names, axis_types=self.mesh.axis_types))
 
     def __enter__(self) -> Self:
         stack = ExitStack()
@@ -295,15 +294,16 @@ def _apply(x: Any, dims: Sequence[str | None], *, lenient: bool, role: str = "ac
     site = call_site()
     path = f"{'hint' if lenient else 'constrain'}() in {site}"
     sizes = {axis: size for axis, size in layout.sizes.items() if axis not in manual}
-    resolved = resolve(layout.rules, sizes, dims, x.shape, role=role, itemsize=_itemsize(x.dtype), path=path)
+    resolved = resolve(layout.rules, sizes, dims, x.shape, role=role, itemsize=itemsize(x.dtype), path=path)
     if manual and not lenient:
         # Inside a shard_map x has the shape of one shard, so the rules are resolved without a shape.
         where = messages.tensor(path, dims, x.shape)
-        refused = [(dim, axis) for dim in layout.resolve(dims).dims for axis in dim.axes if axis in manual]
         found = [
             f"{where}: the dim {dim.name!r} is sharded over {axis!r}, which is manual inside this shard_map (rule "
             f"{dim.rule}). Remedy: use hint(), which leaves this axis out."
-            for dim, axis in refused
+            for dim in layout.resolve(dims).dims
+            for axis in dim.axes
+            if axis in manual
         ]
         resolved = replace(resolved, problems=(*resolved.problems, *found))
     if hint_observer.value is not None:
@@ -330,8 +330,3 @@ def manual_axes(layout: Layout, axes: Iterable[str], *, but: Container[str] = ()
     An axis of size 1 that stays automatic would leave its name in the compiled program's shardings.
     """
     return {*axes, *(axis for axis, size in layout.sizes.items() if size == 1 and axis not in but)}
-
-
-def _itemsize(dtype: Any) -> int:
-    size = getattr(dtype, "itemsize", None)  # a PRNG key's dtype has an int here, the class np.float32 a descriptor
-    return size if isinstance(size, int) else np.dtype(dtype).itemsize

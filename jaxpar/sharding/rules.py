@@ -20,7 +20,6 @@ ROLES = ("activations", "params", "gradients", "optimizer")
 """Roles of a tensor. ``gradients`` and ``optimizer`` inherit from ``params``, and every role from the base table."""
 
 _CHAIN = {role: (role,) if role in ("activations", "params") else ("params", role) for role in ROLES}
-_RESERVED = (*ROLES, "indivisible", "unannotated")
 
 Axes = tuple[str, ...]
 Sizes = Mapping[str, int]
@@ -136,10 +135,8 @@ class Rules:
             raise RulesError(f"indivisible must be a mapping such as {{'vocab': 'replicate'}}, got {indivisible!r}.")
         _known(indivisible, base, "indivisible")
         overlays = {role: _overlay(role, value, base) for role, value in roles.items()}
-        object.__setattr__(self, "base", tuple(sorted(base.items())))
-        object.__setattr__(self, "overlays", tuple(sorted(overlays.items())))
-        object.__setattr__(self, "indivisible", tuple(sorted(indivisible)))
-        object.__setattr__(self, "unannotated", unannotated)
+        vars(self).update(base=tuple(sorted(base.items())), overlays=tuple(sorted(overlays.items())))
+        vars(self).update(indivisible=tuple(sorted(indivisible)), unannotated=unannotated)
 
     @classmethod
     def from_dict(cls, table: Mapping[str, Any]) -> Rules:
@@ -227,7 +224,7 @@ def _known(dims: Iterable[str], base: Mapping[str, Any], where: str) -> None:
 def _axes(value: Any, where: str) -> Axes:
     axes = () if value is None else (value,) if isinstance(value, str) else value
     if not isinstance(axes, list | tuple) or not all(isinstance(axis, str) and axis for axis in axes):
-        meant = did_you_mean(where, _RESERVED) if isinstance(value, Mapping | Over) else ""
+        meant = did_you_mean(where, (*ROLES, "indivisible", "unannotated")) if isinstance(value, Mapping | Over) else ""
         raise RulesError(f"{where} must be an axis, a tuple of axes (major to minor) or None, got {value!r}.{meant}")
     if len(set(axes)) < len(axes):
         raise RulesError(f"{where} = {value!r} names an axis twice. Remedy: name each axis once.")

@@ -1,4 +1,4 @@
-"""Accumulation dtypes, descriptions and placeholders of arrays."""
+"""Accumulation dtypes, sizes, descriptions and placeholders of arrays."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 def accumulator(x: Any) -> Any:
@@ -22,6 +23,12 @@ def at_least_fp32(x: jax.typing.ArrayLike) -> jax.Array:
 def describe(x: Any) -> str:
     """Returns the dtype and the shape of an array as text: ``float32[8, 16]``."""
     return f"{x.dtype}{list(x.shape)}"
+
+
+def itemsize(dtype: Any) -> int:
+    """Returns the bytes of one element, also of a PRNG key's dtype and of a scalar type such as ``np.float32``."""
+    size = getattr(dtype, "itemsize", None)  # an int of a PRNG key's dtype, a descriptor of the class np.float32
+    return size if isinstance(size, int) else np.dtype(dtype).itemsize
 
 
 def placeholder(x: Any) -> jax.Array:

@@ -288,7 +288,7 @@ WRONG: dict[str, tuple[str, list[str], str]] = {
         ["rules={}"],
         (
             "model: own_models:make_mlp names no dims, and of the names found for them 'features' has no rule. Remedy: "
-            "rules: {{features: null}}, which replicates; or a mesh axis in the place of null, such as model."
+            "rules: {{features: null}}, which replicates; or a mesh axis instead of null, such as model."
         ),
     ),
 }

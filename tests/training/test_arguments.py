@@ -170,7 +170,7 @@ WRONG: dict[str, tuple[type[Exception], Any, str]] = {
     "shard_array(x, layout)": (
         LayoutError,
         lambda: jp.shard_array(BATCH["x"], layout(), "batch"),  # type: ignore[arg-type]
-        "layout must be a Layout, got ndarray. Remedy: shard_array(layout, x, 'batch').",
+        "layout must be a Layout, got ndarray. Remedy: shard_array(layout, x, ...).",
     ),
     "save(state, directory)": (
         CheckpointError,

@@ -20,6 +20,7 @@ from jaxpar.sharding.arrays import shard_array
 from jaxpar.sharding.layout import Layout, to_spec, tracing_under
 from jaxpar.sharding.names import Names
 from jaxpar.sharding.resolve import Resolved
+from jaxpar.utils.arrays import itemsize
 
 
 @dataclass(frozen=True)
@@ -103,8 +104,7 @@ class PlacedStep:
         shape, path = trace.shapes[i], trace.call.paths[i]
         role = "activations" if i not in trace.updates else "params" if i in self.step.params else "optimizer"
         resolved = self.layout.resolve(names, shape.shape, role=role, dtype=shape.dtype, path=path)
-        size = getattr(shape.dtype, "itemsize", 4)
-        return PlacedArray(path, role, shape.shape, names, resolved, size)
+        return PlacedArray(path, role, shape.shape, names, resolved, itemsize(shape.dtype))
 
     def _check_rows(self) -> None:
         (dim,) = self.layout.resolve((BATCH,)).dims
