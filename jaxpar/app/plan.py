@@ -13,7 +13,7 @@ import jax
 import yaml
 
 from jaxpar.analysis.checkup.findings import About
-from jaxpar.app.config import Loaded, RunConfig, load_run
+from jaxpar.app.config import Loaded, OverlapConfig, RunConfig, load_run
 from jaxpar.app.factory import FactoryModel
 from jaxpar.app.job import Job, make_job
 from jaxpar.errors import JaxparError, PlanError
@@ -26,7 +26,7 @@ from jaxpar.planning.search.compiled import PlannedRun
 from jaxpar.planning.search.cost import CostModel
 from jaxpar.planning.search.plan import EMBED, Plan
 from jaxpar.planning.search.report import PlanReport
-from jaxpar.planning.search.search import CompilerMeasures, Objective, SearchOptions, find
+from jaxpar.planning.search.search import CompilerMeasures, Objective, SearchOptions, find, has_values
 from jaxpar.planning.search.space import Space, tensor_dims
 from jaxpar.planning.search.workload import Workload, workload
 from jaxpar.sharding.hardware.topology import Topology
@@ -80,7 +80,7 @@ def go(config: Path, settings: Sequence[str], topology: str, options: PlanOption
         SearchOptions(options.objective, at_most=options.programs, given=planner.given(parsed.devices)),
         progress=lambda line: print(line, flush=True),
     )
-    searched.notes = chosen.notes
+    searched.notes = (*chosen.notes, *searched.notes)
     report = PlanReport(searched, planner)
     print(f"\n{report}", end="")
     if outputs.json is not None:
@@ -128,8 +128,12 @@ class RunPlanner:
     def __init__(self, config: Path, settings: Sequence[str] = ()):
         self.loaded: Loaded = load_run(config, settings)
         self.fixed = _fixed(settings)
+        self._given: dict[int, dict[str, Any]] = {}
         self.data = override(load_yaml(config, paths=("layout",)), settings)
-        self.job: Job = make_job(replace(self.loaded, layout={**self.loaded.layout, "mesh": {}}), training=False)
+        # What the plans decide is left out: it may need the run's own mesh.
+        parallel = replace(self.loaded.config.parallel, overlap=OverlapConfig(), pipeline=None, remat=None)
+        plain = replace(self.loaded.config, parallel=parallel)
+        self.job: Job = make_job(replace(self.loaded, config=plain, layout={**self.loaded.layout, "mesh": {}}))
 
     @cached_property
     def workload(self) -> Workload:
@@ -170,11 +174,17 @@ class RunPlanner:
 
     def given(self, devices: int) -> dict[str, Any]:
         """Returns the fields of the plan that the run's own layout is, if it is for this number of devices."""
+        if devices not in self._given:
+            self._given[devices] = self._read_given(devices)
+        return self._given[devices]
+
+    def _read_given(self, devices: int) -> dict[str, Any]:
         config, parallel, rules = self.loaded.config, self.loaded.config.parallel, self.loaded.layout["rules"] or {}
         if not self.loaded.layout["mesh"]:
             return {}
         try:
-            sizes = make_job(self.loaded, training=False).layout(devices).sizes
+            job = make_job(self.loaded, training=False)
+            sizes = job.layout(devices).sizes
         except JaxparError:
             return {}
         stage = parallel.optimizer.stage if parallel.optimizer is not None else 0
@@ -183,7 +193,7 @@ class RunPlanner:
         fields: dict[str, Any] = {**sizes, "zero": stage or 3 * sharded}
         fields |= {"grad_accum_steps": config.train.grad_accum_steps, "copies": parallel.overlap.ways, "batch": 0}
         if not isinstance(self.job.model, FactoryModel):
-            fields["remat"] = RematPolicy.of(self.job.model.remat).policy
+            fields["remat"] = RematPolicy.of(job.model.remat).policy
         if parallel.pipeline is not None:
             fields["microbatches"] = parallel.pipeline.microbatches
             fields["virtual_stages"] = parallel.pipeline.virtual_stages
@@ -193,6 +203,8 @@ class RunPlanner:
     def config_of(self, plan: Plan) -> dict[str, Any]:
         """Returns the run with a plan's layout and options, as data for a YAML file."""
         data: dict[str, Any] = {key: value for key, value in self.data.items() if key != "layout"}
+        if has_values(plan, self.given(plan.devices)):  # the run as it is, with options that no plan has
+            return data | {name: dict(value or {}) for name, value in self.loaded.layout.items()}
         rules = self.loaded.layout["rules"] or {}
         names = [*(name for name in rules if name not in ROLES), *(n for n in self.workload.names if n not in rules)]
         kept = {name: rules[name] for name in ("indivisible", "unannotated") if name in rules}
@@ -216,7 +228,8 @@ class RunPlanner:
         policy = RematPolicy.of(job.model.remat).policy
         about = About(tokens, tokens * job.model.flops_per_token(seq), job.model.vocab or 0, seq, policy)
         run = (job.layout(plan.devices), job.make_model, job.tx, job.loss_fn, job.batch_spec())
-        return PlannedRun(*run, job.step_options(), job.compiler_options("tpu"), about)
+        compiler = {str(platform): options for platform, options in config.compiler.items()}
+        return PlannedRun(*run, job.step_options(), compiler, about)
 
 
 def _batches(own: int, most: int) -> list[int]:

@@ -96,7 +96,7 @@ def plan(
     chosen = chosen_space(request, planner.trace, model, space)
     measures = CompilerMeasures(planner.run_of, topology)
     searched = find(model, chosen.space, measures, options, progress=progress)
-    searched.notes = chosen.notes
+    searched.notes = (*chosen.notes, *searched.notes)
     return PlanReport(searched, planner)
 
 
@@ -160,7 +160,7 @@ class ModelPlanner:
         options = {**self.step, "grad_accum_steps": plan.grad_accum_steps, **zero.step}
         tx = to_host(self.tx) if plan.offload else self.tx
         w = self.workload
-        tokens = w.sizes.get(BATCH, 1) * w.sizes.get(SEQ, 1)
+        tokens = w.sizes.get(BATCH, 1) * w.sizes.get(SEQ, 0)  # 0, which is unknown, for a model without a sequence
         about = About(tokens, w.model_flops, w.sizes.get("vocab", 0), w.sizes.get(SEQ, 0), plan.remat or "none")
         return PlannedRun(layout, self.make_model, tx, self.loss_fn, self.batch, options, about=about)
 

@@ -71,6 +71,22 @@ def test_the_runs_own_layout_is_a_plan(name: str, plan: Plan) -> None:
     assert given and {field: value for field, value in given.items() if getattr(plan, field) != value} == {}
 
 
+def test_the_runs_own_layout_keeps_options_that_no_plan_has() -> None:
+    planner = RunPlanner(ROOT / "configs" / "bench" / "8b_pp4_fsdp4_m8.yaml")
+    plan = Plan(pipeline=4, data=4, zero=3, remat="full", microbatches=8, virtual_stages=2)
+    assert planner.config_of(plan)["parallel"]["pipeline"]["grad_reduction"] == "per_microbatch"
+    assert planner.run_of(plan).options["pipeline"] == make_job(planner.loaded).pipeline
+    other = planner.config_of(replace(plan, virtual_stages=1))
+    assert other["parallel"]["pipeline"]["grad_reduction"] == "per_step"
+
+
+def test_a_run_with_half_batches_in_a_pipeline_is_traced_without_its_mesh() -> None:
+    planner = RunPlanner(ROOT / "configs" / "llama3_1_70b_seed.yaml")
+    assert planner.workload.sizes["layers"] == 80
+    given = planner.given(64)
+    assert (given["pipeline"], given["model"], given["copies"], given["microbatches"]) == (8, 8, 2, 256)
+
+
 def test_a_maximum_below_the_batch(planner: RunPlanner) -> None:
     with pytest.raises(PlanError, match=r"^--max-batch 4 is less than data.batch 16. Remedy: a larger --max-batch.$"):
         planner.space(4)

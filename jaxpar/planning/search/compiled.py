@@ -29,7 +29,7 @@ class PlannedRun:
       layout: on an abstract mesh.
       make_model, tx, loss_fn, batch: as for :func:`jaxpar.analysis.compile_for`.
       options: keyword arguments of :func:`jaxpar.train_step`.
-      compiler_options: of XLA.
+      compiler_options: platform, such as ``tpu`` → the options of XLA.
       about: facts about the model.
     """
 
@@ -39,7 +39,7 @@ class PlannedRun:
     loss_fn: LossFn
     batch: Any
     options: Mapping[str, Any] = field(default_factory=dict)
-    compiler_options: CompilerOptions | None = None
+    compiler_options: Mapping[str, CompilerOptions] = field(default_factory=dict)
     about: About | None = None
 
 
@@ -120,7 +120,7 @@ def compile_plan(run: PlannedRun, topology: Topology) -> CompiledPlan:
     try:
         found = check_up(
             topology, run.layout, run.make_model, run.tx, run.loss_fn, run.batch,
-            about=run.about, compiler_options=run.compiler_options, **run.options,
+            about=run.about, compiler_options=run.compiler_options.get(topology.platform), **run.options,
         )  # fmt: skip
     except NotImplementedError as error:  # jax cannot lower the program, such as a kernel on axes that are not manual
         raise PlanError(f"jax cannot lower the step: {error}") from error

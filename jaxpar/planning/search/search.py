@@ -277,20 +277,22 @@ def search(
     fitting, too_large = [], 0
     for plan in candidates:
         cost = model.cost(plan)
-        if cost.peak_bytes > limit:
+        if cost.peak_bytes > limit and not has_values(plan, options.given):
             too_large += 1
         else:
             fitting.append(Candidate(plan, cost))
     found = Search(model.topology, options.objective, fitting, too_large, refused, limit)
-    own = next((c for c in fitting if options.given and _has(c.plan, options.given)), None)
+    own = next((c for c in fitting if has_values(c.plan, options.given)), None)
+    if options.given and own is None:
+        found.notes = ("the run's own layout is none of these plans, so it was not compiled",)
     tried: list[Candidate] = []
     while len(tried) < options.at_most:
-        waiting = found.waiting()
+        waiting = found.waiting() if own is None or own.given else [own]
         if not waiting:
             break
         done, chosen = found.ranked, waiting[0]
-        if own is not None and not own.given:
-            chosen, own.given = own, True
+        if chosen is own and not own.given:
+            own.given = True
         elif len(done) < options.at_least and len(tried) <= options.at_least:
             families = {family(c.plan) for c in tried}
             chosen = next((c for c in waiting if family(c.plan) not in families), chosen)
@@ -306,8 +308,9 @@ def search(
     return found
 
 
-def _has(plan: Plan, values: Mapping[str, Any]) -> bool:
-    return all(getattr(plan, name) == value for name, value in values.items())
+def has_values(plan: Plan, values: Mapping[str, Any]) -> bool:
+    """Returns whether a plan has these values; no plan has an empty list of them."""
+    return bool(values) and all(getattr(plan, name) == value for name, value in values.items())
 
 
 def _trace(candidate: Candidate, measures: Measures, limit: float) -> None:

@@ -149,6 +149,20 @@ def test_the_runs_own_layout_is_compiled_first() -> None:
     assert compiler.tried[0] == own and found.ranked[0].plan == own and found.ranked[0].given
 
 
+def test_the_runs_own_layout_is_compiled_though_its_estimate_does_not_fit() -> None:
+    compiler = Compiler({PLANS[0]: 1.0})
+    options = SearchOptions(given={"data": PLANS[0].data, "zero": PLANS[0].zero, "grad_accum_steps": 1})
+    found = search(Estimates({}, peak=2.0**40), PLANS, compiler, Counter(), options)
+    assert compiler.tried == PLANS[:1] and found.ranked[0].given and found.too_large == len(PLANS) - 1
+
+
+def test_a_layout_that_is_no_plan_is_reported() -> None:
+    seconds = dict.fromkeys(PLANS[:2], 1.0)
+    text = "the run's own layout is none of these plans, so it was not compiled"
+    assert run(seconds, Compiler(seconds), given={"data": 3}).notes == (text,)
+    assert run(seconds, Compiler(seconds)).notes == ()
+
+
 def test_the_number_of_programs_is_limited() -> None:
     estimates = dict.fromkeys(PLANS, 1.0)
     compiler = Compiler({plan: 10.0 + i for i, plan in enumerate(PLANS)})
