@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 from jaxpar.parallel.attention.attention_local import KEYS, check_heads, compute, ordered, roles, with_sinks
 from jaxpar.parallel.attention.cost_model import AttentionRequest, QKVSharding
-from jaxpar.parallel.attention.dropout import add_global_indices, manual_axes_of
+from jaxpar.parallel.attention.dropout import add_global_indices
 from jaxpar.parallel.attention.kernels.dense import dense
 from jaxpar.parallel.attention.kernels.gpu_flash import mha
 from jaxpar.parallel.attention.kernels.select import Kernel, KernelChoice, find
@@ -27,6 +27,7 @@ from jaxpar.parallel.attention.split.partition import AttentionPlan, Backend
 from jaxpar.parallel.attention.split.token_order import check_given, permutation
 from jaxpar.parallel.attention.tiled.padding import SAVED, Arrays, result_without_padding, without_padding
 from jaxpar.parallel.attention.tiled.tile import AttentionArrays, Segments, TileSpec
+from jaxpar.parallel.manual_axes import manual_axes_of
 from jaxpar.sharding.hardware.topology import platform_of
 from jaxpar.sharding.layout import current_layout, hint, with_sharding
 from jaxpar.sharding.resolve import resolve

@@ -20,6 +20,7 @@ from jaxpar.parallel.attention.split.token_order import check, check_given
 from jaxpar.parallel.attention.split.vjp import attend
 from jaxpar.parallel.attention.tiled.padding import result_without_padding, without_padding
 from jaxpar.parallel.attention.tiled.tile import AttentionArrays, varies_over
+from jaxpar.parallel.manual_axes import enclosing_manual_axes, manual_axes_of
 from jaxpar.sharding.hardware.topology import platform_of
 
 KEYS: dict[str, KeySource] = {
@@ -129,7 +130,7 @@ def _add_sequence_indices(
 ) -> tuple[AttentionArrays, Any]:
     """Adds the global index of each sequence to the arrays; returns them and the index of the first head."""
     given = [None if x is None else (x,) if isinstance(x, str) else tuple(x) for x in (batch_axis, q_heads_axis)]
-    default_axes = (dropout.manual_axes_of("batch", dropout.ROWS), dropout.manual_axes_of("heads", dropout.HEADS))
+    default_axes = (manual_axes_of("batch", dropout.ROWS), manual_axes_of("heads", dropout.HEADS))
     rows, heads = (
         tuple(axis for axis in dropout.axes_sharding(found, q) if axis not in seq) if named is None else named
         for named, found in zip(given, default_axes, strict=True)
@@ -139,7 +140,7 @@ def _add_sequence_indices(
         "pass batch_axis=... and q_heads_axis=..., the axes that shard the batch and the query heads (() for none)."
     )
     # Devices along an axis over which the queries are replicated must drop the same weights.
-    same = [axis for axis in dropout.enclosing_manual_axes() if not dropout.axes_sharding((axis,), q)]
+    same = [axis for axis in enclosing_manual_axes() if not dropout.axes_sharding((axis,), q)]
     return dropout.add_global_indices(
         q, array_options, rows, heads, (*seq, *same), remedy=remedy if None in given else None
     )

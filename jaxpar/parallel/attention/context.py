@@ -11,11 +11,11 @@ from jaxpar.errors import ConfigError, LayoutError, did_you_mean
 from jaxpar.parallel.attention.attention import attention, qkv_sharding
 from jaxpar.parallel.attention.attention_local import attention_local, roles
 from jaxpar.parallel.attention.cost_model import AttentionRequest, QKVSharding
-from jaxpar.parallel.attention.dropout import manual_axes_of
 from jaxpar.parallel.attention.options import IMPLS, KV_GRAD_DTYPES, Impl
 from jaxpar.parallel.attention.select import select_here
 from jaxpar.parallel.attention.split.token_order import ORDERS, permutation
 from jaxpar.parallel.collectives.gather_reduce import axes_of
+from jaxpar.parallel.manual_axes import manual_axes_of
 from jaxpar.sharding.layout import current_layout
 from jaxpar.sharding.resolve import num_shards_over
 from jaxpar.sharding.rules import Axes

@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpar.errors import ConfigError, NoLayoutError, listing
+from jaxpar.errors import ConfigError, listing
 from jaxpar.parallel.attention.tiled.tile import AttentionArrays, varies_over
 from jaxpar.parallel.batch_rows import current_batch_rows, here, row_numbers
-from jaxpar.sharding.layout import current_layout
+from jaxpar.parallel.manual_axes import enclosing_manual_axes
 from jaxpar.sharding.rules import Axes
 
 ROWS, HEADS = ("replica", "data", "expert"), ("model",)
@@ -59,23 +59,6 @@ def add_global_indices(
             f"key=jax.random.split(key, {q.shape[0]})."
         )
     return array_options._replace(sequences=numbers), first_head
-
-
-def enclosing_manual_axes() -> tuple[str, ...]:
-    """Returns the mesh axes of size > 1 that an enclosing ``shard_map`` has made manual."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return tuple(axis for axis in mesh.axis_names if axis in mesh.manual_axes and mesh.shape[axis] > 1)
-
-
-def manual_axes_of(dim: str | None, default: Axes = ()) -> Axes:
-    """Returns the manual axes over which the ambient rules shard ``dim``; without a rule, those of ``default``."""
-    manual = enclosing_manual_axes()
-    try:
-        resolved = None if dim is None else current_layout().resolve((dim,))
-    except NoLayoutError:
-        resolved = None
-    axes = default if resolved is None or resolved.problems else resolved.axes[0]
-    return tuple(axis for axis in axes if axis in manual)
 
 
 def axes_sharding(axes: Axes, q: jax.Array) -> Axes:
