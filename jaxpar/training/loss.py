@@ -19,6 +19,8 @@ from jaxpar.training.model import Kind, Path
 from jaxpar.training.state import TrainState
 
 Metrics = dict[str, Any]
+STEP_METRICS = frozenset({"loss", "grad_norm", "grads", "skipped", "loss_scale"})
+"""Names of the step's own metrics, which a loss cannot use."""
 type LossFn = Callable[..., Any]
 """``loss_fn(model, batch)``, with an argument ``key`` if it draws random numbers; see :func:`jaxpar.train_step`."""
 
@@ -127,7 +129,7 @@ def check_names(metrics: Metrics) -> None:
     Raises:
       ModelError: a metric has a reserved name; the error lists all of them.
     """
-    taken = sorted({"loss", "grad_norm", "grads", "skipped", "loss_scale"} & set(metrics))
+    taken = sorted(STEP_METRICS & set(metrics))
     if taken:
         raise ModelError(
             f"loss_fn returned metrics named {listing(taken)}, which are reserved for the step's own metrics. Remedy: "

@@ -22,7 +22,7 @@ from jaxpar.app.train import spikes
 from jaxpar.app.train.checkpointing import Saver, for_all_processes, naming, resume
 from jaxpar.app.train.compile import run_until_signal
 from jaxpar.app.train.goodput import Goodput
-from jaxpar.app.train.metrics import MetricsWriter, peak_flops
+from jaxpar.app.train.metrics import MetricsWriter, loss_metrics, peak_flops
 from jaxpar.app.train.process_sync import ProcessStatus, StatusExchange, Stragglers
 from jaxpar.app.train.programs import StepPrograms
 from jaxpar.app.train.progress import StepLine
@@ -112,6 +112,7 @@ class Run:
         self._batch: Any = None
         self._position: dict[str, Any] = {}
         self._signal, self._overdue = 0, False  # from the last exchange, so equal in all processes
+        self._loss_metrics: dict[str, float] = {}  # of the last step
         self._first_nonfinite = ""  # where the last skipped step was first not finite
         self.summary = Summary(bigram=data.bigram, unit="examples" if job.tokens is None else "tokens")
         self.summary.loss_unit = " nats per token" if isinstance(job.model, LlamaConfig) else ""
@@ -144,7 +145,7 @@ class Run:
                 number += 1
                 loss, seconds = self._step(number)
                 self._exchange_status(number)
-                line.update(number, loss, summary.heldout, seconds, *self._rate(seconds))
+                line.update(number, loss, summary.heldout, seconds, *self._rate(seconds), self._loss_metrics)
                 if self._watch.trouble:
                     number = self._roll_back(number, loss)
                 elif number < steps and not self._signal:
@@ -216,6 +217,7 @@ class Run:
                 self._position = self._stream.get_state()
             batch_ready, idle = time.perf_counter(), metrics["loss"].is_ready()
             loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])  # blocks until the step is done
+            self._loss_metrics = loss_metrics(metrics)
             ended = time.perf_counter()
         heartbeat.beat(number)
         seconds = ended - started
@@ -228,7 +230,8 @@ class Run:
         rate, mfu = self._rate(seconds)
         values = {"loss": loss, "grad_norm": norm, "step_seconds": seconds, "data_seconds": stalled}
         values |= {"elapsed": self._account.wall(), f"{summary.unit}_per_second": rate}
-        self._writer.write(number, **values, **({} if mfu is None else {"mfu": mfu}))
+        values |= {} if mfu is None else {"mfu": mfu}
+        self._writer.write(number, **{**self._loss_metrics, **values})
         return loss, seconds
 
     def _judge(self, number: int, loss: float, metrics: dict[str, Any], batch: Any) -> None:

@@ -6,18 +6,23 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 from typing import Any, Self
 
-from jaxpar.app.train.records import read_records
+import jax
+import jax.numpy as jnp
+
+from jaxpar.app.train.records import RESERVED, read_records
 from jaxpar.errors import need
 from jaxpar.sharding.hardware.accelerators import of_device
+from jaxpar.training.loss import STEP_METRICS
 from jaxpar.utils.durable import link_text, open_regular, write_atomically
 from jaxpar.utils.plotting import new_figure
 
+_NOT_OF_THE_LOSS = STEP_METRICS | {"updated", "weight"}
 _SECONDS = 30.0
 """Seconds between two flushes of the TensorBoard file, and before a retry."""
 
@@ -30,6 +35,20 @@ def peak_flops(device_kind: str) -> float | None:
     """
     device = of_device(device_kind)
     return device.bf16 if device else None
+
+
+def loss_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the scalars among a step's metrics that ``loss_fn`` returned; they block until the step is done.
+
+    The metric ``weight`` is left out, because it says how to average the others. A metric with the name of an entry
+    that the run writes itself gets the prefix ``loss/``.
+
+    >>> loss_metrics({"loss": 2.5, "grad_norm": 1.0, "accuracy": jnp.float32(0.5), "mfu": 1, "histogram": jnp.ones(3)})
+    {'accuracy': 0.5, 'loss/mfu': 1.0}
+    """
+    own = {name: x for name, x in metrics.items() if name not in _NOT_OF_THE_LOSS and not jnp.shape(x)}
+    values = jax.device_get(own)  # one transfer for all
+    return {f"loss/{name}" if name in RESERVED else name: float(value) for name, value in values.items()}
 
 
 class MetricsWriter:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from typing import Self
 
 from rich.console import Console
@@ -14,7 +15,7 @@ _LINES = 20
 
 
 class StepLine:
-    """Shows step, loss, held-out loss, tokens/s, step time, MFU (if the peak is known) and the remaining time.
+    """Shows step, loss, held-out loss, tokens/s, step time, MFU, the loss's own metrics, and the remaining time.
 
     Args:
       console: where to show them.
@@ -30,12 +31,30 @@ class StepLine:
         self._task = self._bar.add_task("train", total=steps, text="")
 
     def update(
-        self, step: int, loss: float, heldout: float, seconds: float, per_second: float, mfu: float | None
+        self,
+        step: int,
+        loss: float,
+        heldout: float,
+        seconds: float,
+        per_second: float,
+        mfu: float | None,
+        metrics: Mapping[str, float],
     ) -> None:
-        """Show a step that has just ended; a held-out loss that this process does not know is NaN, and left out."""
+        """Show a step that has just ended.
+
+        Args:
+          step: its number.
+          loss: its loss.
+          heldout: the last held-out loss; NaN, which is left out, if this process does not know it.
+          seconds: its duration.
+          per_second: tokens or examples per second.
+          mfu: the share of the peak FLOP/s, or ``None`` if the peak is unknown.
+          metrics: what the loss returned besides.
+        """
         known = "" if math.isnan(heldout) else f"  held-out {heldout:.4f}"
         text = f"loss {loss:.4f}{known}  {per_second:,.0f} {self._unit}/s  {seconds * 1e3:.0f} ms/step"
         text += f"  MFU {mfu:.1%}" if mfu is not None else ""
+        text += "".join(f"  {name} {value:.4g}" for name, value in metrics.items())
         if self._console.is_terminal:
             self._bar.update(self._task, completed=step, text=text)
         elif step % max(1, self._steps // _LINES) == 0 or step == self._steps:

@@ -15,6 +15,8 @@ _NUMBERS = ("loss", "heldout_loss", "step_seconds", "data_seconds", "elapsed", "
 """The entries of a record that a resumed run computes with."""
 _TOGETHER = {"elapsed": ("step_seconds",), "spent": ("wall_seconds", "began")}
 """Entries that an entry needs beside it."""
+RESERVED = frozenset({"step", "rollback_to", "mfu", "tokens_per_second", "examples_per_second", *_NUMBERS, *_TOGETHER})
+"""Entries that the run itself writes; a metric of the loss under such a name would be read as the run's."""
 
 
 def read_records(file: Path, tell: Callable[[str], None]) -> list[dict[str, Any]]:

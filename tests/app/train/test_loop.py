@@ -7,6 +7,7 @@ import math
 import signal
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -23,6 +24,9 @@ from jaxpar.app.launch.exit_codes import ExitCode
 from jaxpar.app.train.metrics import MetricsWriter, peak_flops
 from jaxpar.app.train.programs import step_of
 from jaxpar.checkpoint.verify import steps_in
+from jaxpar.parallel.experts.balance import load_balance_loss
+from jaxpar.parallel.experts.metrics import routing_metrics
+from jaxpar.parallel.experts.routing import Router
 
 LAYOUTS = Path(__file__).parents[3] / "configs" / "layouts"
 RUN = {
@@ -121,6 +125,28 @@ def test_the_same_run_twice_is_the_same_run(config: Path, model: str, monkeypatc
         assert main(["train", str(config), "--set", "train.steps=3"]) == 0
         losses.append([line["loss"] for line in records(config) if "loss" in line])
     assert losses[0] == losses[1]
+
+
+def test_metrics_of_the_loss_are_recorded_and_shown(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = small_model.loss
+
+    def routed(model: Any, batch: Any) -> Any:
+        routing = Router(experts=8, k=2)(10 * small_model.up(model, jax.nn.one_hot(batch["tokens"] % 8, 8)))
+        metrics = {**routing_metrics(routing, dropped=0.125), "elapsed": 7.0, "weight": 2.0}
+        return plain(model, batch) + load_balance_loss(routing) / 100, metrics
+
+    monkeypatch.setattr(small_model, "loss", routed)
+    small_model.use(monkeypatch)
+    assert main(["train", str(config), "--set", "train.steps=2"]) == 0
+    screen, steps = capsys.readouterr().out, [line for line in records(config) if "loss" in line]
+    assert len(steps) == 2
+    for line in steps:
+        assert 1 <= line["expert_load_max"] <= 4 and 0 < line["router_entropy"] < math.log(8)
+        assert line["router_nonfinite"] == 0 and line["dropped_fraction"] == 0.125
+        assert line["loss/elapsed"] == 7 and line["elapsed"] != 7 and "weight" not in line
+        assert f"  expert_load_max {line['expert_load_max']:.4g}  router_entropy {line['router_entropy']:.4g}" in screen
 
 
 def test_the_loop_steps_with_the_moments_on_disk_and_verify_refuses(
