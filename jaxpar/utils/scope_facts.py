@@ -1,15 +1,18 @@
-"""Numbers that a program states in the names of its scopes: trip counts of loops, and FLOPs of kernels.
+"""Numbers that a program states in the names of its scopes: trip counts, FLOPs of kernels, rows of ragged operations.
 
 A compiled program shows neither the length of a loop that differs between devices or iterations, nor the FLOPs of a
-custom kernel. Of the metadata that JAX can write, XLA's passes keep only ``op_name``, the path of the named scopes. The
-code that builds such a loop or kernel therefore states the number in a scope, and :mod:`jaxpar.analysis.hlo` reads it.
-All of these names are written and read here.
+custom kernel, nor how many rows of a ragged operation's buffer are in use. Of the metadata that JAX can write, XLA's
+passes keep only ``op_name``, the path of the named scopes. The code that builds such an operation therefore states the
+number in a scope, and :mod:`jaxpar.analysis.hlo` reads it. All of these names are written and read here.
 """
 
 from __future__ import annotations
 
 import re
+from contextlib import AbstractContextManager
 from fractions import Fraction
+
+import jax
 
 
 def trip_count_scope(count: int, rounds: int | None = None) -> str:
@@ -60,3 +63,34 @@ def matmul_flops_in(op_name: str) -> tuple[int, int] | None:
     """
     found = re.search(r"attention_matmul_flops_(\d+)(?:_(\d+))?", op_name)
     return None if found is None else (int(found[1]), int(found[2] or found[1]))
+
+
+def expected_rows(rows: int) -> AbstractContextManager[None]:
+    """Returns a named scope for ragged operations whose buffers are larger than their data.
+
+    The operations are exchanges (``jax.lax.ragged_all_to_all``) and grouped matmuls (``jax.lax.ragged_dot``). The scope
+    also holds for their gradients and for their recomputation.
+
+    Args:
+      rows: the rows of the buffer that one device uses in one call if the load is balanced over devices. An exchange
+        counts all rows that a device sends, including those that it keeps.
+
+    >>> import jax.numpy as jnp
+    >>> def matmul(x, w, group_sizes):
+    ...     with expected_rows(2048):
+    ...         return jax.lax.ragged_dot(x, w, group_sizes)
+    >>> x, w, group_sizes = jnp.ones((4096, 8)), jnp.ones((4, 8, 8)), jnp.full(4, 512)
+    >>> "expected_rows_2048" in jax.jit(matmul).lower(x, w, group_sizes).as_text(debug_info=True)
+    True
+    """
+    return jax.named_scope(f"expected_rows_{rows:d}")
+
+
+def expected_rows_in(op_name: str) -> int | None:
+    """Returns the expected rows of a ragged operation of this ``op_name``; the innermost scope decides.
+
+    >>> expected_rows_in("jit(step)/transpose(jvp(expected_rows_2048))/ragged_all_to_all")
+    2048
+    """
+    stated = re.findall(r"\bexpected_rows_(\d+)\b", op_name)
+    return int(stated[-1]) if stated else None
