@@ -176,7 +176,8 @@ def finite_tokens(logits: jax.Array) -> jax.Array:
 def _first_best(scores_X: jax.Array, count: int) -> jax.Array:
     """Returns the distinct indices of the largest scores, int32 ``[..., count]``, largest first, then lowest index.
 
-    It replaces ``jax.lax.top_k``, for which XLA gathers the tokens of all devices on each.
+    It replaces ``jax.lax.top_k``: where that is a custom call (on CPUs; on TPUs it is a sort), XLA gathers all devices'
+    tokens on each.
     """
     left_X = jnp.maximum(scores_X, jnp.finfo(scores_X.dtype).min)  # so that -inf marks only what is already chosen
     numbers_X = jnp.arange(scores_X.shape[-1], dtype=jnp.int32)

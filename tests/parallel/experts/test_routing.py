@@ -120,7 +120,7 @@ def test_gradients(name: str) -> None:
 
 def test_bias_changes_the_choice_but_not_the_weights() -> None:
     logits, bias = jnp.array([[3.0, 2.0, 1.0, 0.0]]), jnp.array([0.0, 0.0, 0.0, 10.0])
-    got = Router(experts=4, k=2, score="sigmoid")(logits, bias)
+    got = jax.jit(Router(experts=4, k=2, score="sigmoid"))(logits, bias)
     assert got.experts.tolist() == [[3, 0]]
     high, low = 1 / (1 + math.exp(-3)), 0.5
     np.testing.assert_allclose(got.weights[0], [low / (high + low), high / (high + low)], rtol=1e-6)
@@ -129,20 +129,20 @@ def test_bias_changes_the_choice_but_not_the_weights() -> None:
 def test_groups_limit_the_choice() -> None:
     # The best expert is alone in its group; the sums of two are 9, 14, 12 and 0.
     logits = jnp.log(jnp.array([[9.0, 1e-9, 7, 7, 6, 6, 1e-9, 1e-9]]))
-    got = Router(experts=8, k=3, groups=4, groups_per_token=2)(logits)
+    got = jax.jit(Router(experts=8, k=3, groups=4, groups_per_token=2))(logits)
     assert got.experts.tolist() == [[2, 3, 4]]
-    assert Router(experts=8, k=3)(logits).experts.tolist() == [[0, 2, 3]]
+    assert jax.jit(Router(experts=8, k=3))(logits).experts.tolist() == [[0, 2, 3]]
 
 
 def test_all_experts_may_be_chosen() -> None:
-    got = Router(experts=4, k=4)(jnp.array([0.0, 1.0, 1.0, 2.0]))
+    got = jax.jit(Router(experts=4, k=4))(jnp.array([0.0, 1.0, 1.0, 2.0]))
     assert got.experts.tolist() == [3, 1, 2, 0]
     np.testing.assert_allclose(got.weights, got.probabilities[got.experts], rtol=1e-6)
 
 
 def test_fp64_stays_fp64() -> None:
     with jax.enable_x64(True):
-        got = MIXTRAL(jnp.arange(8, dtype=jnp.float64))
+        got = jax.jit(MIXTRAL)(jnp.arange(8, dtype=jnp.float64))
         assert [x.dtype for x in got] == [jnp.float64, jnp.int32, jnp.float64, jnp.float64]
         assert float(got.weights[1]) == pytest.approx(1 / (1 + math.e), rel=1e-15)
 
@@ -187,7 +187,7 @@ def test_a_logit_of_minus_infinity_excludes_an_expert(name: str) -> None:
 
 
 def test_weights_without_underflow() -> None:
-    got = Router(experts=4, k=2, score="sigmoid")(jnp.array([-300.0, -301.0, -302.0, -303.0]))
+    got = jax.jit(Router(experts=4, k=2, score="sigmoid"))(jnp.array([-300.0, -301.0, -302.0, -303.0]))
     np.testing.assert_allclose(got.weights, np.array([math.e, 1]) / (1 + math.e), rtol=1e-6)
 
 
