@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
 
 def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr | ClosedJaxpr]:
@@ -30,6 +31,71 @@ def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
 def opened(jaxpr: Jaxpr | ClosedJaxpr) -> Jaxpr:
     """Returns a jaxpr without its constants."""
     return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
+
+
+def inlined(jaxpr: Jaxpr) -> Jaxpr:
+    """Returns a jaxpr with the bodies of jitted functions in place of their calls, also inside loops and branches.
+
+    Functions with shardings, compiler options or constants of their own remain calls; so do the bodies of custom
+    derivatives.
+
+    >>> import jax
+    >>> jaxpr = jax.make_jaxpr(lambda x: jax.jit(jax.numpy.sin)(x) + 1)(1.0).jaxpr
+    >>> [eqn.primitive.name for eqn in inlined(jaxpr).eqns]
+    ['sin', 'add']
+    """
+    eqns: list[JaxprEqn] = []
+    names: dict[Any, Any] = {}
+    _inline(jaxpr, names, eqns, top=True)
+    outvars = [names.get(atom, atom) if isinstance(atom, Var) else atom for atom in jaxpr.outvars]
+    return jaxpr.replace(eqns=eqns, outvars=outvars)
+
+
+def _inline(jaxpr: Jaxpr, names: dict[Any, Any], eqns: list[JaxprEqn], *, top: bool) -> None:
+    """Add the equations of a jaxpr, whose variables are known by ``names``; those of calls are new."""
+    for eqn in jaxpr.eqns:
+        reads = [names.get(atom, atom) if isinstance(atom, Var) else atom for atom in eqn.invars]
+        body = _inlinable(eqn)
+        if body is not None:
+            inner = dict(zip(body.invars, reads, strict=True))
+            _inline(body, inner, eqns, top=False)
+            results = [inner[atom] if isinstance(atom, Var) else atom for atom in body.outvars]
+            names |= zip(eqn.outvars, results, strict=True)
+            continue
+        makes = eqn.outvars if top else [Var(var.aval) for var in eqn.outvars]
+        names |= {} if top else dict(zip(eqn.outvars, makes, strict=True))
+        eqns.append(eqn.replace(invars=reads, outvars=makes, params=_inlined_params(eqn)))
+
+
+def _inlinable(eqn: JaxprEqn) -> Jaxpr | None:
+    """The body of a call that means no more than its equations."""
+    params = eqn.params
+    if eqn.primitive.name not in ("jit", "pjit", "closed_call", "core_call"):
+        return None
+    body = params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
+    shardings = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
+    own = any(type(one).__name__ != "UnspecifiedValue" for one in shardings) or params.get("compiler_options_kvs")
+    return None if own or getattr(body, "consts", ()) or opened(body).constvars else opened(body)
+
+
+def _inlined_params(eqn: JaxprEqn) -> dict[str, Any]:
+    """The parameters of a loop, branch or recomputed function, with its bodies inlined."""
+    if eqn.primitive.name not in ("scan", "while", "cond", "remat2", "checkpoint"):
+        return dict(eqn.params)
+    changed = {}
+    for key, value in eqn.params.items():
+        several = isinstance(value, tuple | list)
+        bodies = [with_inlined(x) for x in (value if several else (value,))]
+        changed[key] = (tuple(bodies) if isinstance(value, tuple) else bodies) if several else bodies[0]
+    return changed
+
+
+def with_inlined(x: Any) -> Any:
+    """Returns a jaxpr, closed or not, as :func:`inlined` does, and anything else as it is."""
+    # Before jax 0.12 a ClosedJaxpr contains a Jaxpr; since then both are one class.
+    if isinstance(x, Jaxpr):
+        return inlined(x)
+    return ClosedJaxpr(inlined(x.jaxpr), x.consts) if isinstance(x, ClosedJaxpr) else x
 
 
 def has_checkpoint_name(jaxpr: Jaxpr, name: str) -> bool:

@@ -36,7 +36,8 @@ def annotate(make_model: MakeModel, loss_fn: LossFn, batch: Any, *, names: Patte
         the same dims of other arrays too.
 
     Returns:
-      An :class:`Annotation`: the model and the loss with names, and a table that prints why each name was chosen.
+      An :class:`Annotation`: the model and the loss with names, and a table that prints why each name was chosen, and
+      which attention runs as :func:`jaxpar.attention` under a layout that shards its sequence.
 
     Raises:
       AnnotationError: a pattern matches no parameter, or has another number of names than the parameter has dims.
@@ -66,6 +67,7 @@ def annotate(make_model: MakeModel, loss_fn: LossFn, batch: Any, *, names: Patte
         arrays=arrays,
         unknown=dict(program.unknown),
         notes=program.notes,
+        attention=program.attention_sites(),
     )
 
 

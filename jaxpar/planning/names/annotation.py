@@ -12,6 +12,7 @@ import jax
 
 from jaxpar.analysis.units import aligned
 from jaxpar.errors import listing
+from jaxpar.planning.names.attention_sites import AttentionSite
 from jaxpar.planning.names.roles import DimName
 from jaxpar.sharding.names import Names
 from jaxpar.training.loss import LossFn
@@ -53,6 +54,7 @@ class Annotation:
       arrays: the model's and the batch's arrays with their names.
       unknown: how often each primitive occurs through which dims could not be followed.
       notes: what a reader should know, such as classes with several given names.
+      attention: the attention of the loss, as written in matmuls: what is recognised, and what is not and why.
     """
 
     make_model: MakeModel
@@ -60,6 +62,7 @@ class Annotation:
     arrays: tuple[NamedArray, ...]
     unknown: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    attention: tuple[AttentionSite, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -102,8 +105,19 @@ class Annotation:
             for (path, shape, names), count in folded.items()
         ]
         lines += ["", *aligned([("array", "shape", "dims"), *rows])]
+        lines += ["", *aligned(self._attention_rows())] if self.attention else []
         lines += ["", *(f"note: {note}" for note in self._remarks())] if any(self._remarks()) else []
         return "\n".join(lines)
+
+    def _attention_rows(self) -> list[tuple[str, str, str]]:
+        """What runs as :func:`jaxpar.attention` where its sequence is sharded, and what does not."""
+        counts = Counter[tuple[str, str]]()
+        for site in self.attention:
+            counts[
+                site.text, f"left as it is: {site.reason}" if site.reason else "ring attention, or as auto selects"
+            ] += site.count
+        rows = [(text, str(count), how) for (text, how), count in counts.items()]
+        return [("attention", "times", "if the sequence is sharded"), *rows]
 
     def _remarks(self) -> list[str]:
         remarks = list(self.notes)

@@ -6,10 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import AxisType, PartitionSpec
 
 from jaxpar.parallel.zero.gather import gather_weight, sharded_dot
+from jaxpar.planning.attention.attention import FoundAttention
+from jaxpar.planning.attention.run import attend, shapes, shards_sequence
+from jaxpar.planning.names.attention_sites import AttentionSite, BodyAttention, Known, needed_equations
 from jaxpar.planning.names.propagate import TracedValue, Visited
 from jaxpar.sharding.layout import current_layout, with_sharding
 from jaxpar.sharding.names import Names
@@ -40,24 +43,34 @@ class NamesOf(Protocol):
         """Whether a value is of the width of the residual stream."""
 
 
-def constrained(jaxpr: Jaxpr, visited: Sequence[Visited], names_of: NamesOf) -> Jaxpr:
+def constrained(jaxpr: Jaxpr, visited: Sequence[Visited], names_of: NamesOf, known: Known) -> Jaxpr:
     """Returns a jaxpr in which matmuls gather their weights, and shard their results by the rules of activations.
 
     Matmuls of one activation with several weights are one :func:`jaxpar.sharded_dot`. The bodies of loops, branches,
     recomputed layers and jitted functions are rewritten too. Those of custom derivatives and of ``shard_map`` remain as
-    they are.
+    they are. Attention whose sequence the ambient layout shards becomes :func:`jaxpar.attention`.
 
     Args:
       jaxpr: the traced program; unchanged.
       visited: its equations, as :meth:`Propagation.run` returns them.
       names_of: the names of a value's dims.
+      known: masks and positions among its arguments and constants.
     """
-    body = _Body(names_of)
+    attention = BodyAttention.of(jaxpr, visited, names_of, known)
+    found = [site for site in attention.sites if site.attention and shards_sequence(*_attention_dims(site))]
+    sites = {id(_attention_dims(site)[0].eqn): site for site in found}
+    if sites:
+        needed = needed_equations(jaxpr, {key: _attention_dims(site)[0] for key, site in sites.items()})
+        kept = {id(eqn) for eqn in needed}
+        jaxpr, visited = jaxpr.replace(eqns=needed), [step for step in visited if id(step.eqn) in kept]
+    body = _Body(names_of, attention)
     ordered = _weights_first(jaxpr, visited)
     together = _products(ordered, names_of)
     for step in ordered:
         group = together.get(id(step.eqn))
-        if group is None:
+        if id(step.eqn) in sites:
+            body.add_attention(step, sites[id(step.eqn)])
+        elif group is None:
             body.add(step)
         elif group[0] is step:
             body.add_products(group)
@@ -67,8 +80,8 @@ def constrained(jaxpr: Jaxpr, visited: Sequence[Visited], names_of: NamesOf) -> 
 class _Body:
     """The equations of a jaxpr while it is rewritten."""
 
-    def __init__(self, names_of: NamesOf):
-        self.names_of = names_of
+    def __init__(self, names_of: NamesOf, attention: BodyAttention):
+        self.names_of, self.attention = names_of, attention
         self.eqns: list[JaxprEqn] = []
         self.replaced: dict[Any, Any] = {}
         self.gathered: dict[Any, Any] = {}
@@ -84,7 +97,7 @@ class _Body:
         weighted = reading and any(value.weight for value in step.reads)
         if weighted:
             reads = [self._gather(atom, value, step) for atom, value in zip(reads, step.reads, strict=True)]
-        self.eqns.append(step.eqn.replace(invars=reads, params={**step.eqn.params, **_rewritten(step, self.names_of)}))
+        self.eqns.append(step.eqn.replace(invars=reads, params={**step.eqn.params, **self._rewritten(step)}))
         if reading:
             self._shard_result(step, step.eqn.outvars[0], weighted=weighted)
 
@@ -103,6 +116,12 @@ class _Body:
         for step, out in zip(group, self._insert(products, [x, *weights], first), strict=True):
             self._shard_result(step, out, weighted=True)
 
+    def add_attention(self, step: Visited, site: AttentionSite) -> None:
+        """Add attention in place of the product of its weights and values."""
+        attention, q_dims, kv_dims = _attention_dims(site)
+        reads = [self.read(atom) for atom in attention.variables()]
+        (self.replaced[step.eqn.outvars[0]],) = self._insert(attend(attention, q_dims, kv_dims), reads, step)
+
     def _gather(self, atom: Any, value: TracedValue, step: Visited) -> Any:
         """The variable of a gathered weight, or of an activation of the residual stream in full sequences."""
         if not isinstance(atom, Var):
@@ -120,15 +139,37 @@ class _Body:
             names = tuple(RESIDUAL_SEQ if name == "seq" else name for name in names)
         self.replaced[out] = self._insert(_shard(names, role), [var], step)[0] if any(names) else var
 
+    def _rewritten(self, step: Visited) -> dict[str, Any]:
+        """The parameters of an equation that are jaxprs, with their constraints."""
+        changed: dict[str, Any] = {}
+        if step.eqn.primitive.name.startswith("custom_"):
+            return changed
+        for key, index, visited in step.inner:
+            before = step.eqn.params[key] if index is None else step.eqn.params[key][index]
+            body = constrained(opened(before), visited, self.names_of, self.attention.known_inside(step))
+            # Before jax 0.12 a ClosedJaxpr contains a Jaxpr; since then both are one class.
+            after = body if isinstance(before, Jaxpr) else ClosedJaxpr(body, before.consts)
+            changed[key] = after if index is None else (*changed.get(key, ()), after)
+        return changed
+
     def _insert(self, function: Callable[..., Any], reads: Sequence[Any], step: Visited) -> list[Any]:
         """Add the equations of ``function(*reads)``, and return the variables of its results."""
         shapes = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in reads]
-        traced = opened(jax.make_jaxpr(function)(*shapes))
-        inside = dict(zip(traced.invars, reads, strict=True))
+        closed = jax.make_jaxpr(function)(*shapes)
+        traced = opened(closed)
+        inside: dict[Any, Any] = dict(zip(traced.invars, reads, strict=True))
+        inside |= {var: Literal(x, var.aval) for var, x in zip(traced.constvars, closed.consts, strict=True)}
         new = lambda atom: inside.get(atom, atom) if isinstance(atom, Var) else atom
         source = step.eqn.source_info
         self.eqns += [eqn.replace(invars=[*map(new, eqn.invars)], source_info=source) for eqn in traced.eqns]
         return [new(atom) for atom in traced.outvars]
+
+
+def _attention_dims(site: AttentionSite) -> tuple[FoundAttention, Names, Names]:
+    """Attention, and the names of its dims that fit the rules."""
+    attention = cast(FoundAttention, site.attention)
+    q, k = shapes(attention)
+    return attention, _fitting(site.q_dims, q), _fitting(site.kv_dims, k)
 
 
 def _weights_first(jaxpr: Jaxpr, visited: Sequence[Visited]) -> list[Visited]:
@@ -168,20 +209,6 @@ def _products(steps: Sequence[Visited], names_of: NamesOf) -> dict[int, list[Vis
 
 def _separate_residual() -> bool:
     return RESIDUAL_SEQ in current_layout().rules.table
-
-
-def _rewritten(step: Visited, names_of: NamesOf) -> dict[str, Any]:
-    """The parameters of an equation that are jaxprs, with their constraints."""
-    changed: dict[str, Any] = {}
-    if step.eqn.primitive.name.startswith("custom_"):
-        return changed
-    for key, index, visited in step.inner:
-        before = step.eqn.params[key] if index is None else step.eqn.params[key][index]
-        body = constrained(opened(before), visited, names_of)
-        # Before jax 0.12 a ClosedJaxpr contains a Jaxpr; since then both are one class.
-        after = body if isinstance(before, Jaxpr) else ClosedJaxpr(body, before.consts)
-        changed[key] = after if index is None else (*changed.get(key, ()), after)
-    return changed
 
 
 def _shard(names: Names, role: str = "activations") -> Callable[[jax.Array], jax.Array]:

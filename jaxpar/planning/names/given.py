@@ -76,17 +76,20 @@ def by_class(
 ) -> tuple[dict[int, DimName], dict[Dim, DimName], list[str]]:
     """Returns the names given to classes and to dims of several atoms, and a note for each class with several names.
 
+    Of several names that of the batch's arrays counts first: a table of positions is looked up along the sequence.
+
     Args:
       classes: the classes.
       dims: those of each array, by path.
       given: the names of some arrays, and where they come from, by path.
     """
     votes: dict[Dim, Counter[str]] = {}
+    first = len(given)
     source: dict[tuple[Dim, str], str] = {}
     for path, (names, origin) in given.items():
         for dim, name in zip(dims[path], names, strict=True):
             if (flat := classes.flat(dim)) and name is not None:
-                votes.setdefault(flat, Counter())[name] += 1
+                votes.setdefault(flat, Counter())[name] += first if path.startswith("batch/") else 1
                 source.setdefault((flat, name), origin)
     single, several, notes = {}, {}, []
     for flat, counts in votes.items():

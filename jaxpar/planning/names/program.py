@@ -11,6 +11,7 @@ import jax
 from jax.extend.core import Jaxpr, jaxpr_as_fun
 
 from jaxpar.planning.names.annotation import NamedArray
+from jaxpar.planning.names.attention_sites import AttentionSite, all_sites, known_constants
 from jaxpar.planning.names.constrain import constrained
 from jaxpar.planning.names.fold import fold
 from jaxpar.planning.names.given import Given, by_class
@@ -19,6 +20,7 @@ from jaxpar.planning.names.roles import SPACE, ClassNames, DimName, ProgramArray
 from jaxpar.sharding.names import Names
 from jaxpar.training.loss import LossProgram
 from jaxpar.training.model import leaves_with_paths, show
+from jaxpar.utils.jaxprs import opened, with_inlined
 
 _IN_MODEL = {"seq": "positions", **dict.fromkeys(SPACE, "features")}
 """Dims of the batch that a parameter has too: a row for each position, and the pixels of a patch."""
@@ -62,6 +64,7 @@ class NamedProgram:
           given: the names of some arrays, and where they come from, by path.
         """
         traced, shapes = jax.make_jaxpr(run, return_shape=True)(*args)
+        traced = with_inlined(traced)
         parts = dict(zip(("params", "variables", "batch", "extra"), args, strict=True))
         order = [show(path) for part in parts for path, _ in leaves_with_paths({part: parts[part]})]
         propagation = Propagation()
@@ -99,6 +102,10 @@ class NamedProgram:
             dims = tuple(DimName(rename.get(dim.name or "", dim.name), dim.reason) for dim in dims)
         return NamedArray(path, value.shape, dims, repeated)
 
+    def attention_sites(self) -> tuple[AttentionSite, ...]:
+        """Returns the attention of the program, that which is not recognised included."""
+        return tuple(all_sites(opened(self.jaxpr), self.visited, _NamesOf(self.names), known_constants(self.jaxpr)))
+
     def run_constrained(self, args: Sequence[Any], *, with_gradients: bool = False) -> Any:
         """Compute the program for ``args``, with constraints on the weights and results of matmuls.
 
@@ -107,7 +114,8 @@ class NamedProgram:
           with_gradients: whether the program computes gradients too. Those of weights have no batch dim, and are
             sharded by the rules of gradients.
         """
-        jaxpr = constrained(self.jaxpr.jaxpr, self.visited, _NamesOf(self.names, with_gradients))
+        known = known_constants(self.jaxpr)
+        jaxpr = constrained(self.jaxpr.jaxpr, self.visited, _NamesOf(self.names, with_gradients), known)
         closed = jaxpr if isinstance(self.jaxpr, Jaxpr) else self.jaxpr.replace(jaxpr=jaxpr)
         return jax.tree.unflatten(self.out_tree, jaxpr_as_fun(closed)(*jax.tree.leaves(args)))
 

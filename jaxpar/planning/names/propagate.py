@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from jaxpar.planning.names.dim_classes import Dim, DimClasses, Use
 from jaxpar.planning.names.primitive_rules import RULES, Operation
+from jaxpar.sharding.names import Names
 from jaxpar.utils.jaxprs import opened
 
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr", "remat2": "jaxpr"}
@@ -44,6 +45,10 @@ class TracedValue:
     weight: bool = False
     numbers: bool = False
     counts: int | None = None
+
+
+NamesOfValue = Callable[[TracedValue], Names]
+"""The names of a value's dims, ``None`` for those that are not known."""
 
 
 @dataclass(eq=False, slots=True)

@@ -1,0 +1,182 @@
+"""Tests that attention is recognised as public models write it, and that it computes the same as ``jp.attention``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from jax.extend.core import jaxpr_as_fun
+
+import jaxpar as jp
+from jaxpar.planning.attention.attention import FoundAttention
+from jaxpar.planning.attention.find import find
+from jaxpar.planning.attention.run import attend
+from jaxpar.planning.names.attention_sites import known_constants
+from jaxpar.utils.contexts import attention_observer
+from jaxpar.utils.jaxprs import inlined, opened
+from tests.planning.attention import styles
+from tests.profiles import few
+
+Q_DIMS, KV_DIMS = ("batch", "seq", "heads", None), ("batch", "seq", "kv_heads", None)
+NAMES = {
+    5: ("batch", "seq", "kv_heads", "heads", "head_dim"),
+    4: ("batch", "seq", "heads", "head_dim"),
+    3: ("batch", "seq", None),
+}
+
+
+def recognised(function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[str, Callable[..., jax.Array]]:
+    """The attention in a function, described, and the function with ``jp.attention`` in place of it."""
+    closed = jax.make_jaxpr(function)(*arguments)
+    jaxpr = inlined(opened(closed))
+    is_bias = lambda atom: len(atom.aval.shape) == 3 and atom.aval.shape[1] == styles.SEQ and atom.aval.shape[2] > 11
+    reader = find(jaxpr, lambda atom: not is_bias(atom), known_constants(closed))
+    (weighted,) = reader.found
+    names = lambda var: NAMES[len(var.aval.shape)]
+    attention = FoundAttention.of(weighted, reader, names)
+
+    def replaced(*args: jax.Array) -> jax.Array:
+        close = lambda jaxpr: closed.replace(jaxpr=jaxpr) if opened(closed) is not closed else jaxpr
+        before = close(jaxpr.replace(outvars=list(attention.variables())))
+        o = attend(attention, Q_DIMS, KV_DIMS)(*jaxpr_as_fun(before)(*args))
+        at = next(i for i, eqn in enumerate(jaxpr.eqns) if eqn is attention.eqn)
+        rest = jaxpr.replace(invars=[*jaxpr.invars, *attention.eqn.outvars], eqns=jaxpr.eqns[at + 1 :])
+        (result,) = jaxpr_as_fun(close(rest))(*args, o)
+        return result
+
+    return attention.describe(), replaced
+
+
+@pytest.mark.parametrize("style", styles.STYLES)
+def test_it_is_recognised(style: str) -> None:
+    function, description, options = styles.STYLES[style]
+    assert recognised(function, styles.arrays(**options))[0] == description
+
+
+@pytest.mark.parametrize("style", few(styles.STYLES, keep=7))
+def test_it_computes_the_same(style: str) -> None:
+    function, _, options = styles.STYLES[style]
+    *floats, lengths = styles.arrays(**options)
+    _, replaced = recognised(function, (*floats, lengths))
+    cotangent = jnp.cos(jnp.arange(function(*floats, lengths).size).reshape(function(*floats, lengths).shape))
+    with jp.unsharded():
+        results = [
+            jax.jit(jax.value_and_grad(lambda *x, f=f: (f(*x, lengths) * cotangent).sum(), (0, 1, 2, 3)))(*floats)
+            for f in (function, replaced)
+        ]
+    for right, own in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(np.asarray(own), np.asarray(right), rtol=1e-5, atol=1e-5)
+
+
+def dropped(q: Any, k: Any, v: Any) -> jax.Array:
+    return nn.dot_product_attention(q, k, v, dropout_rate=0.5, dropout_rng=jax.random.key(0), deterministic=False)
+
+
+def over_queries(q: Any, k: Any, v: Any) -> jax.Array:
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k), 2), v)
+
+
+def returned(q: Any, k: Any, v: Any) -> tuple[jax.Array, jax.Array]:
+    weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, v), weights.max()
+
+
+def precise(q: Any, k: Any, v: Any) -> jax.Array:
+    return nn.dot_product_attention(q, k, v, precision=jax.lax.Precision.HIGHEST)
+
+
+def multiplied(q: Any, k: Any, v: Any) -> jax.Array:
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * jnp.exp(q[0, 0, 0, 0])
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
+
+
+def half_hidden(q: Any, k: Any, v: Any) -> jax.Array:
+    scores = jnp.where(styles.causal(), jnp.einsum("bqhd,bkhd->bhqk", q, k), -5.0)
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
+
+
+def blocks(q: Any, k: Any, v: Any) -> jax.Array:
+    """A sum of two positions is no band."""
+    rows = jnp.arange(styles.SEQ)
+    scores = jnp.where(rows[:, None] + rows > 6, jnp.einsum("bqhd,bkhd->bhqk", q, k), -1e30)
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (dropped, "its softmax weights go through mul"),
+        (over_queries, "its weights are not contracted along the keys"),
+        (returned, "its scores are used elsewhere too"),
+        (precise, "its matmuls have a precision of their own"),
+        (multiplied, "its scores go through mul"),
+        (half_hidden, "its mask puts -5, which does not hide a key"),
+        (blocks, "its mask compares positions in another way than a causal mask or a window"),
+    ],
+)
+def test_what_attention_does_not_compute_is_left_as_it_is_and_says_why(function: Any, reason: str) -> None:
+    def loss_fn(p: Any, batch: Any) -> jax.Array:
+        o = function(*(batch["x"] @ p[name] for name in "qkv"))
+        return sum(jnp.square(x).mean() for x in jax.tree.leaves(o))
+
+    shape = styles.BATCH, styles.SEQ, styles.HEADS, 8
+    make_model = lambda key: {name: jax.random.normal(key, (8, styles.HEAD)) for name in "qkv"}
+    annotation = jp.annotate(make_model, loss_fn, {"x": jax.ShapeDtypeStruct(shape, "float32")})
+    (site,) = annotation.attention
+    assert site.reason == reason and site.attention is None
+    assert f"scores of 4x12x4x5 and 4x12x4x5  1      left as it is: {reason}" in str(annotation)
+
+
+@pytest.mark.parametrize("style", few(styles.STYLES, keep=2))
+def test_a_sharded_sequence_computes_what_one_device_computes(style: str) -> None:
+    function, _, options = styles.STYLES[style]
+    q, k, v, bias, lengths = styles.arrays(**options)
+
+    def make_model(key: jax.Array) -> Any:
+        shapes = {"q": (6, *q.shape[2:]), "k": (6, *k.shape[2:]), "v": (6, *v.shape[2:])}
+        return {name: 0.3 * jax.random.normal(key, shape) for name, shape in shapes.items()} | {"bias": bias}
+
+    def loss_fn(p: Any, batch: Any) -> jax.Array:
+        x = [jnp.einsum("bse,ehd->bshd", batch[name], p[own]) for name, own in (("x", "q"), ("y", "k"), ("y", "v"))]
+        return jnp.sin(function(*x, p["bias"], batch["lengths"])).mean()
+
+    inputs = [jax.random.normal(jax.random.key(5 + i), (styles.BATCH, x.shape[1], 6)) for i, x in enumerate((q, k))]
+    batch = {"x": inputs[0], "y": inputs[1], "lengths": lengths}
+    annotation = jp.annotate(make_model, loss_fn, batch)
+    (site,) = annotation.attention
+    assert site.q_dims[1] is not None and site.kv_dims[1] is not None
+    rules = dict.fromkeys(annotation.names) | {"batch": "data", site.q_dims[1]: "context", site.kv_dims[1]: "context"}
+    layout = jp.Layout(jp.MeshSpec(data=2, context=4).build(), jp.Rules(**rules))
+    outcomes, choices = [], []
+    for here, loss in ((layout.on_one_device(), loss_fn), (layout, annotation.loss_fn)):
+        state = jp.init(here, annotation.make_model, optax.sgd(0.1))
+        step = jp.train_step(here, loss, return_grads=True)
+        with attention_observer(lambda *_, here=here: choices.append(here)):
+            _, metrics = step(state, batch)
+        outcomes.append({"loss": metrics["loss"], **metrics["grads"]})
+    assert choices and layout.on_one_device() not in choices
+    for name, right in outcomes[0].items():
+        np.testing.assert_allclose(np.asarray(outcomes[1][name]), np.asarray(right), rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+def test_a_mask_made_before_the_layers_is_known_in_scanned_and_recomputed_ones() -> None:
+    mask = nn.make_causal_mask(jnp.ones((1, styles.SEQ)))
+
+    def loss_fn(p: Any, batch: Any) -> jax.Array:
+        def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+            return x + nn.dot_product_attention(x @ w, x, x, mask=mask), None
+
+        x, _ = jax.lax.scan(jax.checkpoint(layer), batch["x"], p["layers"])
+        return jnp.square(jax.checkpoint(layer)(x, p["last"])[0]).mean()
+
+    make_model = lambda key: {"layers": jax.random.normal(key, (3, 8, 8)), "last": jnp.ones((8, 8))}
+    shape = jax.ShapeDtypeStruct((styles.BATCH, styles.SEQ, styles.HEADS, 8), "float32")
+    annotation = jp.annotate(make_model, loss_fn, {"x": shape})
+    text = "12 queries, 12 keys, 4 heads, causal"
+    assert sorted((site.text, site.count) for site in annotation.attention) == [(text, 1), (text, 3)]
