@@ -1,9 +1,9 @@
 """jaxpar: explained and proven parallelism for Flax models.
 
 The names that most programs need stand here; the others are in the modules ``pipeline``, ``context``, ``offload``,
-``overlap``, ``inference``, ``analysis``, ``models``, ``data``, ``nnx``, ``linen``, ``testing`` and ``errors``. All load
-on first use, so ``import jaxpar`` imports no jax. If jax is already loaded, it creates jaxpar's jax contexts, so that
-none is created while jax traces (:mod:`jaxpar.utils.contexts`).
+``overlap``, ``moe``, ``inference``, ``analysis``, ``models``, ``data``, ``nnx``, ``linen``, ``testing`` and
+``errors``. All load on first use, so ``import jaxpar`` imports no jax. If jax is already loaded, it creates jaxpar's
+jax contexts, so that none is created while jax traces (:mod:`jaxpar.utils.contexts`).
 
 >>> import jaxpar as jp
 >>> jp.MeshSpec(data=-1, model=2).sizes(8)["data"]
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from jaxpar import inference as inference
     from jaxpar import linen as linen
     from jaxpar import models as models
+    from jaxpar import moe as moe
     from jaxpar import nnx as nnx
     from jaxpar import offload as offload
     from jaxpar import overlap as overlap
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from jaxpar.inference.generator import Generator as Generator
     from jaxpar.parallel.attention.attention import attention as attention
     from jaxpar.parallel.attention.mask import Mask as Mask
+    from jaxpar.parallel.experts.experts import experts as experts
     from jaxpar.parallel.pipeline.options import Pipeline as Pipeline
     from jaxpar.parallel.precision.policy import Precision as Precision
     from jaxpar.parallel.unsharded import unsharded as unsharded

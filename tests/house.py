@@ -18,7 +18,7 @@ FLOORS = (
     ("training",),
     ("checkpoint", "analysis"),
     ("inference", "testing", "planning"),
-    ("pipeline", "context", "offload", "overlap"),
+    ("pipeline", "context", "moe", "offload", "overlap"),
     ("models",),
     ("app",),
 )

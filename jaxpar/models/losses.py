@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.parallel.collectives.gather_reduce import summing
+from jaxpar.parallel.pipeline.staged_loss import REPORTED, with_extras
 from jaxpar.parallel.precision.fp8_matmul import widened
 from jaxpar.sharding.layout import current_layout, hint
 from jaxpar.sharding.resolve import num_shards_over
@@ -171,17 +172,18 @@ def _piece(x_BWP: jax.Array, p: jax.Array) -> jax.Array:
     return jax.lax.dynamic_index_in_dim(x_BWP, p, 2, keepdims=False)
 
 
-def next_token_loss(model: Any, batch: dict[str, jax.Array]) -> jax.Array:
+def next_token_loss(model: Any, batch: dict[str, jax.Array]) -> Any:
     """Returns the mean next-token loss of a language model; a ``loss_fn`` for :func:`jaxpar.train_step`.
 
     Args:
-      model: has ``hidden(tokens)`` and ``unembedding()``. A model with a method ``reorder_tokens`` chooses the order of
-        its tokens; the mean loss does not depend on the order.
+      model: has ``hidden(tokens)`` and ``unembedding()``. If ``hidden`` returns a pair, its second part is a dict of
+        scalars: ``loss`` is added to the loss and reported as ``aux_loss``, and the others are metrics. A model with a
+        method ``reorder_tokens`` chooses the order of its tokens; the mean loss does not depend on the order.
       batch: ``tokens`` and ``targets``, each [batch, seq] int. For a model with ``reorder_tokens`` optionally
         ``segment_ids``, the document of each token, and ``order``, one token order for all rows; each [batch, seq] int.
 
     Returns:
-      A scalar in nats.
+      A scalar in nats; with scalars of the model ``(loss, metrics)``.
 
     Raises:
       NoLayoutError: no layout is ambient.
@@ -201,8 +203,27 @@ def next_token_loss(model: Any, batch: dict[str, jax.Array]) -> jax.Array:
     """
     tokens, targets = batch["tokens"], batch["targets"]
     if not hasattr(model, "reorder_tokens"):
-        return linear_cross_entropy(model.hidden(tokens), model.unembedding(), targets)
+        hidden, scalars = output_and_scalars(model.hidden(tokens))
+        return with_extras(linear_cross_entropy(hidden, model.unembedding(), targets), scalars)
     arrays = [batch[name] for name in ("tokens", "targets", "segment_ids") if name in batch]
     order, positions, (tokens, targets, *documents) = model.reorder_tokens(*arrays, order_BS=batch.get("order"))
-    hidden = model.hidden(tokens, positions, order, *documents)
-    return linear_cross_entropy(hidden, model.unembedding(), targets)
+    hidden, scalars = output_and_scalars(model.hidden(tokens, positions, order, *documents))
+    return with_extras(linear_cross_entropy(hidden, model.unembedding(), targets), scalars)
+
+
+def token_loss(model: Any, batch: dict[str, jax.Array]) -> jax.Array:
+    """Returns :func:`next_token_loss` without the model's own losses, such as those of routers: for held-out data."""
+    found = next_token_loss(model, batch)
+    if not isinstance(found, tuple):
+        return found
+    loss, metrics = found
+    return loss - metrics.get(REPORTED, 0)
+
+
+def output_and_scalars(found: Any) -> tuple[Any, dict[str, jax.Array]]:
+    """Returns what a layer or a model returned as a pair; without losses and metrics of its own, the second is empty.
+
+    >>> output_and_scalars(1.0)
+    (1.0, {})
+    """
+    return found if isinstance(found, tuple) else (found, {})

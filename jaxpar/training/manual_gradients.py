@@ -111,7 +111,7 @@ def _cross(
     layered = [dims.get(("params", *path), ())[:1] == (LAYERS,) for path in paths]
     found: dict[int, jax.Array] = {}
     for kind in kinds:
-        mine = [i for i, part in enumerate(parts) if any(part.dims) is not (kind == "reduce")]
+        mine = [i for i, part in enumerate(parts) if any(part.dims) is not (kind == "reduce") and not part.kept]
         if not isinstance(getattr(fusion, kind), tuple):
             continue
         if batch_axes(current_layout()) and not mine:

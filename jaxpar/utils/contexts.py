@@ -23,6 +23,9 @@ nothing."""
 attention_observer = jax.make_user_context(None)
 """The callback ``(call_site, q, k, choice)`` that receives every choice of ``attention(impl="auto")``."""
 
+experts_observer = jax.make_user_context(None)
+"""The callback ``(call_site, plan, why)`` that receives how every call of ``experts`` dispatches its rows."""
+
 step_precision = jax.make_user_context(None)
 """The :class:`jaxpar.Precision` of the step that is being traced."""
 

@@ -23,6 +23,8 @@ from packaging.version import Version
 from jaxpar.errors import CompileError, MissingExtraError
 from jaxpar.sharding.hardware.topology import Topology
 
+_RAGGED_EXCHANGE = "ragged_all_to_all"
+
 
 @dataclass(frozen=True)
 class Compiler:
@@ -69,6 +71,7 @@ COMPILERS = {
         jax_extra="tpu",
         extra="tpu",
         lowering="tpu",
+        kernels=(_RAGGED_EXCHANGE,),
         # With libtpu installed, importing jax looks for a TPU and queries the cloud's metadata server for its kind.
         environment=(("TPU_SKIP_MDS_QUERY", "1"), ("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")),
     ),
@@ -80,7 +83,7 @@ COMPILERS = {
         extra="gpu",
         others=("jax-cuda13-pjrt", "nvidia-cuda-nvcc", "nvidia-cudnn-cu13"),
         lowering="cuda",
-        kernels=("__gpu$xla.gpu.triton",),
+        kernels=("__gpu$xla.gpu.triton", _RAGGED_EXCHANGE),
         # A machine with a GPU must compile the same program as a machine without one.
         environment=(("CUDA_VISIBLE_DEVICES", ""),),
     ),

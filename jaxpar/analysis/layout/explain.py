@@ -19,6 +19,7 @@ from jaxpar.analysis.memory.estimate import Memory, estimate
 from jaxpar.analysis.units import device_bytes, shard_count, show_bytes
 from jaxpar.errors import LayoutError
 from jaxpar.parallel.attention.select import Choice
+from jaxpar.parallel.experts.options import DispatchPlan
 from jaxpar.parallel.offload.placement import no_layers
 from jaxpar.parallel.pipeline.staged_loss import PipelineLoss
 from jaxpar.parallel.precision.policy import INT8, Precision
@@ -32,7 +33,7 @@ from jaxpar.training.model import MakeModel, Tagged, show, to_path
 from jaxpar.training.model.fixed_order import FIXED
 from jaxpar.training.offload.disk_state import disk_of, groups_of, refusal, stored_tensors
 from jaxpar.training.state import PlacedLeaf, TrainState, place, problems_of, shape_state_and_causes
-from jaxpar.utils.contexts import attention_observer, hint_observer
+from jaxpar.utils.contexts import attention_observer, experts_observer, hint_observer
 
 
 def explain(
@@ -137,7 +138,7 @@ def check(
 
     Args:
       layout, make_model, tx, batch, loss_fn, step: as for :func:`explain`.
-      strict: treat an unused rule as a problem, provided that the activations were traced.
+      strict: treat an unused rule, unless it is ``None``, as a problem, provided that the activations were traced.
       max_replicated: the largest fraction, from 0 to 1, of the bytes of parameters and optimizer state that may be
         replicated on all devices.
 
@@ -158,10 +159,13 @@ def check(
     report = explain(layout, make_model, tx, batch=batch, loss_fn=loss_fn, step=step)
     problems = list(report.problems)
     if strict and report.traced:
+        base = dict(layout.rules.base)
+        # A rule of None shards nothing. Tables that several models share name dims that some of them lack.
+        misleading = [rule for rule in report.unused if base.get(rule) != ()]
         problems += [
             f"the rule {rule} is not used by any tensor. Remedy: {_without(layout.rules, rule, report.unused)}, or "
             "correct its intended annotation."
-            for rule in report.unused
+            for rule in misleading
         ]
     total = report.total("params", "opt_state")
     if max_replicated is not None and total.replicated > max_replicated:
@@ -247,9 +251,9 @@ def _batch(layout: Layout, batch: Any) -> tuple[list[PlacedLeaf], Any]:
 def _activations(
     layout: Layout, loss_fn: Callable[..., Any], state: Any, batch: Any
 ) -> tuple[list[PlacedLeaf], tuple[str, ...]]:
-    """Trace the loss; return the activations that the model constrains, and a note for each attention."""
+    """Trace the loss; return the activations that the model constrains, and notes on attention and experts."""
     found: dict[Any, PlacedLeaf] = {}
-    attentions: dict[str, None] = {}
+    notes: dict[str, None] = {}
 
     def note(place: str, dims: Sequence[str | None], x: Any, resolved: Resolved) -> None:
         key = (place, tuple(dims), x.shape, str(x.dtype))
@@ -257,14 +261,17 @@ def _activations(
 
     def take(place: str, q: Any, k: Any, choice: Choice) -> None:
         sizes = f"{' × '.join(map(str, q.shape))} queries, {k.shape[1]} keys of {k.shape[2]} heads, {q.dtype.name}"
-        attentions[f"attention in {place}, {sizes}: auto selects {choice.impl}; {choice.why}"] = None
+        notes[f"attention in {place}, {sizes}: auto selects {choice.impl}; {choice.why}"] = None
+
+    def route(place: str, plan: DispatchPlan, why: str) -> None:
+        notes[f"experts in {place}: {plan.describe()}; dispatch {plan.dispatch}: {why}"] = None
 
     def forward(state: Any, batch: Any) -> Any:
         return loss_of(loss_fn, state, batch)(state.params)[0]
 
-    with hint_observer(note), attention_observer(take), tracing_under(layout):
+    with hint_observer(note), attention_observer(take), experts_observer(route), tracing_under(layout):
         jax.eval_shape(forward, state, batch)
-    return list(found.values()), tuple(attentions)
+    return list(found.values()), tuple(notes)
 
 
 def _converted(layout: Layout) -> tuple[str, ...]:

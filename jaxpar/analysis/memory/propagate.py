@@ -85,7 +85,7 @@ def propagate(
     raise UnknownSharding(name)
 
 
-_ALONG = ("cum", "sort", "fft", "cholesky", "triangular_solve", "lu", "qr", "householder", "eig", "svd", "top_k", "rev")
+_ALONG = ("cum", "sort", "fft", "cholesky", "triangular_solve", "lu", "qr", "householder", "eig", "svd", "rev")
 """Operations whose results have the shape of an elementwise result, although they mix the elements of a dim."""
 
 
@@ -260,6 +260,8 @@ _RULES: dict[str, Any] = {
     "scatter_add": _update,
     "dynamic_update_slice": _update,
     "pallas_call": _kernel,
-} | dict.fromkeys(("slice", "dynamic_slice", "pad", "concatenate", "split", "select_and_scatter_add"), _same_dims)
+}
+_RESIZED = ("slice", "dynamic_slice", "pad", "concatenate", "split", "top_k", "select_and_scatter_add")
+_RULES |= dict.fromkeys(_RESIZED, _same_dims)
 _COLLECTIVES = ("all_gather", "all_to_all", "psum", "psum_invariant", "psum_scatter", "reduce_scatter", "ppermute")
 _RULES |= dict.fromkeys((*_COLLECTIVES, "all_gather_invariant"), _collective)

@@ -42,6 +42,7 @@ class LlamaConfig:
       rope_factor: above 1, stretches the low rotary frequencies by this factor, as Llama 3.1 does.
       rope_original_seq: the context length, in positions, before the stretch.
       norm_eps: epsilon of the RMS norms.
+      qk_norm: normalize the queries and keys of each head, as Qwen3 does.
       tie_embeddings: use the embedding table, transposed, as the output head.
       dtype: the compute dtype.
       param_dtype: the dtype in which parameters are stored.
@@ -74,6 +75,7 @@ class LlamaConfig:
     rope_factor: _Positive = 1.0
     rope_original_seq: Annotated[int, Range(1, INT32)] = 8192
     norm_eps: Annotated[float, Range(0, 1.0)] = 1e-5
+    qk_norm: bool = False
     tie_embeddings: bool = False
     dtype: _Dtype = "float32"
     param_dtype: _Dtype = "float32"
@@ -109,6 +111,21 @@ class LlamaConfig:
             )
 
     @property
+    def supports_chunks(self) -> bool:
+        """Whether a pipeline may process sequences in chunks."""
+        return True
+
+    @property
+    def qk_dim(self) -> int:
+        """The size of a head's query and key."""
+        return self.head_dim
+
+    @property
+    def rope_dim(self) -> int:
+        """The numbers of a head's query and key that are rotated."""
+        return self.head_dim
+
+    @property
     def matmul_params(self) -> int:
         """The number of parameters used in a matmul for every token: all but the norms and the embedding lookup."""
         attention = self.embed * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
@@ -118,7 +135,8 @@ class LlamaConfig:
     def params(self) -> int:
         """The total number of parameters."""
         lookup = 0 if self.tie_embeddings else self.embed * self.vocab
-        return self.matmul_params + lookup + (2 * self.layers + 1) * self.embed
+        norms = (2 * self.layers + 1) * self.embed + (2 * self.layers * self.head_dim if self.qk_norm else 0)
+        return self.matmul_params + lookup + norms
 
     def flops_per_token(self, seq: int) -> float:
         """Returns the training FLOPs per token, without recomputation; causal attention counts half of ``seq``²."""

@@ -21,6 +21,7 @@ from jaxpar.models.embedding import lookup
 from jaxpar.models.llama.config import LlamaConfig
 from jaxpar.models.llama.layers import Block, TokenInfo, rope_table
 from jaxpar.models.llama.model import Llama
+from jaxpar.models.losses import output_and_scalars
 from jaxpar.parallel.pipeline.staged_loss import stacked_part
 
 CONTRACTING_DIMS: dict[str, tuple[int, ...]] = {
@@ -99,7 +100,7 @@ def _prompts(config: LlamaConfig, cache_dtype: Any, layers: Any, x_BSE: jax.Arra
             cache.update(keys=fill_cache(k, slots, cache_dtype), values=fill_cache(v, slots, cache_dtype))
             return block.attention.context(q, k, v, None)
 
-        return block(x_BSE, tokens, attend), cache
+        return output_and_scalars(block(x_BSE, tokens, attend))[0], cache
 
     return jax.lax.scan(layer, x_BSE, leaves)
 
@@ -120,7 +121,8 @@ def _token(
             o, updated["cache"] = cached_attention(q, k, v, cache, number, at_B, group)
             return o
 
-        return (block_of(leaves)(x_BSE, tokens, attend), updated["cache"]), None
+        y_BSE, _ = output_and_scalars(block_of(leaves)(x_BSE, tokens, attend))
+        return (y_BSE, updated["cache"]), None
 
     numbers = jnp.arange(jax.tree.leaves(leaves)[0].shape[0], dtype=jnp.int32)
     # Carry the full cache through the scan: as a stacked output, every step would copy it.

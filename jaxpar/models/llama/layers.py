@@ -42,7 +42,7 @@ type Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def _kernel(
-    key: jax.Array, shape: tuple[int, ...], dims: tuple[str, ...], fan_in: int, config: LlamaConfig
+    key: jax.Array, shape: tuple[int, ...], dims: tuple[str | None, ...], fan_in: int, config: LlamaConfig
 ) -> nnx.Param:
     """Initialize a weight from a truncated normal with variance 1 / fan_in."""
     init = axes(jax.nn.initializers.truncated_normal(stddev=1 / math.sqrt(fan_in)))(*dims)
@@ -52,9 +52,9 @@ def _kernel(
 class RMSNorm(nnx.Module):
     """Root-mean-square norm (Zhang & Sennrich 2019, arXiv:1910.07467), computed in at least fp32."""
 
-    def __init__(self, config: LlamaConfig):
+    def __init__(self, config: LlamaConfig, size: int | None = None):
         ones = axes(jax.nn.initializers.ones)("norm")
-        self.scale = nnx.Param(ones(jax.random.key(0), (config.embed,), jnp.dtype(config.param_dtype)))
+        self.scale = nnx.Param(ones(jax.random.key(0), (size or config.embed,), jnp.dtype(config.param_dtype)))
         self.eps, self.dtype = config.norm_eps, jnp.dtype(config.dtype)
 
     def __call__(self, x_BSE: jax.Array) -> jax.Array:
@@ -76,8 +76,10 @@ class Attention(nnx.Module):
         self.v = _kernel(rngs.params(), (e, k, d), ("embed", "kv_heads", "head_dim"), e, c)
         # Scaled by depth so that the residual stream's variance does not grow with it (GPT-2).
         self.o = _kernel(rngs.params(), (h, d, e), ("heads", "head_dim", "embed"), 2 * c.layers * h * d, c)
+        if c.qk_norm:
+            self.q_norm, self.k_norm = RMSNorm(c, d), RMSNorm(c, d)
         self.options: dict[str, Any] = {"dtype": jnp.dtype(c.dtype), "reshard_after_forward": c.reshard_after_forward}
-        self.context = c.context
+        self.context, self.qk_norm = c.context, c.qk_norm
 
     def __call__(
         self, x_BSE: jax.Array, tokens: TokenInfo, attend: Attend | None = None, *, half: bool = False
@@ -99,6 +101,7 @@ class Attention(nnx.Module):
         (q,) = sharded_dot(x_BSE, (self.q[...], ("embed", "heads", "head_dim")), **self.options)
         (k,) = sharded_dot(x_BSE, (self.k[...], kv_dims), **self.options)
         (v,) = sharded_dot(x_BSE, (self.v[...], kv_dims), **self.options)
+        q, k = (self.q_norm(q), self.k_norm(k)) if self.qk_norm else (q, k)
         q, k, v = (checkpoint_name(x, "qkv") for x in (rotate(q, tokens.rope), rotate(k, tokens.rope), v))
         o_BSHD: jax.Array = attend(q, k, v) if attend else self.context(q, k, v, tokens.order, tokens.documents_BS)
         if half:
@@ -165,13 +168,13 @@ class Block(nnx.Module):
 def layer_shapes(config: LlamaConfig, shape: tuple[int, ...]) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
     """Returns the shapes of a layer's queries and keys for tokens of ``shape`` [batch, seq]."""
     c = config
-    q, k = (jax.ShapeDtypeStruct((*shape, n, c.head_dim), jnp.dtype(c.dtype)) for n in (c.heads, c.kv_heads))
+    q, k = (jax.ShapeDtypeStruct((*shape, n, c.qk_dim), jnp.dtype(c.dtype)) for n in (c.heads, c.kv_heads))
     return q, k
 
 
 def rope_table(positions_BS: jax.Array, config: LlamaConfig) -> Rope:
-    """Returns fp32 cosines and sines [batch, seq, 1, head_dim / 2] of the rotary angles (Su et al. 2021)."""
-    frequency = config.rope_theta ** (-jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim)
+    """Returns fp32 cosines and sines [batch, seq, 1, rope_dim / 2] of the rotary angles (Su et al. 2021)."""
+    frequency = config.rope_theta ** (-jnp.arange(0, config.rope_dim, 2, dtype=jnp.float32) / config.rope_dim)
     if config.rope_factor > 1:
         # Llama 3.1 stretches wavelengths beyond the original window, keeps those well inside it, and ramps between.
         turns = config.rope_original_seq * frequency / (2 * math.pi)

@@ -22,6 +22,7 @@ from jaxpar.models.embedding import lookup
 from jaxpar.models.llama.config import NAMES, LlamaConfig, halved
 from jaxpar.models.llama.interleaved import HALVES, halves_order, interleaved_block
 from jaxpar.models.llama.layers import Block, RMSNorm, TokenInfo, _kernel, layer_shapes, rope_table
+from jaxpar.models.losses import output_and_scalars
 from jaxpar.nnx import stacked
 from jaxpar.parallel.attention.context import TokenOrder
 from jaxpar.parallel.offload.host_weights import cut
@@ -29,6 +30,7 @@ from jaxpar.parallel.offload.placement import on_host
 from jaxpar.parallel.overlap.interleave import cut as cut_rows
 from jaxpar.parallel.overlap.interleave import join as join_rows
 from jaxpar.parallel.zero.gather import gather_weight
+from jaxpar.sharding.names import LAYERS
 from jaxpar.training.remat import SAVED_EMBED, RematPolicy
 
 
@@ -48,20 +50,15 @@ class Llama(nnx.Module):
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         self.config = config
         self.embedding = _kernel(rngs.params(), (config.vocab, config.embed), ("vocab", "embed"), config.embed, config)
-
-        @nnx.split_rngs(splits=config.layers)
-        @nnx.vmap(in_axes=0, out_axes=0, transform_metadata=stacked("layers"))
-        def blocks(rngs: nnx.Rngs) -> Block:
-            return Block(config, rngs)
-
-        self.blocks = blocks(rngs)
+        self.blocks = stack_of(Block, config, config.layers, rngs)
         self.norm = RMSNorm(config)
         if not config.tie_embeddings:
             shape = (config.embed, config.vocab)
             self.head = _kernel(rngs.params(), shape, ("embed", "vocab"), config.embed, config)
 
     def __call__(self, tokens_BS: jax.Array, positions_BS: jax.Array | None = None) -> jax.Array:
-        return hint(self.hidden(tokens_BS, positions_BS) @ self.unembedding(), "batch", "seq", "vocab")
+        hidden_BSE, _ = output_and_scalars(self.hidden(tokens_BS, positions_BS))
+        return hint(hidden_BSE @ self.unembedding(), "batch", "seq", "vocab")
 
     def reorder_tokens(
         self, *arrays_BS: jax.Array, order_BS: jax.Array | None = None
@@ -100,22 +97,31 @@ class Llama(nnx.Module):
           NoLayoutError: no layout is ambient.
           LayoutError: the rules cannot place an activation.
         """
+        return self._hidden(tokens_BS, positions_BS, order, documents_BS)[0]
+
+    def _hidden(
+        self,
+        tokens_BS: jax.Array,
+        positions_BS: jax.Array | None,
+        order: TokenOrder,
+        documents_BS: jax.Array | None,
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Returns the result of :meth:`hidden`, and the losses and metrics of the layers."""
         config, dtype = self.config, jnp.dtype(self.config.dtype)
         tokens_BS = hint(tokens_BS, "batch", "seq")
         if positions_BS is None:
             positions_BS = jax.lax.broadcasted_iota(jnp.int32, tokens_BS.shape, 1)
         if halved(config) and order != HALVES:
-            return self._in_halves(tokens_BS, positions_BS, documents_BS)
+            return self._in_halves(tokens_BS, positions_BS, documents_BS), {}
         tokens = TokenInfo(rope_table(positions_BS, config), order, documents_BS)
         x_BSE: Any = lookup(self.embedding[...], tokens_BS, dtype)
-
-        blocks, recompute = _cast(self.blocks, dtype), RematPolicy.of(config.remat)
         x_BSE = cut_rows(x_BSE, config.copies, dim=config.copies_dim) if config.copies > 1 else x_BSE
-        for first, last, recomputed in recompute.segments(config.layers):
-            layers = _stacked(recompute if recomputed else RematPolicy("none"), config, tokens)
-            x_BSE = layers(blocks if (first, last) == (0, config.layers) else _part(blocks, first, last), x_BSE)
+        x_BSE, scalars = self._run_layers(tokens, x_BSE)
         x_BSE = join_rows(x_BSE, dim=config.copies_dim) if config.copies > 1 else x_BSE
-        return hint(self.norm(x_BSE), "batch", "seq", "embed")
+        return hint(self.norm(x_BSE), "batch", "seq", "embed"), scalars
+
+    def _run_layers(self, tokens: TokenInfo, x_BSE: Any) -> tuple[Any, dict[str, jax.Array]]:
+        return run_stack(self.blocks, self.config, tokens, x_BSE)
 
     def _in_halves(self, tokens_BS: jax.Array, positions_BS: jax.Array, documents_BS: jax.Array | None) -> jax.Array:
         """Run :meth:`hidden` on tokens in natural order when the copies need the order of halves."""
@@ -124,30 +130,72 @@ class Llama(nnx.Module):
         h_BSE = self.hidden(tokens_BS, positions_BS, order, *packed)
         return hint(h_BSE[:, jnp.argsort(at[0])], "batch", "seq", "embed")
 
+    def run_dense(self, tokens: TokenInfo, x_BSE: jax.Array) -> jax.Array:
+        """Returns the output of layers before the stack ``blocks``, which this model does not have."""
+        return x_BSE
+
     def unembedding(self) -> jax.Array:
         """Returns the output head [embed, vocab] in the compute dtype; ``hidden @ unembedding`` gives the logits."""
         head_EV = self.embedding[...].T if self.config.tie_embeddings else self.head[...]
         return gather_weight(head_EV, "embed", "vocab", dtype=jnp.dtype(self.config.dtype))
 
 
-def _stacked(recompute: RematPolicy, config: LlamaConfig, tokens: TokenInfo) -> Callable[[Block, jax.Array], jax.Array]:
-    """Returns a function that scans over a stack of layers."""
+def stack_of(
+    block: Callable[[Any, nnx.Rngs], Any], config: Any, layers: int, rngs: nnx.Rngs, name: str = LAYERS
+) -> Any:
+    """Returns ``layers`` blocks as one module, whose parameters are stacked along a first dim called ``name``."""
+
+    @nnx.split_rngs(splits=layers)
+    @nnx.vmap(in_axes=0, out_axes=0, transform_metadata=stacked(name))
+    def blocks(rngs: nnx.Rngs) -> Any:
+        return block(config, rngs)
+
+    return blocks(rngs)
+
+
+def run_stack(
+    blocks: Any, config: LlamaConfig, tokens: TokenInfo, x_BSE: Any, name: str = LAYERS
+) -> tuple[Any, dict[str, jax.Array]]:
+    """Returns the output of stacked blocks, and the sum over layers of what they report.
+
+    Args:
+      blocks: as :func:`stack_of` returned them.
+      config: of the model.
+      tokens: positions, order and documents of the tokens.
+      x_BSE: the input of the first block, or its copies.
+      name: the logical dim of the stack.
+    """
+    blocks, recompute = _cast(blocks, jnp.dtype(config.dtype)), RematPolicy.of(config.remat)
+    count = jax.tree.leaves(nnx.state(blocks))[0].shape[0]
+    sums: dict[str, jax.Array] = {}
+    for first, last, recomputed in recompute.segments(count):
+        layers = _stacked(recompute if recomputed else RematPolicy("none"), config, tokens, name)
+        x_BSE, scalars = layers(blocks if (first, last) == (0, count) else _part(blocks, first, last), x_BSE)
+        sums = {name: sums.get(name, 0) + value.sum(0) for name, value in scalars.items()}
+    return x_BSE, sums
+
+
+def _stacked(
+    recompute: RematPolicy, config: LlamaConfig, tokens: TokenInfo, name: str
+) -> Callable[[Any, jax.Array], Any]:
+    """Returns a function that scans over a stack of layers; it returns their output and each layer's scalars."""
     saved_dims = ("batch", "residual_seq", SAVED_EMBED if recompute.slice_activation else "embed")
     hint_all = lambda x_BSE, *dims: jax.tree.map(lambda x: hint(x, *dims), x_BSE)
 
     @remat(recompute, config.reshard_after_forward)
-    def layer(block: Block, x_BSE: Any) -> Any:
+    def layer(block: Any, x_BSE: Any) -> Any:
         x_BSE = hint_all(x_BSE, "batch", "residual_seq", "embed") if recompute.slice_activation else x_BSE
         if config.copies > 1:
-            return interleaved_block(config, tokens)(block, x_BSE)
-        return block(x_BSE, tokens)
+            return interleaved_block(config, tokens)(block, x_BSE), {}
+        return output_and_scalars(block(x_BSE, tokens))
 
-    @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry, transform_metadata=stacked("layers"))
-    def layers(block: Block, x_BSE: Any) -> Any:
+    @nnx.scan(in_axes=(0, nnx.Carry), out_axes=(nnx.Carry, 0), transform_metadata=stacked(name))
+    def layers(block: Any, x_BSE: Any) -> Any:
         # Hint the layer's input too: the input is what the backward pass keeps.
         if not recompute.slice_activation:
             return layer(block, x_BSE)
-        return hint_all(layer(block, hint_all(x_BSE, *saved_dims)), *saved_dims)
+        x_BSE, scalars = layer(block, hint_all(x_BSE, *saved_dims))
+        return hint_all(x_BSE, *saved_dims), scalars
 
     return layers
 

@@ -42,23 +42,25 @@ def staged_next_token_loss(config: LlamaConfig) -> PipelineLoss:
     _check(config, recompute)
 
     def embed(model: Llama, batch: TokenBatch) -> jax.Array:
-        return lookup(model.embedding[...], hint(batch["tokens"], "batch", "seq"), dtype, by_hand=True)
+        x_BSE = lookup(model.embedding[...], hint(batch["tokens"], "batch", "seq"), dtype, by_hand=True)
+        return model.run_dense(token_info(x_BSE, layer_inputs(model, batch)), x_BSE)
 
     def layer_inputs(model: Llama, batch: TokenBatch) -> tuple[Rope, jax.Array | None]:
         return rope_table(batch["positions"], config), batch.get("segment_ids")
 
-    def layer(block: Block, x_BSE: jax.Array, layer_inputs: tuple[Rope, jax.Array | None]) -> jax.Array:
+    def token_info(x_BSE: jax.Array, layer_inputs: tuple[Rope, jax.Array | None]) -> TokenInfo:
         rope, documents_BS = layer_inputs
         # Under a pipeline the layer sees the local part of the sequence, otherwise all of it.
         num_shards, in_halves = num_seq_shards(), halved(config)
         order = None if in_halves else config.context.settled_order(*layer_shapes(config, x_BSE.shape[:2]), num_shards)
-        tokens = TokenInfo(rope, order, documents_BS)
+        return TokenInfo(rope, order, documents_BS)
+
+    def layer(block: Any, x_BSE: jax.Array, layer_inputs: tuple[Rope, jax.Array | None]) -> Any:
+        tokens = token_info(x_BSE, layer_inputs)
         apply_block = lambda block, x_BSE: block(x_BSE, tokens)
         if config.copies > 1:
             apply_block = interleaved_block(config, tokens)
-        run = remat(recompute, config.reshard_after_forward)(apply_block)
-        y_BSE: jax.Array = run(block, x_BSE)
-        return y_BSE
+        return remat(recompute, config.reshard_after_forward)(apply_block)(block, x_BSE)
 
     def chunked_layer(
         block: Block, x_BSE: jax.Array, layer_inputs: tuple[Rope, jax.Array | None], carry: ChunkCarry, chunk: jax.Array
@@ -82,7 +84,7 @@ def staged_next_token_loss(config: LlamaConfig) -> PipelineLoss:
         prepare=lambda model, batch: _prepared(config, batch),
         layer_inputs=layer_inputs,
         dims=("batch", "residual_seq", "embed"),
-        chunked_layer=chunked_layer,
+        chunked_layer=chunked_layer if config.supports_chunks else None,
         chunk_carry=lambda model, batch: empty_carry(config, batch),
     )
 

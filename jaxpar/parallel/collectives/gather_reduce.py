@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from jaxpar.errors import LayoutError
+from jaxpar.errors import LayoutError, listing
 from jaxpar.parallel.collectives import hierarchical, quantized
 from jaxpar.parallel.precision.policy import INT8, Precision
 from jaxpar.sharding.hardware.topology import platform_of
@@ -22,6 +22,8 @@ from jaxpar.sharding.rules import Axes
 from jaxpar.utils.arrays import at_least_fp32
 from jaxpar.utils.contexts import step_precision
 
+EXPERTS = "experts"
+"""The logical dim of the experts of a layer: the compute exchanges tokens over its axes instead of gathering it."""
 SMALL = 64 * 1024
 """All-reduced gradients with fewer bytes are never sent in int8: their time does not depend on the bytes."""
 
@@ -76,9 +78,22 @@ def seq_axes(layout: Layout) -> Axes:
 
 @dataclass(frozen=True)
 class Parts:
-    """The manual axes that shard each dim of a tensor. It is a class, so that jax treats it as a leaf."""
+    """The manual axes that shard each dim of a tensor. It is a class, so that jax treats it as a leaf.
+
+    Attributes:
+      dims: the axes of each dim, major to minor.
+      kept: those of them over which the compute uses the shards as they are, as a layer uses its experts: they are
+        neither gathered nor summed over. In each dim they come first.
+    """
 
     dims: tuple[Axes, ...]
+    kept: Axes = ()
+
+    @property
+    def crossed(self) -> tuple[tuple[int, Axes], ...]:
+        """The dims that are gathered or scattered, and the axes of each."""
+        found = ((dim, tuple(axis for axis in axes if axis not in self.kept)) for dim, axes in enumerate(self.dims))
+        return tuple((dim, axes) for dim, axes in found if axes)
 
     @property
     def spec(self) -> PartitionSpec:
@@ -89,16 +104,27 @@ def parts_of(resolved: Resolved, axes: Axes) -> Parts:
     """Returns the axes among ``axes`` that shard each dim of a resolved tensor.
 
     Raises:
-      LayoutError: the tensor has problems.
+      LayoutError: the tensor has problems, or its experts are sharded over other axes before those of the compute.
     """
     if resolved.problems:
         raise LayoutError(resolved.problems)
-    return Parts(tuple(tuple(axis for axis in dim if axis in axes) for dim in resolved.axes))
+    dims = tuple(tuple(axis for axis in dim if axis in axes) for dim in resolved.axes)
+    kept: Axes = ()
+    for dim, found in zip(resolved.dims, dims, strict=True):
+        if dim.name == EXPERTS:
+            kept = tuple(axis for axis in axes_of(current_layout(), EXPERTS) if axis in axes)
+            if found[: len(kept)] != kept:
+                raise LayoutError(
+                    f"the rules shard the dim {EXPERTS!r} of a parameter over {listing(found)}, but the layers use "
+                    f"it sharded over {listing(kept)}, which must come first. Remedy: give params the same rule, or "
+                    "one that begins with it."
+                )
+    return Parts(dims, kept)
 
 
 def gather(w: jax.Array, parts: Parts, precision: Precision) -> jax.Array:
     """Returns the full weight from its shards, in the compute dtype."""
-    split = [(dim, axes) for dim, axes in enumerate(parts.dims) if axes]
+    split = parts.crossed
     if split and precision.gather == INT8:
         dtype = precision.computing(w).dtype
         for dim, axes in split:
@@ -125,9 +151,8 @@ def reduce(grad: jax.Array, parts: Parts, axes: Axes, precision: Precision) -> j
         # XLA:CPU aborts on a 16-bit sum in a shard_map with some automatic axes.
         grad = at_least_fp32(grad)
     scatter = quantized.scatter_packed if packs else hierarchical.scatter_local
-    for dim, split in enumerate(parts.dims):
-        if split:
-            grad = as_rows(functools.partial(scatter, axes=split), grad, dim)
+    for dim, split in parts.crossed:
+        grad = as_rows(functools.partial(scatter, axes=split), grad, dim)
     left = tuple(axis for axis in axes if not any(axis in dim for dim in parts.dims))
     if left and packs and not small:
         grad = quantized.sum_packed(grad, left)

@@ -75,6 +75,7 @@ def program_of(transfer: StageTransfer, **fields: Any) -> PipelineProgram:
         "axes": transfer.axes,
         "counts": layers.counts,
         "starts": layers.starts,
+        "weight_specs": transfer.weight_specs,
     }
     return PipelineProgram(**{**defaults, **fields})
 

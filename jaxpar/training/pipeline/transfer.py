@@ -125,8 +125,9 @@ class StageTransfer:
             return weights, jax.tree.map(lambda x: x[None], pieces)
 
         device_axes, per_device = self.axes or None, PartitionSpec(self.axes or None)
-        of_layers = PartitionSpec(AXIS)
-        weights = self._specs(self.param_shardings, of_layers)
+        of_other = lambda _, sharding: sharding.spec((AXIS,))
+        of_layer = lambda _, sharding: sharding.kept_spec(AXIS, None, None)
+        weights = self.split.map_parts(self.param_shardings, self.param_shardings, of_other, of_layer)
         rows = lambda x: PartitionSpec(*row_axes(self.layout, x))
         param_specs = jax.tree.map(lambda sharding: sharding.spec(), self.param_shardings)
         x_in = jax.tree.map(lambda x: self._columns(x, x.ndim, *row_axes(self.layout, x)), x)
@@ -135,6 +136,14 @@ class StageTransfer:
         out_specs = weights, (jax.tree.map(lambda _: per_device, batch), x_out)
         found: tuple[Any, tuple[Any, Any]] = self._inside(local, in_specs, out_specs)(params, batch, x)
         return found
+
+    @property
+    def weight_specs(self) -> Any:
+        """The specs of the layers' weights in the ticks, a tree; ``None`` if they are sharded over stages alone."""
+        stack = self.split.stack(self.param_shardings)
+        if not any(sharding.kept for sharding in jax.tree.leaves(stack)):
+            return None
+        return jax.tree.map(lambda sharding: sharding.kept_spec(AXIS, None, None), stack)
 
     def gather_from_stages(
         self, grads: Any, sums: Any, weight: jax.Array, x: jax.Array | None
@@ -161,8 +170,9 @@ class StageTransfer:
             return sums, weight, grads, jax.tree.map(lambda x: flat(joined(x, self.chunks)), x)
 
         device_axes, per_device = self.axes or None, PartitionSpec(self.axes or None)
-        of_layers = PartitionSpec(AXIS, device_axes)
-        grads_in = self._specs(self.grad_shardings, of_layers, device_axes)
+        of_other = lambda _, sharding: sharding.spec((AXIS,), device_axes)
+        of_layers = lambda *_: PartitionSpec(AXIS, device_axes)
+        grads_in = self.split.map_parts(self.grad_shardings, self.grad_shardings, of_other, of_layers)
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape[3:]), x.dtype), x)
         in_specs = grads_in, per_device, per_device, jax.tree.map(lambda x: self._columns(x, x.ndim, device_axes), x)
         grads_out = jax.tree.map(lambda sharding: sharding.spec(), self.grad_shardings)
@@ -200,7 +210,7 @@ class StageTransfer:
         """Reduce-scatters one layer's gradients over the devices."""
 
         def one(g: jax.Array, sharding: LeafSharding) -> jax.Array:
-            return reduce(g, Parts(sharding.parts(self.axes).dims[1:]), self.axes, self.precision)
+            return reduce(g, Parts(sharding.parts(self.axes).dims[1:], sharding.kept), self.axes, self.precision)
 
         return jax.tree.map(one, grads, self.split.stack(self.grad_shardings))
 
@@ -210,23 +220,18 @@ class StageTransfer:
         w = gather(w, Parts((first,)), self.precision) if first else w
         # Cast before the transfer to another stage, which then moves fewer bytes.
         w = self.layers.cut(self.precision.crossing(w))
-        return gather(w, Parts(((), (), *others)), self.precision)[None]
+        return gather(w, Parts(((), (), *others), sharding.kept), self.precision)[None]
 
     def _reduce_layers(self, g: jax.Array, sharding: LeafSharding) -> jax.Array:
         """Reduce-scatters a stage's gradients ``[1, 1, chunks, layers, ...]`` into its part of the stack."""
         first, *others = sharding.parts(self.axes).dims
         over_stages, g = AXIS in sharding.dims[0], g[0, 0]
         if not self.scattered and not first:
-            g = reduce(g, Parts(((), (), *others)), self.axes, self.precision)
+            g = reduce(g, Parts(((), (), *others), sharding.kept), self.axes, self.precision)
         g = self.layers.back(g, split=over_stages)
         if first:
             g = reduce(g, sharding.parts(self.axes), self.axes, self.precision)
         return g if over_stages or self.layers.pieces.stages == 1 else jax.lax.psum(g, AXIS)
-
-    def _specs(self, shardings: Any, of_layers: PartitionSpec, *lead: Any) -> Any:
-        """Returns the specs in the ticks: ``of_layers`` for the layers, those over the stages for other parameters."""
-        of_other = lambda _, sharding: sharding.spec((AXIS,), *lead)
-        return self.split.map_parts(shardings, shardings, of_other, lambda *_: of_layers)
 
     def _columns(self, x: Any, ndim: int, *lead: Any) -> PartitionSpec:
         """Returns the spec of an array that ends in the last dim of ``x``, sharded over the stages if possible."""
@@ -297,13 +302,22 @@ class ModelSplit:
 
 @dataclass(frozen=True)
 class LeafSharding:
-    """For each dim of a parameter or its gradient, the batch, sequence and pipeline axes that shard it. A leaf."""
+    """For each dim of a parameter or its gradient, the batch, sequence and pipeline axes that shard it. A leaf.
+
+    ``kept`` are those that stay sharded in the compute; see :class:`jaxpar.parallel.collectives.gather_reduce.Parts`.
+    """
 
     dims: tuple[Axes, ...]
+    kept: Axes = ()
 
     def parts(self, axes: Axes) -> Parts:
         """Returns the sharding over these axes only."""
-        return Parts(tuple(tuple(axis for axis in dim if axis in axes) for dim in self.dims))
+        return Parts(tuple(tuple(axis for axis in dim if axis in axes) for dim in self.dims), self.kept)
+
+    def kept_spec(self, *lead: Any) -> PartitionSpec:
+        """Returns the spec of the dims but the first over the axes that stay sharded, after the specs ``lead``."""
+        dims = [tuple(axis for axis in dim if axis in self.kept) for dim in self.dims[1:]]
+        return PartitionSpec(*lead, *(dim or None for dim in dims)) if self.kept else PartitionSpec(*lead)
 
     def spec(self, axes: Axes | None = None, *lead: Any) -> PartitionSpec:
         """Returns the spec over ``axes`` (default: all), after leading dims with the specs ``lead``."""
@@ -319,14 +333,14 @@ def _leaf_shardings(layout: Layout, state: TrainState, role: str, axes: Axes) ->
     """
 
     def one(keys: Any, resolved: Resolved) -> LeafSharding:
-        found = parts_of(resolved, (*axes, AXIS)).dims
-        for dim, names in enumerate(found):
+        parts = parts_of(resolved, (*axes, AXIS))
+        for dim, names in enumerate(parts.dims):
             if AXIS in names[1:]:
                 raise LayoutError(
                     f"{show(('params', *to_path(keys)))}: dim {dim} is sharded over {listing(names)}, but a pipeline's "
                     f"stages must come first. Remedy: use a rule with {AXIS!r} before {names[0]!r}."
                 )
-        return LeafSharding(found)
+        return LeafSharding(parts.dims, parts.kept)
 
     return jax.tree_util.tree_map_with_path(one, resolved_tree(layout, state, state.params, role))
 

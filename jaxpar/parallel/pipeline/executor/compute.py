@@ -44,7 +44,7 @@ def forward(
         return StageCarry(aux=aux, residuals=residuals, layer_inputs=inputs), context.constrained(y)
 
     own, stage = Split.STAGE_DEVICE, carry.stage
-    ins = (Split.STAGE, Split.REPLICATED, Split.STAGE, Split.REPLICATED, own, Split.DEVICE)
+    ins = (Split.STAGE, Split.REPLICATED, context.weight_split, Split.REPLICATED, own, Split.DEVICE)
     call = context.per_device(local, ins, (own, own))
     # The program receives only what a forward reads.
     given = stage._replace(cotangents=(), split_residuals=(), sent=(), received=(), grads=(), buckets=())

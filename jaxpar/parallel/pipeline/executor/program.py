@@ -66,6 +66,8 @@ class PipelineProgram:
       recompute: [stages], the number of layers of each piece that recompute.
       carry: how layers process sequence chunks; ``None`` for full sequences.
       embedding: the embedding, if it runs in the ticks; ``None`` if it ran for the full batch.
+      weight_specs: the specs of the layers' weights [stages, chunks, layers, ...], a tree; ``None`` if all of them are
+        sharded over the stages alone.
     """
 
     schedule: Schedule | AsyncSchedule
@@ -85,6 +87,7 @@ class PipelineProgram:
     recompute: tuple[int, ...] = ()
     carry: SequenceCarry | None = None
     embedding: Embedding | None = None
+    weight_specs: Any = None
     table: Table = field(init=False)
     buckets: GradientBuckets | None = field(init=False)
 

@@ -72,7 +72,7 @@ class TickRunner:
             x = context.constrained(jnp.concatenate([x, jnp.zeros_like(x[:1])]))
             return self._with_buffers(stage, chunk, fed, side, residuals), x
 
-        ins = (Split.DEVICE_COLUMNS, Split.STAGE, Split.STAGE, Split.DEVICE, Split.REPLICATED)
+        ins = (Split.DEVICE_COLUMNS, Split.STAGE, context.weight_split, Split.DEVICE, Split.REPLICATED)
         call = context.per_device(local, ins, (Split.STAGE_DEVICE, Split.DEVICE_COLUMNS))
         stage, stored = call(x, jnp.asarray(slots), context.weights, context.batch, context.side_weights)
         sums, head_grad = embed_head.empty_head(context, x)
@@ -162,7 +162,8 @@ class TickRunner:
             return tick.carry, tick.x
 
         own, device = Split.STAGE_DEVICE, Split.DEVICE
-        ins = (Split.STAGE, Split.REPLICATED, Split.STAGE, own, Split.DEVICE_COLUMNS, own, device, device)
+        weights = context.weight_split
+        ins = (Split.STAGE, Split.REPLICATED, weights, own, Split.DEVICE_COLUMNS, own, device, device)
         call = context.per_device(local, (*ins, Split.REPLICATED), (own, Split.DEVICE_COLUMNS))
         given = (context.weights, carry.stage, carry.x, y, carry.head_grad, context.batch, context.side_weights)
         stage, x = call(stage_rows, global_row, *given)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +50,18 @@ class Split(Enum):
 
 
 @dataclass(frozen=True)
+class WeightSplit:
+    """How a weight of the layers is split: as ``Split.STAGE``, and its experts over the devices that share them."""
+
+    sharded: PartitionSpec
+    leading: ClassVar[int] = 1
+
+    def spec(self, axes: Axes, ndim: int, *, columns: bool) -> PartitionSpec:
+        """Returns the spec; see :meth:`Split.spec`."""
+        return self.sharded
+
+
+@dataclass(frozen=True)
 class TickContext:
     """The program and the arrays that no tick changes.
 
@@ -76,6 +88,12 @@ class TickContext:
     def of(cls, program: PipelineProgram, x: jax.Array | None, *arrays: Any) -> TickContext:
         """Returns the context with the fields ``arrays`` for an input ``x`` of the first layer, if there is one."""
         return cls(program, x is not None and x.shape[-1] % program.schedule.stages == 0, *arrays)
+
+    @property
+    def weight_split(self) -> Any:
+        """How the layers' weights are split: one split for all, or a tree of one for each."""
+        specs = self.program.weight_specs
+        return Split.STAGE if specs is None else jax.tree.map(WeightSplit, specs)
 
     def per_device(self, f: Callable[..., Any], ins: Any, outs: Any, *, stages: bool = True) -> Callable[..., Any]:
         """Wraps ``f``, a function of per-device arrays, in a ``shard_map`` over the program's axes.
@@ -142,6 +160,6 @@ class TickContext:
         return jax.named_scope(own_layers + trip_count_scope(count, ticks))
 
 
-def _each(f: Callable[[Split, jax.Array], Any], splits: Any, tree: Any) -> Any:
+def _each(f: Callable[[Any, jax.Array], Any], splits: Any, tree: Any) -> Any:
     """Returns ``f(split, array)`` for every array; ``splits`` is a prefix of the tree."""
     return jax.tree.map(lambda split, part: jax.tree.map(lambda x: f(split, x), part), splits, tree)

@@ -1,0 +1,85 @@
+"""Mixture-of-experts decoders in NNX: the Llama with experts instead of MLPs, in all layers but the first few."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jaxpar.models.llama.layers import RMSNorm, TokenInfo, _kernel
+from jaxpar.models.llama.model import Llama, run_stack, stack_of
+from jaxpar.models.moe.config import MoEConfig
+from jaxpar.models.moe.layers import DenseBlock, MixtureBlock
+from jaxpar.parallel.attention.context import TokenOrder
+from jaxpar.parallel.pipeline.executor.layer_inputs import LayerScalars
+
+DENSE_LAYERS = "dense_layers"
+"""The logical dim of the stack of dense layers. In a pipeline they run before the first stage, on all devices."""
+
+
+class MoEDecoder(Llama):
+    """A mixture-of-experts decoder: maps tokens [batch, seq] int to logits [batch, seq, vocab] in ``config.dtype``.
+
+    Unlike that of a Llama, :meth:`hidden` returns a pair: the output of the last layer, and the losses and metrics of
+    the routers, summed over layers.
+
+    >>> import jax, jax.numpy as jnp
+    >>> import jaxpar as jp
+    >>> from flax import nnx
+    >>> from jaxpar.models.moe.config import preset
+    >>> rules = jp.Rules(batch=("data", "expert"), seq=None, residual_seq=None, embed=None, norm=None, heads=None,
+    ...                  kv_heads=None, head_dim=None, vocab=None, layers=None, experts="expert", expert_mlp=None)
+    >>> with jp.Layout(jp.MeshSpec(data=-1, expert=4).build(), rules):
+    ...     run = lambda: MoEDecoder(preset("mixtral", layers=1), rngs=nnx.Rngs(0))(jnp.zeros((8, 16), int))
+    ...     jax.eval_shape(run).shape
+    (8, 16, 256)
+    """
+
+    config: MoEConfig
+
+    def __init__(self, config: MoEConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        self.embedding = _kernel(rngs.params(), (config.vocab, config.embed), ("vocab", "embed"), config.embed, config)
+        if config.dense_layers:
+            self.dense_blocks = stack_of(DenseBlock, config, config.dense_layers, rngs, DENSE_LAYERS)
+        self.blocks = stack_of(MixtureBlock, config, config.expert_layers, rngs)
+        self.norm = RMSNorm(config)
+        if not config.tie_embeddings:
+            shape = (config.embed, config.vocab)
+            self.head = _kernel(rngs.params(), shape, ("embed", "vocab"), config.embed, config)
+
+    def hidden(  # type: ignore[override]
+        self,
+        tokens_BS: jax.Array,
+        positions_BS: jax.Array | None = None,
+        order: TokenOrder = None,
+        documents_BS: jax.Array | None = None,
+    ) -> tuple[jax.Array, LayerScalars]:
+        """Returns the normed output of the last layer, [batch, seq, embed], and the routers' losses and metrics.
+
+        The arguments and errors are those of :meth:`jaxpar.models.Llama.hidden`.
+        """
+        return self._hidden(tokens_BS, positions_BS, order, documents_BS)
+
+    def _run_layers(self, tokens: TokenInfo, x_BSE: Any) -> tuple[Any, LayerScalars]:
+        return run_stack(self.blocks, self.config, tokens, self.run_dense(tokens, x_BSE))
+
+    def run_dense(self, tokens: TokenInfo, x_BSE: jax.Array) -> jax.Array:
+        """Returns the output of the first layers, which have no experts."""
+        if not self.config.dense_layers:
+            return x_BSE
+        y_BSE: jax.Array = run_stack(self.dense_blocks, self.config, tokens, x_BSE, DENSE_LAYERS)[0]
+        return y_BSE
+
+
+def make_moe(config: MoEConfig) -> Callable[[jax.Array], MoEDecoder]:
+    """Returns the ``make_model`` of a mixture-of-experts decoder for :func:`jaxpar.init`.
+
+    >>> import jax
+    >>> from jaxpar.models.moe.config import preset
+    >>> jax.eval_shape(lambda: make_moe(preset("mixtral"))(jax.random.key(0)).blocks.mixture.up[...]).shape
+    (4, 8, 128, 192)
+    """
+    return lambda key: MoEDecoder(config, rngs=nnx.Rngs(key))

@@ -1,0 +1,276 @@
+"""``experts`` on global arrays: a mixture of experts under the ambient layout."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
+
+from jaxpar.errors import LayoutError
+from jaxpar.parallel.collectives.gather_reduce import (
+    EXPERTS,
+    Parts,
+    current_precision,
+    gather,
+    parts_of,
+    reduce,
+    summing,
+)
+from jaxpar.parallel.experts.dispatch import ExpertFn, swiglu
+from jaxpar.parallel.experts.experts_local import Choices, experts_local
+from jaxpar.parallel.experts.options import Dispatch
+from jaxpar.parallel.offload.host_weights import to_device
+from jaxpar.parallel.precision.policy import Precision
+from jaxpar.parallel.zero.sharded_matmul import GATHERED
+from jaxpar.sharding.layout import Layout, current_layout, with_sharding
+from jaxpar.sharding.names import Names
+from jaxpar.sharding.resolve import Resolved, num_shards_over, resolve
+from jaxpar.sharding.rules import Axes
+
+X_DIMS = ("batch", "seq", "embed")
+
+
+def experts(
+    x: jax.Array,
+    routing: Choices,
+    *weights: tuple[jax.Array, Names],
+    x_dims: Sequence[str | None] = X_DIMS,
+    expert_fn: ExpertFn = swiglu,
+    dispatch: Dispatch = "auto",
+    capacity_factor: float | None = None,
+    pieces: int | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the weighted sum of the results of each token's experts, computed under the ambient layout.
+
+    The rule for the dim ``experts``, the first of the weights, says which mesh axes shard the experts; tokens are
+    exchanged over these axes. Rules may shard the other dims too: an axis that shards a weight only where it is stored
+    (FSDP) is gathered first, and one that also shards it in the compute (an expert split over ``model``) leaves each
+    device with a part of the sum, which is added up. Axes that shard the experts may be those that shard the batch or
+    the sequence elsewhere (``experts: [context, data]``).
+
+    Args:
+      x: the tokens ``[..., embed]``, such as ``[batch, seq, embed]``.
+      routing: the weights and the experts of each token ``[..., k]``, as :class:`jaxpar.moe.Router` returns them.
+      *weights: pairs of the weights of all experts ``[experts, ...]`` and their logical dims; for ``swiglu`` those of
+        gate, up ``[experts, embed, expert_mlp]`` and down ``[experts, expert_mlp, embed]``.
+      x_dims: the logical dims of ``x``.
+      expert_fn: what the experts compute: ``expert_fn(rows, row_weights, matmul, *weights)``, where ``rows`` ``[rows,
+        embed]`` are those of all experts of a device, ``row_weights`` ``[rows]`` is what the router gives each, and
+        ``matmul(rows, w)`` multiplies each row with the matrix ``w[expert]`` of its expert. It must compute each row by
+        itself and multiply it with its weight.
+      dispatch: how rows reach their experts:
+
+        * ``ragged`` sends one row per choice.
+        * ``deduplicated`` sends one row per device that holds any of a token's experts.
+        * ``gather`` sends every token to every device, as decoding with few tokens requires.
+        * ``all_to_all`` sends the same number of rows to every expert, and requires ``capacity_factor``.
+        * ``auto`` picks the one that sends the fewest bytes if the routing is balanced.
+      capacity_factor: lets each expert take this multiple of its share of the tokens of each device, and drops the
+        choices beyond it, the last tokens first. By default nothing is dropped.
+      pieces: the number of pieces in which each device processes its tokens, one after the other, each recomputed in
+        the backward pass. By default the fewest with which the worst routing needs as much memory as a balanced one
+        needs without pieces.
+
+    Returns:
+      The results, in the shape, dtype and sharding of ``x``; and the share of all choices that were dropped, an fp32
+      scalar, 0 without a capacity.
+
+    Raises:
+      NoLayoutError: no layout is ambient.
+      LayoutError: the rules cannot place an array, or the weights do not have the same experts.
+      ConfigError: an option is unknown or out of range, or sizes do not fit each other.
+
+    >>> import jax, jax.numpy as jnp
+    >>> import jaxpar as jp
+    >>> from jaxpar.parallel.experts.routing import Router
+    >>> rules = jp.Rules(batch=("data", "expert"), seq=None, embed=None, experts="expert", expert_mlp=None)
+    >>> up, down = ("experts", "embed", "expert_mlp"), ("experts", "expert_mlp", "embed")
+    >>> x, logits, w = jnp.ones((8, 16, 32)), jnp.ones((8, 16, 4)), jnp.ones((4, 32, 64))
+    >>> with jp.Layout(jp.MeshSpec(data=-1, expert=4).build(), rules):
+    ...     run = lambda: experts(x, Router(experts=4, k=2)(logits), (w, up), (w, up), (w.swapaxes(1, 2), down))
+    ...     y, dropped = jax.eval_shape(run)
+    >>> y.shape, dropped.shape
+    ((8, 16, 32), ())
+    """
+    placed = _place(current_layout(), x, routing, [(to_device(w), dims) for w, dims in weights], tuple(x_dims))
+    local = functools.partial(
+        _local,
+        placed,
+        expert_fn=expert_fn,
+        dispatch=dispatch,
+        capacity_factor=capacity_factor,
+        pieces=pieces,
+    )
+    # In a step that sums gradients in fp32, an array in fp32 enters and is rounded inside, so that its gradient leaves
+    # in fp32 too.
+    arrays = [w.astype(summing(w.dtype) or w.dtype) for w in placed.weights]
+    dtypes = tuple(w.dtype for w in placed.weights)
+    arguments = (x, routing.weights, routing.experts, *arrays)
+    if not placed.free:
+        y, dropped = local(dtypes, *arguments)
+    else:
+        if jax.sharding.AxisType.Explicit in placed.layout.mesh.axis_types:
+            pairs = zip(arguments, placed.in_specs, strict=True)
+            arguments = tuple(with_sharding(placed.layout.mesh, x, spec) for x, spec in pairs)
+        y, dropped = jax.shard_map(
+            functools.partial(local, dtypes),
+            in_specs=placed.in_specs,
+            out_specs=(placed.out_spec, PartitionSpec()),
+            axis_names=placed.free,
+            check_vma=False,  # jax would take sums over devices to differ between them
+        )(*arguments)
+    return y, dropped
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """The arrays of a call, and how the devices share them.
+
+    Attributes:
+      layout: the ambient layout.
+      weights: the weights of the experts as they are stored.
+      free: the mesh axes that this call makes manual; the others are manual already.
+      tokens: all axes along which devices have different tokens.
+      expert_axes: the axes that shard the experts.
+      summed: the axes that shard the experts' other dims in the compute, over which results are added up.
+      scatters: the dim of ``x`` along which they are scattered, or ``None`` to leave the sum replicated.
+      gathers: for each weight, the axes that are gathered in each dim.
+      in_specs: of x, the router's weights and choices, and each weight.
+      out_spec: of the result.
+    """
+
+    layout: Layout
+    weights: tuple[jax.Array, ...]
+    free: frozenset[str]
+    tokens: Axes
+    expert_axes: Axes
+    summed: Axes
+    scatters: int | None
+    gathers: tuple[Parts, ...]
+    in_specs: tuple[PartitionSpec, ...]
+    out_spec: PartitionSpec
+
+
+def _place(layout: Layout, x: jax.Array, routing: Choices, weights: Sequence[Any], x_dims: Names) -> _Placed:
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    free = frozenset(axis for axis in layout.mesh.axis_names if axis not in manual)
+    _check_weights(weights)
+    stored = [_resolve(layout, w, dims, "params", free) for w, dims in weights]
+    for w, dims in weights:
+        _resolve(layout, w, dims, "activations", free)  # only to raise
+    # With manual axes a local shape may not divide by them, so the axes of all devices are resolved without it.
+    whole = [layout.resolve(dims) for _, dims in weights]
+    expert_axes = whole[0].axes[0]
+    summed = tuple(dict.fromkeys(axis for found in whole for dim in found.axes[1:] for axis in dim))
+    kept = [(*expert_axes, *summed)] * len(weights)
+    gathers = tuple(
+        parts_of(found, tuple(axis for dim in found.axes for axis in dim if axis not in keep))
+        for found, keep in zip(stored, kept, strict=True)
+    )
+    x_axes = _resolve(layout, x, x_dims, "activations", free).axes
+    in_axes = tuple(tuple(axis for axis in dim if axis not in summed) for dim in x_axes)
+    tail = next((dim for dim, axes in enumerate(x_axes) if axes and axes[-len(summed) :] == summed), None)
+    out_axes = in_axes if tail is None or not summed else x_axes
+    tokens = tuple(axis for dim in layout.resolve(x_dims).axes for axis in dim if axis not in summed)
+    routed = PartitionSpec(*in_axes[:-1], None)
+    specs = (PartitionSpec(*in_axes), routed, routed, *(PartitionSpec(*found.axes) for found in stored))
+    return _Placed(
+        layout,
+        tuple(w for w, _ in weights),
+        free,
+        tokens,
+        expert_axes,
+        summed,
+        tail if summed else None,
+        gathers,
+        specs,
+        PartitionSpec(*out_axes),
+    )
+
+
+def _resolve(layout: Layout, x: jax.Array, dims: Names, role: str, free: frozenset[str]) -> Resolved:
+    """Returns how the axes in ``free`` shard an array that is local along the others."""
+    sizes = {axis: size for axis, size in layout.sizes.items() if axis in free}
+    found = resolve(layout.rules, sizes, dims, x.shape, role=role, itemsize=x.dtype.itemsize, path="experts()")
+    if found.problems:
+        raise LayoutError(found.problems)
+    return found
+
+
+def _check_weights(weights: Sequence[tuple[jax.Array, Names]]) -> None:
+    first, dims = weights[0]
+    for w, names in weights:
+        if names[0] != EXPERTS or w.shape[0] != first.shape[0]:
+            raise LayoutError(
+                f"experts: the first dim of each weight must be the same experts, got {names} of shape {list(w.shape)} "
+                f"beside {dims} of shape {list(first.shape)}. Remedy: weights [experts, ...] whose first dim is called "
+                f"{EXPERTS!r}."
+            )
+
+
+def _local(
+    placed: _Placed,
+    dtypes: tuple[Any, ...],
+    x: jax.Array,
+    weights: jax.Array,
+    chosen: jax.Array,
+    *stored: jax.Array,
+    **options: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """Runs the experts on this device's tokens, with every axis manual."""
+    precision, sizes = current_precision(), placed.layout.sizes
+    gathered = [
+        checkpoint_name(_gather((parts, dtype, precision), w), GATHERED)
+        for w, parts, dtype in zip(stored, placed.gathers, dtypes, strict=True)
+    ]
+    y, dropped = experts_local(
+        x,
+        _Chosen(weights, chosen),
+        *gathered,
+        axis=placed.expert_axes,
+        token_axis=tuple(axis for axis in placed.expert_axes if axis in placed.tokens),
+        **options,
+    )
+    if placed.summed and placed.scatters is not None:
+        y = jax.lax.psum_scatter(y, placed.summed, scatter_dimension=placed.scatters, tiled=True)
+    elif placed.summed:
+        y = jax.lax.psum(y, placed.summed)
+    tokens = tuple(axis for axis in placed.tokens if axis in placed.free)
+    dropped = jax.lax.psum(dropped, tokens) if tokens else dropped
+    return y, dropped / (math.prod(chosen.shape) * num_shards_over(tokens, sizes))
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    weights: jax.Array
+    experts: jax.Array
+
+
+type _Gather = tuple[Parts, Any, Precision]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gather(how: _Gather, w: jax.Array) -> jax.Array:
+    """Returns a gathered weight in the dtype of the compute; its gradient is reduce-scattered in the weight's dtype."""
+    parts, dtype, precision = how
+    if not any(parts.dims):
+        return w.astype(dtype)
+    return gather(w.astype(dtype), parts, precision).astype(dtype)
+
+
+def _gather_backward(how: _Gather, like: jax.Array, grad: jax.Array) -> tuple[jax.Array]:
+    parts, _, precision = how
+    if not any(parts.dims):
+        return (grad.astype(like.dtype),)
+    axes = tuple(axis for dim in parts.dims for axis in dim)
+    wide = jax.lax.optimization_barrier(grad.astype(like.dtype))
+    return (reduce(wide, parts, axes, precision).astype(like.dtype),)
+
+
+_gather.defvjp(lambda how, w: (_gather(how, w), w[:0]), _gather_backward)

@@ -1,0 +1,135 @@
+"""``grouped_matmul``: rows sorted by group, each multiplied with the matrix of its group.
+
+On TPU ``jax.lax.ragged_dot`` is a kernel that does the FLOPs of the rows and no more. Elsewhere XLA multiplies every
+row with the matrix of every group, so the groups are cut into blocks of rows here, and a block takes one matrix.
+
+Shape suffixes: R rows, G groups, K and N the dims of a matrix, B rows of a block.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar.sharding.hardware.topology import platform_of
+from jaxpar.sharding.layout import current_layout
+from jaxpar.utils.arrays import accumulator
+from jaxpar.utils.contexts import ambient_layout
+
+BLOCK = 64
+"""Rows of a block."""
+
+
+def grouped_matmul(rows_RK: jax.Array, w_GKN: jax.Array, sizes_G: jax.Array) -> jax.Array:
+    """Returns the product of each row and the matrix of its group.
+
+    Args:
+      rows_RK: rows ``[rows, k]``; those of group 0 first, then those of group 1, and so on.
+      w_GKN: one matrix per group ``[groups, k, n]``.
+      sizes_G: the number of rows of each group ``[groups]`` int32. Their sum is at most ``rows``.
+
+    Returns:
+      ``[rows, n]`` in the dtype of the rows, summed in fp32 or wider. Rows that belong to no group are undefined, and
+      what is done with them does not change a gradient.
+
+    >>> import jax.numpy as jnp
+    >>> w = jnp.array([[[1.0]], [[10.0]]])
+    >>> grouped_matmul(jnp.array([[1.0], [2.0], [3.0]]), w, jnp.array([1, 2])).ravel().tolist()
+    [1.0, 20.0, 30.0]
+    """
+    if _platform() == "tpu":
+        return jax.lax.ragged_dot(rows_RK, w_GKN, sizes_G, preferred_element_type=rows_RK.dtype)
+    return _in_blocks(rows_RK, w_GKN, sizes_G)
+
+
+def _platform() -> str:
+    return jax.default_backend() if ambient_layout.value is None else platform_of(current_layout().mesh)
+
+
+class _Blocks(NamedTuple):
+    """The blocks of all groups: their group, their first row, and their number of rows; each ``[blocks]`` int32."""
+
+    group: jax.Array
+    first: jax.Array
+    rows: jax.Array
+
+
+def _blocks(sizes_G: jax.Array, rows: int) -> _Blocks:
+    """Returns the blocks; there are as many as the worst sizes need, and the last ones may have no rows."""
+    groups = sizes_G.shape[0]
+    per_group = -(-sizes_G // BLOCK)
+    ends, first_row = jnp.cumsum(per_group), jnp.cumsum(sizes_G) - sizes_G
+    b = jnp.arange(rows // BLOCK + groups, dtype=sizes_G.dtype)
+    group = jnp.minimum(jnp.searchsorted(ends, b, side="right"), groups - 1).astype(sizes_G.dtype)
+    offset = (b - (ends - per_group)[group]) * BLOCK
+    live = jnp.where(b < ends[-1], jnp.clip(sizes_G[group] - offset, 0, BLOCK), 0)
+    return _Blocks(group, first_row[group] + offset, live)
+
+
+def _product(rows_RK: jax.Array, w_GKN: jax.Array, sizes_G: jax.Array) -> jax.Array:
+    padded = jnp.pad(rows_RK, ((0, BLOCK), (0, 0)))
+
+    def block(out: jax.Array, at: _Blocks) -> tuple[jax.Array, None]:
+        def multiply(out: jax.Array) -> jax.Array:
+            x_BK = jax.lax.dynamic_slice_in_dim(padded, at.first, BLOCK)
+            y_BN = jnp.dot(x_BK, w_GKN[at.group], preferred_element_type=accumulator(x_BK)).astype(out.dtype)
+            old = jax.lax.dynamic_slice_in_dim(out, at.first, BLOCK)
+            y_BN = jnp.where((jnp.arange(BLOCK) < at.rows)[:, None], y_BN, old)
+            return jax.lax.dynamic_update_slice_in_dim(out, y_BN, at.first, 0)
+
+        return jax.lax.cond(at.rows > 0, multiply, lambda out: out, out), None
+
+    empty = jnp.zeros((padded.shape[0], w_GKN.shape[2]), rows_RK.dtype)
+    return jax.lax.scan(block, empty, _blocks(sizes_G, rows_RK.shape[0]))[0][: rows_RK.shape[0]]
+
+
+def _weight_gradient(rows_RK: jax.Array, dy_RN: jax.Array, w_GKN: jax.Array, sizes_G: jax.Array) -> jax.Array:
+    pads = ((0, BLOCK), (0, 0))
+    padded = jnp.pad(rows_RK, pads), jnp.pad(dy_RN, pads)
+
+    def block(dw_GKN: jax.Array, at: _Blocks) -> tuple[jax.Array, None]:
+        def add(dw_GKN: jax.Array) -> jax.Array:
+            live = (jnp.arange(BLOCK) < at.rows)[:, None]
+            x, dy = (jnp.where(live, jax.lax.dynamic_slice_in_dim(x, at.first, BLOCK), 0) for x in padded)
+            return dw_GKN.at[at.group].add(jnp.dot(x.T, dy, preferred_element_type=dw_GKN.dtype))
+
+        return jax.lax.cond(at.rows > 0, add, lambda dw: dw, dw_GKN), None
+
+    zeros = jnp.zeros(w_GKN.shape, accumulator(w_GKN))
+    return jax.lax.scan(block, zeros, _blocks(sizes_G, rows_RK.shape[0]))[0].astype(w_GKN.dtype)
+
+
+@jax.custom_vjp
+def _in_blocks(rows_RK: jax.Array, w_GKN: jax.Array, sizes_G: jax.Array) -> jax.Array:
+    return _product(rows_RK, w_GKN, sizes_G)
+
+
+type _Saved = tuple[jax.Array, jax.Array, jax.Array]
+
+
+def _forward(rows_RK: jax.Array, w_GKN: jax.Array, sizes_G: jax.Array) -> tuple[jax.Array, _Saved]:
+    return _product(rows_RK, w_GKN, sizes_G), (rows_RK, w_GKN, sizes_G)
+
+
+def _backward(saved: _Saved, dy_RN: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    rows_RK, w_GKN, sizes_G = saved
+    dx_RK = _product(dy_RN, w_GKN.swapaxes(1, 2), sizes_G)
+    return dx_RK, _weight_gradient(rows_RK, dy_RN, w_GKN, sizes_G), None
+
+
+_in_blocks.defvjp(_forward, _backward)
+
+
+def equal_groups_matmul(rows_RK: jax.Array, w_GKN: jax.Array) -> jax.Array:
+    """Returns :func:`grouped_matmul` where all groups have the same number of rows.
+
+    >>> import jax.numpy as jnp
+    >>> equal_groups_matmul(jnp.ones((4, 2)), jnp.ones((2, 2, 3))).shape
+    (4, 3)
+    """
+    groups = w_GKN.shape[0]
+    x_GRK = rows_RK.reshape(groups, -1, rows_RK.shape[1])
+    y_GRN = jnp.einsum("grk,gkn->grn", x_GRK, w_GKN, preferred_element_type=accumulator(rows_RK))
+    return y_GRN.astype(rows_RK.dtype).reshape(rows_RK.shape[0], -1)
