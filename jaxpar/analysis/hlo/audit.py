@@ -41,6 +41,10 @@ class Audit:
         bounds.
       silent_kernels: custom kernels that state no FLOPs and are missing from ``kernel_flops``.
       memory: argument, output, temp, alias, peak and host bytes, if the executable reports them.
+      imbalance: the load of the busiest device divided by the balanced load; it scales the figures of ragged operations
+        (:mod:`jaxpar.analysis.hlo.ragged`).
+      grouped_flops: the part of ``matmul_flops`` of grouped matmuls (``jax.lax.ragged_dot``).
+      worst_grouped_flops: the same if the buffers of all grouped matmuls are full.
 
     >>> import jax, jax.numpy as jnp
     >>> report = audit(jax.jit(lambda x, y: x @ y).lower(jnp.ones((8, 16)), jnp.ones((16, 4))).compile())
@@ -57,6 +61,9 @@ class Audit:
     unknown_loops: tuple[str, ...]
     silent_kernels: tuple[str, ...]
     memory: Mapping[str, int]
+    imbalance: float = 1.0
+    grouped_flops: int = 0
+    worst_grouped_flops: int = 0
 
     def select(self, kind: str | None = None, axis: str | None = None) -> list[Collective]:
         """Returns the collectives of a kind and over an axis.
@@ -80,6 +87,10 @@ class Audit:
         """Returns the bytes that one device sends in one run. Arguments and errors are those of :meth:`select`."""
         return sum(c.total_wire_bytes for c in self.select(kind, axis))
 
+    def worst_wire_bytes(self, kind: str | None = None, axis: str | None = None) -> float:
+        """Returns :meth:`wire_bytes` in the worst routing: the buffers of all ragged exchanges are full."""
+        return sum(c.total_worst_wire_bytes for c in self.select(kind, axis))
+
     def count(self, kind: str | None = None, axis: str | None = None) -> int:
         """Returns how many times collectives execute in one run. Arguments and errors are those of :meth:`select`."""
         return sum(c.count for c in self.select(kind, axis))
@@ -99,6 +110,16 @@ class Audit:
         return dataclasses.replace(self, collectives=(*always, *self.other_arms), other_arms=replaced_arms)
 
     @property
+    def worst_matmul_flops(self) -> int:
+        """``matmul_flops`` in the worst routing: the buffers of all grouped matmuls are full."""
+        return self.matmul_flops - self.grouped_flops + self.worst_grouped_flops
+
+    @property
+    def ragged(self) -> bool:
+        """Whether the program has ragged operations, whose work depends on the routing of tokens."""
+        return self.worst_grouped_flops > 0 or any(c.worst_wire_bytes is not None for c in self.collectives)
+
+    @property
     def certain(self) -> bool:
         """Whether the trip count of every loop is known."""
         return not self.unknown_loops
@@ -116,6 +137,9 @@ class Audit:
             result = show_bytes(sum(c.result_bytes * c.count for c in same))
             sent = show_bytes(round(sum(c.total_wire_bytes for c in same)))
             name = f"{kind} ({form})" if form else kind
+            if same[0].worst_wire_bytes is not None:
+                worst = show_bytes(round(sum(c.total_worst_wire_bytes for c in same)))
+                notes = ", ".join(filter(None, (notes, f"worst routing {worst}")))
             rows.append((name, "+".join(axes), count, dtype, result, sent, notes, place))
         return rows
 
@@ -133,6 +157,12 @@ class Audit:
             f"{show_bytes(round(self.wire_bytes()))} ({show_bytes(round(self.exposed()))} exposed) in {self.count()} "
             f"executions of collectives"
         )
+        if self.ragged:
+            load = "balanced routing" if self.imbalance == 1 else f"an imbalance of {self.imbalance:g}"
+            text += (
+                f"; with {load}; the worst routing has {self.worst_matmul_flops:.4g} matmul FLOPs and "
+                f"{show_bytes(round(self.worst_wire_bytes()))} on the wire"
+            )
         if self.other_arms:
             sent: dict[str, float] = {}
             for c in self.other_arms:
@@ -161,6 +191,8 @@ class Audit:
             by_axis["+".join(c.axes)] = by_axis.get("+".join(c.axes), 0) + c.total_wire_bytes
         sent = {"total": self.wire_bytes(), "by_kind": by_kind, "by_axis": by_axis}
         derived = {"wire_bytes": sent, "exposed_bytes": self.exposed(), "certain": self.certain}
+        worst = {"matmul_flops": self.worst_matmul_flops, "wire_bytes": self.worst_wire_bytes()}
+        derived |= {"worst_routing": worst if self.ragged else None}
         return json.dumps(dataclasses.asdict(self) | derived, indent=1)
 
 
@@ -176,19 +208,23 @@ def _notes(c: Collective) -> str:
     return ", ".join(text for holds, text in marks if holds)
 
 
-def audit(program: Any, *, mesh: Any = None) -> Audit:
+def audit(program: Any, *, mesh: Any = None, imbalance: float = 1.0) -> Audit:
     """Returns the FLOPs, memory traffic and collectives of a compiled program.
 
     Args:
       program: the result of ``jitted.lower(...).compile()``, or its optimized HLO text.
       mesh: the mesh that the program was compiled for: concrete, abstract, or a mapping axis → size. The audit names
         the mesh axes of each collective. Without a mesh there is one axis, ``devices``.
+      imbalance: the load of the busiest device divided by the balanced load, at least 1. The audit is of that device:
+        its ragged operations (``jax.lax.ragged_all_to_all``, ``jax.lax.ragged_dot``) have as many times the balanced
+        rows, but no more than their buffers hold; ``math.inf`` fills the buffers.
 
     Returns:
       The :class:`Audit`. Its figures are for one device and one run.
 
     Raises:
-      AuditError: the program has no HLO text, the text is cut short, or the mesh has another size than the program.
+      AuditError: the program has no HLO text, the text is cut short, the mesh has another size than the program, or
+        ``imbalance`` is below 1.
 
     >>> import jax, jax.numpy as jnp, jaxpar as jp
     >>> from jax.sharding import NamedSharding, PartitionSpec as P
@@ -198,9 +234,14 @@ def audit(program: Any, *, mesh: Any = None) -> Audit:
     >>> report.wire_bytes("all-reduce", "data")  # 2 · 7/8 of 32 floats
     224.0
     """
+    if not imbalance >= 1:
+        raise AuditError(
+            f"imbalance must be at least 1, got {imbalance:g}. Remedy: pass the load of the busiest device divided by "
+            f"the mean load."
+        )
     module = parse(_text(program))
     sizes, slices = _mesh(module, mesh)
-    walk = HloWalk(module, sizes if slices is None else slices.inside, slices)
+    walk = HloWalk(module, sizes if slices is None else slices.inside, slices, imbalance)
     work = walk.run()
     return Audit(
         mesh=sizes,
@@ -212,6 +253,9 @@ def audit(program: Any, *, mesh: Any = None) -> Audit:
         unknown_loops=tuple(dict.fromkeys(walk.unknown_loops)),
         silent_kernels=tuple(walk.silent_kernels),
         memory=_memory(program),
+        imbalance=imbalance,
+        grouped_flops=work.grouped_flops,
+        worst_grouped_flops=work.worst_grouped_flops,
     )
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from jaxpar.analysis.hlo.collectives import wire_bytes
 from jaxpar.analysis.hlo.dataflow import Flow
 from jaxpar.analysis.hlo.parser import FUSIONS, ArrayType, Computation, Instruction
+from jaxpar.analysis.hlo.ragged import RaggedExchange
 
 _WINDOW = re.compile(r"windowed_dot_general_body_(ag|rs)")
 _ROLES = {"ag": "all-gather", "rs": "reduce-scatter"}
@@ -28,6 +29,7 @@ class Part:
     arrays: tuple[ArrayType, ...]
     result_bytes: int
     wire_bytes: float
+    worst_wire_bytes: float | None = None
 
     @property
     def dtype(self) -> str:
@@ -69,6 +71,12 @@ def plain(kind: str, arrays: tuple[ArrayType, ...], group: int) -> Part:
     full_bytes = operand_bytes * group if kind == "all-gather" else operand_bytes
     result = full_bytes // group if kind == "reduce-scatter" else full_bytes
     return Part(kind, "", arrays, result, wire_bytes(kind, full_bytes, group))
+
+
+def ragged(exchange: RaggedExchange, group: int, imbalance: float) -> Part:
+    """Returns a ragged all-to-all. Only the exchanged rows count, not the arrays of sizes and offsets."""
+    wire, worst = exchange.wire_bytes(group, imbalance), exchange.worst_wire_bytes(group)
+    return Part("all-to-all", "ragged", (exchange.sent,), exchange.received.bytes, wire, worst)
 
 
 def _scatter(sliced: Sequence[tuple[ArrayType, int]], group: int, *, fused: bool) -> Part:

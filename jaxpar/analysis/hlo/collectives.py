@@ -13,7 +13,8 @@ from jaxpar.analysis.hlo.parser import Instruction
 from jaxpar.errors import AuditError
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
-_OPCODES = {opcode: kind for kind in KINDS for opcode in (kind, f"{kind}-start")} | {"ragged-all-to-all": "all-to-all"}
+_OPCODES = {opcode: kind for kind in KINDS for opcode in (kind, f"{kind}-start")}
+_OPCODES |= {"ragged-all-to-all": "all-to-all", "ragged-all-to-all-start": "all-to-all"}
 
 
 @dataclass(frozen=True)
@@ -22,14 +23,15 @@ class Collective:
 
     Attributes:
       kind: one of ``KINDS``.
-      form: how the program implements it, if differently, such as ``ring of 3 permutes``; else empty.
+      form: how the program implements it, if differently, such as ``ring of 3 permutes``; ``ragged`` if its rows
+        depend on the routing of tokens; else empty.
       axes: the mesh axes that it runs over.
       group: devices in each group.
       dtype: the element type; several types are joined by ``+``.
       arrays: the number of arrays that it moves. ``source``, ``tensor`` and ``op_name`` describe the first.
       result_bytes: bytes of the result on one device, in one execution.
       wire_bytes: bytes that one device sends in one execution, by a ring algorithm; of the busiest device if they
-        differ.
+        differ. A ragged exchange counts the audit's imbalance; see :mod:`jaxpar.analysis.hlo.ragged`.
       exposed_bytes: the part of ``wire_bytes`` that overlaps with no compute.
       beside_flops: FLOPs scheduled between its start and its end, in one execution. Other collectives may overlap with
         the same FLOPs.
@@ -45,6 +47,8 @@ class Collective:
       pairs: the (source, target) pairs of a permute, as positions along its axes.
       flight: a number that exposed permutes share if they are in flight at the same time; ``None`` for other
         collectives.
+      worst_wire_bytes: ``wire_bytes`` of a ragged exchange in the worst routing that its buffers allow; ``None`` for
+        other collectives.
     """
 
     kind: str
@@ -67,11 +71,17 @@ class Collective:
     between_slices: bool | None = None
     pairs: tuple[tuple[int, int], ...] = ()
     flight: int | None = None
+    worst_wire_bytes: float | None = None
 
     @property
     def total_wire_bytes(self) -> float:
         """Bytes that one device sends in one run."""
         return self.wire_bytes * self.count
+
+    @property
+    def total_worst_wire_bytes(self) -> float:
+        """Bytes that one device sends in one run in the worst routing."""
+        return (self.wire_bytes if self.worst_wire_bytes is None else self.worst_wire_bytes) * self.count
 
     @property
     def overlapped(self) -> bool:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
 import operator
 from dataclasses import dataclass
 
 from jaxpar.analysis.hlo.dataflow import Flow
 from jaxpar.analysis.hlo.flops import kernel_flops, matmul_flops, target
 from jaxpar.analysis.hlo.parser import ARMS, CALLS, FUSIONS, ArrayType, Computation, Instruction
+from jaxpar.analysis.hlo.ragged import RaggedOperations
 from jaxpar.analysis.hlo.trip_counts import trip_count
 
 # Instructions that only name or group values, or whose work is counted in the computations that they call.
@@ -20,15 +23,21 @@ _FREE = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """FLOPs of matmuls, FLOPs that kernels state, and bytes moved to and from main memory."""
+    """FLOPs of matmuls, FLOPs that kernels state, and bytes moved to and from main memory.
+
+    ``grouped_flops`` is the part of ``matmul_flops`` that grouped matmuls have; ``worst_grouped_flops`` is what they
+    have if their buffers are full.
+    """
 
     matmul_flops: int = 0
     kernel_flops: int = 0
     hbm_bytes: int = 0
+    grouped_flops: int = 0
+    worst_grouped_flops: int = 0
 
     @property
-    def figures(self) -> tuple[int, int, int]:
-        return self.matmul_flops, self.kernel_flops, self.hbm_bytes
+    def figures(self) -> tuple[int, ...]:
+        return self.matmul_flops, self.kernel_flops, self.hbm_bytes, self.grouped_flops, self.worst_grouped_flops
 
     def __add__(self, other: Work) -> Work:
         return Work(*map(operator.add, self.figures, other.figures))
@@ -42,10 +51,14 @@ class Work:
 
 
 class Costs:
-    """The work of instructions and computations, weighted by trip counts; each computation is analyzed once."""
+    """The work of instructions and computations, weighted by trip counts; each computation is analyzed once.
 
-    def __init__(self, flow: Flow):
-        self.flow, self.module = flow, flow.module
+    Ragged operations count the load of the busiest device, ``imbalance`` times the balanced load.
+    """
+
+    def __init__(self, flow: Flow, imbalance: float = 1.0):
+        self.flow, self.module, self.imbalance = flow, flow.module, imbalance
+        self.ragged = RaggedOperations(flow.module)
         self._done: dict[str, Work] = {}
 
     def computation(self, name: str) -> Work:
@@ -70,7 +83,10 @@ class Costs:
         if opcode in FUSIONS:
             # Values inside a fusion stay in registers; only its operands and results are in memory.
             work = sum(inner, Work())
-            return Work(work.matmul_flops, work.kernel_flops, self._fusion_bytes(instruction, where))
+            return dataclasses.replace(work, hbm_bytes=self._fusion_bytes(instruction, where))
+        if (grouped := self.ragged.matmul(instruction, where)) is not None:
+            flops, traffic = grouped.flops(self.imbalance), grouped.hbm_bytes(self.imbalance)
+            return Work(flops, 0, traffic, flops, grouped.flops(math.inf))
         own = Work(matmul_flops(instruction, where), kernel_flops(instruction) or 0, self._bytes(instruction, where))
         return sum(inner, own)
 
@@ -91,6 +107,8 @@ class Costs:
         opcode = instruction.opcode
         if opcode in _FREE or opcode.endswith("-done") or target(instruction) in ("AllocateBuffer", "ConcatBitcast"):
             return 0
+        if (exchange := self.ragged.exchange(instruction, where)) is not None:
+            return exchange.hbm_bytes(self.imbalance)
         operands = [source.types for source in where.inputs(instruction)]
         if opcode in ("dynamic-slice", "slice", "gather"):
             return 2 * _main(instruction.types)

@@ -53,6 +53,12 @@ def matmul_flops(instruction: Instruction, where: Computation) -> int:
     return 0
 
 
+def is_grouped_matmul(instruction: Instruction) -> bool:
+    """Whether an instruction is the TPU compiler's kernel of a ``jax.lax.ragged_dot`` or of one of its gradients."""
+    kernel = target(instruction) == "tpu_custom_call"
+    return kernel and "ragged_dot_tiling" in (instruction.attribute("frontend_attributes") or "")
+
+
 def target(instruction: Instruction) -> str:
     """Returns the target of a custom call; empty for other instructions."""
     return (instruction.attribute("custom_call_target") or "").strip('"')
@@ -65,6 +71,8 @@ def kernel_flops(instruction: Instruction) -> int | None:
     """
     name = target(instruction)
     if not name or name.startswith(_LIBRARY_MATMULS) or re.match(_BOOKKEEPING, name):
+        return 0
+    if instruction.op_name.endswith("ragged-dot-metadata"):  # lists the tiles of a grouped matmul
         return 0
     config = instruction.attribute("backend_config") or ""
     found = re.search(r'"cost_estimate"\s*:\s*\{[^}]*"flops"\s*:\s*"?(\d+)', config.replace("\\", ""))

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxpar.analysis.hlo.collective_patterns import Part, loop_role, parts_of, plain, ring_role
+from jaxpar.analysis.hlo.collective_patterns import Part, loop_role, parts_of, plain, ragged, ring_role
 from jaxpar.analysis.hlo.collectives import Collective, along, axes_of, groups_of, kind_of, pairs_of
 from jaxpar.analysis.hlo.costs import Costs, Work
 from jaxpar.analysis.hlo.dataflow import Flow
@@ -60,6 +60,7 @@ class HloWalk:
       module: the program.
       sizes: mesh axis → size, of the program's own devices. For a program with several slices, the part inside of one.
       slices: how the mesh is split over slices; ``None`` for one slice.
+      imbalance: the load of the busiest device divided by the balanced load, for ragged operations.
       collectives: the collectives that count.
       other_arms: the collectives of the other arms of conditionals.
       unknown_loops: loops with an unknown trip count.
@@ -69,6 +70,7 @@ class HloWalk:
     module: Module
     sizes: Mapping[str, int]
     slices: Slices | None = None
+    imbalance: float = 1.0
     collectives: list[Collective] = field(default_factory=list)
     other_arms: list[Collective] = field(default_factory=list)
     unknown_loops: list[str] = field(default_factory=list)
@@ -76,7 +78,7 @@ class HloWalk:
 
     def __post_init__(self) -> None:
         self.flow = Flow(self.module)
-        self.costs = Costs(self.flow)
+        self.costs = Costs(self.flow, self.imbalance)
         self._schedule = HloOrder(self.costs)
         # Ring → its index in ``collectives``, and its number of permutes.
         self._rings: dict[tuple[Any, ...], tuple[int, int]] = {}
@@ -143,9 +145,12 @@ class HloWalk:
             return
         groups = groups_of(instruction, self.module.partitions)
         axes, size = axes_of(groups, self.sizes), groups.shape[1]
+        if not axes:  # a group of one device moves no data
+            return
+        exchange = self.costs.ragged.exchange(instruction, where)
         fused = bool(scope.callers) and scope.callers[0].opcode in FUSIONS
-        # A group of one device moves no data.
-        for part in parts_of(kind, instruction, where, self.flow, size, fused=fused) if axes else ():
+        parts = [ragged(exchange, size, self.imbalance)] if exchange else []
+        for part in parts or parts_of(kind, instruction, where, self.flow, size, fused=fused):
             self.collectives.append(self._describe(part, axes, size, instruction, where, scope))
 
     def _transfer(self, slices: Slices, send: Instruction, where: Computation, scope: Scope) -> None:
@@ -244,6 +249,7 @@ class HloWalk:
             tensor=moved.op_name if argument else "",
             op_name=next((i.op_name for i in sources if i.op_name), ""),
             between_slices=None if self.slices is None else False,
+            worst_wire_bytes=part.worst_wire_bytes,
         )
 
 

@@ -18,6 +18,7 @@ from jaxpar.models.llama import Llama, LlamaConfig
 from jaxpar.models.llama.layers import Block, RMSNorm, TokenInfo, rope_table
 from jaxpar.models.losses import next_token_loss
 from jaxpar.nnx import axes
+from jaxpar.utils.scope_facts import expected_rows
 
 LAYOUTS = Path(__file__).parents[3] / "configs" / "layouts"
 
@@ -297,3 +298,45 @@ def gathered_by_hand(mesh: Mesh, tokens: int, embed: int, mlp: int, layers: int)
         for shape, spec in zip(shapes, specs, strict=True)
     ]
     return jax.jit(grads).lower(*arrays)
+
+
+def expert_layers(
+    mesh: Mesh, tokens: int, buffer: int, stated: int, embed: int, mlp: int, experts: int, layers: int
+) -> jax.stages.Lowered:
+    """Gradients of recomputed layers of experts sharded over ``data``: a ragged exchange of ``tokens`` rows into a
+    buffer, two grouped matmuls, and the exchange back; each operation states ``stated`` rows."""
+    n = mesh.shape["data"]
+
+    def exchange(x: jax.Array, rows: int, *routing: jax.Array) -> jax.Array:
+        received = jnp.zeros((rows, embed), x.dtype)
+        with expected_rows(stated):
+            return jax.lax.ragged_all_to_all(x, received, *routing, axis_name="data")
+
+    def matmul(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+        with expected_rows(stated):
+            return jax.lax.ragged_dot(x, w, sizes)
+
+    def body(x: jax.Array, up: jax.Array, down: jax.Array, *routing: jax.Array) -> jax.Array:
+        begin, send, place, received = routing
+
+        def layer(x: jax.Array, w: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+            sizes = received.reshape(n, experts // n).sum(0)
+            h = jax.nn.silu(matmul(exchange(x, buffer, *routing), w[0], sizes))
+            back = exchange(matmul(h, w[1], sizes), tokens, place, received, begin, send)
+            return jnp.tanh(back), None
+
+        return jax.lax.scan(jax.checkpoint(layer, prevent_cse=False), x, (up, down))[0]
+
+    weights = P(None, "data")
+    in_specs = (P("data"), weights, weights, *(P("data"),) * 4)
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=P("data"), check_vma=False)
+
+    def loss(*arrays: jax.Array) -> jax.Array:
+        return (mapped(*arrays).astype(jnp.float32) ** 2).sum()
+
+    shapes = (n * tokens, embed), (layers, experts, embed, mlp), (layers, experts, mlp, embed), *((n * experts,),) * 4
+    arrays = [
+        jax.ShapeDtypeStruct(shape, jnp.int32 if len(shape) == 1 else jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+        for shape, spec in zip(shapes, in_specs, strict=True)
+    ]
+    return jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*arrays)

@@ -55,6 +55,9 @@ class Fixture:
     options: dict[str, Any] = field(default_factory=dict)
 
 
+EXPERTS = {"tokens": 256, "buffer": 512, "stated": 192, "embed": 256, "mlp": 384, "experts": 8, "layers": 3}
+
+
 def llama(name: str, layout: Any, model: str = "Llama", **changes: Any) -> Fixture:
     """A train step of a small Llama, wide enough for the compiler to treat it like a large one."""
     import audit_programs as programs
@@ -102,6 +105,7 @@ def tpu() -> Iterator[Fixture]:
     yield llama("tpu_slices_fsdp", programs.layout_on("fsdp", several, data=8), remat="full")
     mesh = jp.MeshSpec(data=4, model=4).build(devices)
     yield Fixture("tpu_silent_kernel", programs.kernel_in_a_loop(mesh, 5, None), sizes)
+    yield Fixture("tpu_experts", programs.expert_layers(mesh, **EXPERTS), sizes, EXPERTS)
 
 
 def gpu() -> Iterator[Fixture]:
@@ -120,6 +124,7 @@ def gpu() -> Iterator[Fixture]:
     yield Fixture("gpu_library_matmuls", programs.two_matmuls(mesh, 512, 3), sizes, facts, options)
     yield Fixture("gpu_every_collective", programs.every_collective(mesh), sizes)
     yield Fixture("gpu_branches", programs.branches(mesh), sizes)
+    yield Fixture("gpu_experts", programs.expert_layers(mesh, **EXPERTS), sizes, EXPERTS)
 
 
 def scrub(text: str) -> str:
