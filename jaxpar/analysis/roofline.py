@@ -87,6 +87,7 @@ class Roofline:
       mfu: useful FLOPs divided by the FLOPs that the devices could do in the step; ``None`` if either is unknown.
       mfu_of: ``the model's FLOPs``, or ``the program's FLOPs``, which count recomputation as useful.
       tokens_per_second: over all devices; ``None`` unless the tokens of a step were given.
+      imbalance: the load of the busiest device divided by the balanced load, as in the audit.
       missing: what the audit could not count. If there is any, ``step`` is a lower bound, and ``mfu`` and
         ``tokens_per_second`` are upper bounds.
 
@@ -114,11 +115,13 @@ class Roofline:
     mfu_of: str
     tokens_per_second: float | None
     missing: tuple[str, ...]
+    imbalance: float = 1.0
 
     def headline(self) -> str:
         """Returns the step in one or two lines, with bounds marked as such."""
         least, most = ("≥ ", "≤ ") if self.missing else ("", "")
         hardware = f"{self.topology} ({self.devices} × {self.device})"
+        hardware += f" at a load imbalance of {self.imbalance:g}" if self.imbalance != 1 else ""
         text = f"step {least}{show_time(self.step)} on {hardware}, bound by {self.bound}"
         text += f"; MFU {'unknown' if self.mfu is None else f'{most}{self.mfu:.1%} ({self.mfu_of}, {self.dtype})'}"
         if self.tokens_per_second is not None:
@@ -223,6 +226,7 @@ def roofline(
         mfu_of="the program's FLOPs" if model_flops is None else "the model's FLOPs",
         tokens_per_second=tokens / step if tokens is not None and step else None,
         missing=missing,
+        imbalance=report.imbalance,
     )
 
 

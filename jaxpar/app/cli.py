@@ -107,6 +107,7 @@ class Check(Explain):
       topology: also compile for this topology, such as v5e:4x4 (extra tpu), and audit the program
       hlo: with --topology: write the compiled program
       golden: with --topology: compare with this file, or write it if it does not exist
+      imbalance: with --topology: also the step of a device with this many times the mean load of experts, such as 2.0
     """
 
     strict: bool = True
@@ -114,11 +115,23 @@ class Check(Explain):
     topology: str | None = None
     hlo: File = None
     golden: File = None
+    imbalance: float | None = None
 
     def run(self) -> int:
+        if self.imbalance is not None:
+            self._check_imbalance(self.imbalance)
         if self.topology is not None:
             return _compiled(self, self.topology)
         return _report(self, strict=self.strict, max_replicated=self.max_replicated)
+
+    def _check_imbalance(self, imbalance: float) -> None:
+        from jaxpar.analysis.checkup.imbalance import check_factor
+
+        check_factor(imbalance, "--imbalance")
+        if self.topology is None:
+            raise ConfigError(
+                "--imbalance needs a compiled program. Remedy: add --topology, such as --topology v5e:4x4."
+            )
 
 
 @dataclass(frozen=True)
@@ -412,7 +425,7 @@ def _compiled(command: Check, topology: str) -> int:
     about = About(tokens, flops, job.model.vocab or 0, seq, policy, job.config.parallel.reshard_after_forward)
     options = job.step_options() | {"compiler_options": job.compiler_options(parsed.platform)}
     run = (job.layout(parsed.devices), job.make_model, job.tx, job.loss_fn, job.batch_spec())
-    found = check_up(parsed, *run, about=about, **options)
+    found = check_up(parsed, *run, about=about, imbalance=command.imbalance, **options)
     if found.program is not None:
         print(f"compiled for {topology} ({found.program.device_kind}) in {found.program.compile_cpu_seconds:.0f} CPU s")
     print(found, end="")

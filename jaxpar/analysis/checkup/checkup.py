@@ -13,6 +13,7 @@ import optax
 
 from jaxpar.analysis.checkup.findings import About, Evidence, Finding, find, knob
 from jaxpar.analysis.checkup.footprint import CATEGORIES, KEPT, Footprint, HeldTensor, footprint, held_by
+from jaxpar.analysis.checkup.imbalance import LoadImbalance, check_factor, load_imbalance
 from jaxpar.analysis.compile.ahead_of_time import AheadOfTime, CompilerOptions, aim, compile_for, step_for
 from jaxpar.analysis.compile.warnings import rematerialised
 from jaxpar.analysis.hlo.audit import Audit, audit
@@ -45,6 +46,7 @@ class Checkup:
       held: the arrays that the step receives.
       refused: the compiler's message if it rejected the program; else empty.
       reshard_after_forward: the run's ``parallel.reshard_after_forward``.
+      imbalance: the step under an imbalanced load, if one was requested.
     """
 
     topology: str
@@ -57,6 +59,7 @@ class Checkup:
     held: tuple[HeldTensor, ...]
     refused: str = ""
     reshard_after_forward: bool | int = True
+    imbalance: LoadImbalance | None = None
 
     @property
     def fits(self) -> bool:
@@ -105,6 +108,8 @@ class Checkup:
             lines += ["", str(self.audit).rstrip()]
         if self.roofline is not None:
             lines += ["", str(self.roofline).rstrip()]
+        if self.imbalance is not None:
+            lines += ["", str(self.imbalance)]
         count = len(self.findings)
         shown = f"{count} finding{'s' * (count > 1)}" + (f", the worst {WORST}:" if count > WORST else ":")
         lines += ["", shown if count else "no findings"]
@@ -132,6 +137,7 @@ class Checkup:
             facts["device_kind"] = p.device_kind
         facts |= {"certain": self.audit is not None and self.audit.certain, "refused": self.refused}
         facts["roofline"] = None if self.roofline is None else dataclasses.asdict(self.roofline)
+        facts["imbalance"] = None if self.imbalance is None else dataclasses.asdict(self.imbalance)
         facts["findings"] = [dataclasses.asdict(f) for f in self.findings]
         return json.dumps(facts, indent=1)
 
@@ -145,6 +151,7 @@ def check_up(
     batch: Any,
     *,
     about: About | None = None,
+    imbalance: float | None = None,
     compiler_options: CompilerOptions | None = None,
     **options: Any,
 ) -> Checkup:
@@ -154,11 +161,13 @@ def check_up(
       topology, layout, make_model, tx, loss_fn, batch, compiler_options, options: as for
         :func:`jaxpar.analysis.compile.ahead_of_time.compile_for`.
       about: facts about the model.
+      imbalance: also report the step of a device with as many times the balanced load of ragged operations.
 
     Returns:
       The checkup. If the compiler rejects the program because it exceeds a device's memory, the checkup says so.
 
     Raises:
+      PlanError: ``imbalance`` is not a finite number of at least 1.
       The errors of :func:`jaxpar.analysis.compile.ahead_of_time.compile_for`, except for a program that is too large.
 
     >>> import jax, jax.numpy as jnp, optax
@@ -171,6 +180,8 @@ def check_up(
     >>> check_up(*run).fits  # doctest: +SKIP
     True
     """
+    if imbalance is not None:
+        check_factor(imbalance)
     parsed = Topology.parse(str(topology))
     aimed = aim(layout, parsed)
     _, state, inputs = step_for(aimed, make_model, tx, loss_fn, batch, **options)
@@ -182,7 +193,10 @@ def check_up(
         if found is None:
             raise
         return Checkup(str(parsed), layout.sizes, None, None, None, None, (found,), held, str(error))
-    return examine(step, layout.sizes, held, about)
+    report = examine(step, layout.sizes, held, about)
+    if imbalance is None:
+        return report
+    return dataclasses.replace(report, imbalance=load_imbalance(step, report.mesh, imbalance))
 
 
 def examine(

@@ -6,6 +6,7 @@ import html
 
 from jaxpar.analysis.checkup.checkup import Checkup
 from jaxpar.analysis.checkup.figures import memory_picture, overlap_picture, wire_picture
+from jaxpar.analysis.checkup.imbalance import COLUMNS
 from jaxpar.analysis.units import html_table
 from jaxpar.errors import MissingExtraError
 
@@ -45,6 +46,9 @@ def page(found: Checkup, title: str, layout: str = "") -> str:
     for heading, value in (("What it sends", found.audit), ("How long it takes", found.roofline)):
         if value is not None:
             parts.append(f"<h2>{heading}</h2>{value._repr_html_()}")
+    if found.imbalance is not None:
+        parts.append(f"<h2>If the load is imbalanced</h2><p>{html.escape(found.imbalance.headline())}</p>")
+        parts.append(html_table(found.imbalance.rows(), COLUMNS) if found.imbalance.loads else "")
     if found.refused:
         parts.append(f"<h2>The compiler's words</h2><pre>{html.escape(found.refused)}</pre>")
     if layout:

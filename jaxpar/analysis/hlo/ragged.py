@@ -61,7 +61,7 @@ class RaggedExchange:
 
 
 @dataclass(frozen=True)
-class GroupedMatmul:
+class RaggedMatmul:
     """A grouped matmul (``jax.lax.ragged_dot``) or one of its gradients, per device and execution.
 
     Attributes:
@@ -71,7 +71,7 @@ class GroupedMatmul:
       row_bytes: bytes read and written for each row in use.
       weight_bytes: bytes of the weights, or of their gradient, of all groups.
 
-    >>> GroupedMatmul(512, 256, row_flops=100, row_bytes=8, weight_bytes=64).flops(imbalance=3)
+    >>> RaggedMatmul(512, 256, row_flops=100, row_bytes=8, weight_bytes=64).flops(imbalance=3)
     51200
     """
 
@@ -108,7 +108,7 @@ class RaggedOperations:
             stated = self._stated_nearby(where)
         return RaggedExchange(sent, received, most if stated is None else min(stated, most))
 
-    def matmul(self, instruction: Instruction, where: Computation) -> GroupedMatmul | None:
+    def matmul(self, instruction: Instruction, where: Computation) -> RaggedMatmul | None:
         """Returns the grouped matmul that a kernel of the TPU's compiler computes, or ``None``.
 
         The kernel multiplies rows ``[M, K]`` with weights ``[G, K, N]`` or ``[G, N, K]``, or, for the gradient of the
@@ -122,7 +122,7 @@ class RaggedOperations:
         stated = expected_rows_in(instruction.op_name)
         if stated is None:  # the compiler drops the name of the gradient for the rows
             stated = _only(self._stated_by_matmuls(buffer_rows, where)) or self._stated_nearby(where)
-        return GroupedMatmul(
+        return RaggedMatmul(
             buffer_rows,
             buffer_rows if stated is None else min(stated, buffer_rows),
             row_flops=2 * math.prod(weights.shape[1:]),

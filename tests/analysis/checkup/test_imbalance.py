@@ -1,0 +1,126 @@
+"""The step of the busiest device under an imbalanced load: the figures, the reports, and the ``check`` command."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stored import facts, step
+
+import jaxpar as jp
+from jaxpar.analysis.checkup import checkup
+from jaxpar.analysis.checkup.checkup import check_up, examine
+from jaxpar.analysis.checkup.html import page
+from jaxpar.analysis.checkup.imbalance import load_imbalance
+from jaxpar.analysis.roofline import roofline
+from jaxpar.app.cli import main
+from jaxpar.errors import PlanError
+
+QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
+MESH = facts("tpu_experts")["mesh"]
+
+
+def test_the_loads_are_audits_and_rooflines_of_the_same_program() -> None:
+    program = step("tpu_experts")
+    found = load_imbalance(program, MESH, 2.0)
+    assert list(found.loads) == ["balanced", "imbalanced", "worst"]
+    for key, imbalance in (("balanced", 1.0), ("imbalanced", 2.0), ("worst", math.inf)):
+        report = jp.audit(program.text, mesh=MESH, imbalance=imbalance)
+        expected = (report.matmul_flops, report.wire_bytes(), roofline(report, "v5e:4x4").step)
+        assert dataclasses.astuple(found.loads[key]) == expected
+    flops = {key: load.matmul_flops for key, load in found.loads.items()}
+    assert flops["imbalanced"] == 2 * flops["balanced"] and flops["worst"] * 192 == flops["balanced"] * 512
+    steps = [load.step for load in found.loads.values()]
+    assert steps == sorted(steps) and len(set(steps)) == 3
+
+
+def test_the_roofline_of_an_imbalanced_audit_says_so() -> None:
+    report = jp.audit(step("tpu_experts").text, mesh=MESH, imbalance=1.5)
+    found = roofline(report, "v5e:4x4")
+    assert found.imbalance == 1.5
+    assert " on v5e:4x4 (16 × TPU v5e) at a load imbalance of 1.5, bound by " in found.headline()
+    balanced = roofline(jp.audit(step("tpu_experts").text, mesh=MESH), "v5e:4x4")
+    assert "imbalance" not in balanced.headline() and balanced.step < found.step
+
+
+def test_a_factor_of_one_is_the_balanced_load() -> None:
+    loads = load_imbalance(step("tpu_experts"), MESH, 1).loads
+    assert loads["imbalanced"] == loads["balanced"]
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Replaces the compiler by a stored program: the last name in the list."""
+    names = ["tpu_experts"]
+    monkeypatch.setattr(checkup, "compile_for", lambda *_, **__: step(names[-1]))
+    monkeypatch.setattr(checkup, "examine", lambda program, sizes, given, about: examine(program, MESH))
+    return names
+
+
+def run(*words: str) -> int:
+    return main(["check", str(QUICKSTART), "--set", "model.layers=2", *words])
+
+
+def test_check_prints_and_writes_the_loads(
+    compiled: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = {name: tmp_path / f"r.{name}" for name in ("json", "html")}
+    words = [word for name, file in files.items() for word in (f"--{name}", str(file))]
+    assert run("--topology", "v5e:4x4", "--imbalance", "2.0", *words) == 0
+    loads = load_imbalance(step("tpu_experts"), MESH, 2.0)
+    lines = str(loads).splitlines()
+    assert lines[:2] == [
+        "load imbalance 2: the busiest device, by the roofline (a model, not a measurement)",
+        "  load          matmul FLOPs  on the wire  step",
+    ]
+    assert [line.split("  ")[1] for line in lines[2:]] == ["balanced", "2 × balanced", "full buffers"]
+    assert str(loads) in capsys.readouterr().out
+    told = json.loads(files["json"].read_text())["imbalance"]
+    assert told == json.loads(json.dumps(dataclasses.asdict(loads))) and told["factor"] == 2.0
+    html = files["html"].read_text()
+    assert "<h2>If the load is imbalanced</h2>" in html and "<td>2 × balanced</td>" in html
+    compiled.append("tpu_fsdp_tp")
+    assert run("--topology", "v5e:4x4", "--imbalance", "2.0", *words) == 0
+    assert (
+        "load imbalance 2: the program has no ragged operations, so the routing of tokens does not change its work\n"
+        in capsys.readouterr().out
+    )
+    assert json.loads(files["json"].read_text())["imbalance"] == {"factor": 2.0, "loads": {}}
+    assert "has no ragged operations" in files["html"].read_text()
+
+
+def test_without_the_option_there_is_no_section() -> None:
+    found = examine(step("tpu_experts"), MESH)
+    assert found.imbalance is None and json.loads(found.to_json())["imbalance"] is None
+    assert "load imbalance" not in str(found) and "imbalanced" not in page(found, "run")
+
+
+REFUSED = (
+    "{} must be a finite number of at least 1, got {:g}. Remedy: give the load of the busiest device divided by the "
+    "mean load, such as 1.5."
+)
+
+
+@pytest.mark.parametrize("factor", [0.5, 0.0, math.inf, math.nan])
+def test_other_factors_are_refused(factor: float, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--topology", "v5e:4x4", "--imbalance", str(factor)) == 2
+    assert capsys.readouterr().err == f"PlanError: {REFUSED.format('--imbalance', factor)}\n"
+    arguments: Any = (None,) * 6
+    for refuse in (
+        lambda: load_imbalance(step("tpu_experts"), MESH, factor),
+        lambda: check_up(*arguments, imbalance=factor),
+    ):
+        with pytest.raises(PlanError) as refused:
+            refuse()
+        assert str(refused.value) == REFUSED.format("imbalance", factor)
+
+
+def test_the_option_needs_a_topology(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--imbalance", "2") == 2
+    assert capsys.readouterr().err == (
+        "ConfigError: --imbalance needs a compiled program. Remedy: add --topology, such as --topology v5e:4x4.\n"
+    )
