@@ -1,6 +1,6 @@
 """A model without a single name or hint, annotated by ``jp.annotate``, beside the same model annotated by hand.
 
-    uv run python benchmarks/planning/annotated.py [--layouts fsdp,tp_sp,fsdp_tp]
+    uv run python benchmarks/planning/annotated.py [--layouts fsdp,tp_sp,fsdp_tp,ring,ring_6_heads]
 
 The model is the example Llama. By hand, its parameters have names, its activations hints, and its matmuls gather their
 weights (``sharded_dot``). For ``annotate`` all of that is taken away: what remains are ``jnp`` matmuls and attention.
@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Self, cast
 from unittest import mock
 
 import jaxpar as jp
@@ -30,12 +32,15 @@ import optax
 from flax import nnx
 
 from jaxpar.models import LlamaConfig, make_llama, next_token_loss
-from jaxpar.training.state import TrainState
+from jaxpar.utils.contexts import attention_observer
 
 CONFIG = LlamaConfig(vocab=512, embed=128, layers=4, heads=8, kv_heads=4, head_dim=16, mlp=384)
 ROWS, SEQ = 16, 128
 WIRE = PEAK = 1.05
 GRADIENTS = 2e-6
+LAYOUTS = dict.fromkeys(("fsdp", "tp_sp", "fsdp_tp", "ring"), CONFIG)
+"""Layout of configs/layouts → the model."""
+LAYOUTS["ring_6_heads"] = replace(CONFIG, heads=6, kv_heads=3)  # cannot be exchanged among 4 devices, as 8 heads can
 MODULES = ("model", "layers")
 
 
@@ -55,6 +60,8 @@ def unannotated() -> Iterator[None]:
     for module in MODULES:
         path = f"jaxpar.models.llama.{module}"
         patches += [mock.patch(f"{path}.{name}", new) for name, new in replaced.items() if hasattr(_module(path), name)]
+    as_they_are = lambda self, *arrays, order_BS=None: (None, None, arrays)
+    patches.append(mock.patch("jaxpar.models.llama.model.Llama.reorder_tokens", as_they_are))
     with mock.patch("jaxpar.models.llama.layers.Attention.__call__", _attention):
         for patch in patches:
             patch.start()
@@ -82,52 +89,64 @@ def _attention(self: Any, x: jax.Array, tokens: Any, attend: Any = None, *, half
     return jnp.einsum("bshd,hde->bse", jnp.einsum("bhqk,bkhd->bqhd", weights, v), self.o[...].astype(x.dtype))
 
 
-def without_names(key: jax.Array) -> nnx.Module:
+def without_names(make_model: Callable[[jax.Array], nnx.Module], key: jax.Array) -> nnx.Module:
     """Returns the Llama without the names of its parameters."""
-    model = make_llama(CONFIG)(key)
+    model = make_model(key)
     for _, variable in nnx.iter_graph(model):
         if isinstance(variable, nnx.Variable) and "logical_dims" in variable.get_metadata():
             variable.set_metadata("logical_dims", None)
     return model
 
 
-def step_of(layout: jp.Layout, make_model: Any, loss_fn: Any, batch: Any) -> tuple[float, int, TrainState, Any]:
-    """Returns wire bytes, peak bytes, the state after a step and the gradients."""
-    tx = optax.sgd(0.1)
-    state = jp.init(layout, make_model, tx)
-    step = jp.train_step(layout, loss_fn, return_grads=True)
-    compiled = step.lower(state, batch).compile()
-    figures, memory = jp.audit(compiled, mesh=layout.mesh), cast(Any, compiled.memory_analysis())
-    after, metrics = step(state, batch)
-    peak = memory.temp_size_in_bytes + memory.argument_size_in_bytes
-    return figures.wire_bytes(), peak, after, metrics["grads"]
+@dataclass(frozen=True)
+class Measured:
+    """A step: its bytes on the wire, its peak memory, its gradients, and how its attention runs."""
+
+    wire: float
+    peak: int
+    grads: Any
+    attention: frozenset[str]
+
+    @classmethod
+    def of(cls, layout: jp.Layout, make_model: Any, loss_fn: Any, batch: Any) -> Self:
+        tx, impls = optax.sgd(0.1), set[str]()
+        state = jp.init(layout, make_model, tx)
+        step = jp.train_step(layout, loss_fn, return_grads=True)
+        with attention_observer(lambda site, q, k, choice: impls.add(choice.impl)):
+            compiled = step.lower(state, batch).compile()
+        figures, memory = jp.audit(compiled, mesh=layout.mesh), cast(Any, compiled.memory_analysis())
+        _, metrics = step(state, batch)
+        peak = memory.temp_size_in_bytes + memory.argument_size_in_bytes
+        return cls(figures.wire_bytes(), peak, metrics["grads"], frozenset(impls))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--layouts", default="fsdp,tp_sp,fsdp_tp,ring")
+    parser.add_argument("--layouts", default=",".join(LAYOUTS))
     names = parser.parse_args().layouts.split(",")
     rng = np.random.default_rng(0)
     batch = {name: rng.integers(0, CONFIG.vocab, (ROWS, SEQ), dtype=np.int32) for name in ("tokens", "targets")}
-    with unannotated():
-        found = jp.annotate(without_names, next_token_loss, batch)
-    print("layout    wire by hand  annotated  ratio  peak by hand  annotated  ratio  grads")
+    print("layout        wire by hand  annotated  ratio  peak by hand  annotated  ratio  grads    attention")
     missed = 0
     for name in names:
-        layout = jp.Layout.from_yaml(f"configs/layouts/{name}.yaml")
-        own = layout.rules.replace(**{dim: None for dim in found.names if dim not in layout.rules.table})
-        hand = step_of(layout, make_llama(CONFIG), next_token_loss, batch)
+        make_model = make_llama(LAYOUTS[name])
         with unannotated():
-            auto = step_of(jp.Layout(layout.mesh, own), found.make_model, found.loss_fn, batch)
-            one = step_of(layout.on_one_device(), make_llama(CONFIG), next_token_loss, batch)
-        pairs = list(zip(jax.tree.leaves(one[3]), jax.tree.leaves(auto[3]), strict=True))
+            found = jp.annotate(partial(without_names, make_model), next_token_loss, batch)
+        layout = jp.Layout.from_yaml(f"configs/layouts/{name.partition('_6')[0]}.yaml")
+        own = layout.rules.replace(**{dim: None for dim in found.names if dim not in layout.rules.table})
+        hand = Measured.of(layout, make_model, next_token_loss, batch)
+        with unannotated():
+            auto = Measured.of(jp.Layout(layout.mesh, own), found.make_model, found.loss_fn, batch)
+            one = Measured.of(layout.on_one_device(), make_model, next_token_loss, batch)
+        pairs = list(zip(jax.tree.leaves(one.grads), jax.tree.leaves(auto.grads), strict=True))
         largest = max(float(jnp.abs(a).max()) for a, _ in pairs)
         error = max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in pairs) / largest
-        wire, peak = auto[0] / hand[0], auto[1] / hand[1]
+        wire, peak = auto.wire / hand.wire, auto.peak / hand.peak
         missed += wire > WIRE or peak > PEAK or error > GRADIENTS
+        mib = [x / 2**20 for x in (hand.wire, auto.wire, hand.peak, auto.peak)]
         print(
-            f"{name:8}  {hand[0] / 2**20:8.2f} MiB  {auto[0] / 2**20:5.2f} MiB  {wire:5.2f}  {hand[1] / 2**20:8.2f} MiB"
-            f"  {auto[1] / 2**20:5.2f} MiB  {peak:5.2f}  {error:.1e}"
+            f"{name:12}  {mib[0]:8.2f} MiB  {mib[1]:5.2f} MiB  {wire:5.2f}  {mib[2]:8.2f} MiB  {mib[3]:5.2f} MiB"
+            f"  {peak:5.2f}  {error:.1e}  {', '.join(auto.attention) or 'as written'}"
         )
     return int(missed > 0)
 

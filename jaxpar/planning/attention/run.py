@@ -10,9 +10,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.parallel.attention.attention import attention, qkv_sharding
+from jaxpar.parallel.attention.context import HEADS_AXIS
+from jaxpar.parallel.attention.cost_model import AttentionRequest, cost
 from jaxpar.planning.attention.attention import FoundAttention
 from jaxpar.planning.attention.axes import Dims, Group, axes_of, size
 from jaxpar.planning.attention.values import Linear, View
+from jaxpar.sharding.hardware.links import links_of
 from jaxpar.sharding.layout import current_layout
 from jaxpar.sharding.names import Names
 from jaxpar.sharding.resolve import num_shards_over
@@ -64,7 +67,11 @@ def attend(found: FoundAttention, q_dims: Names, kv_dims: Names) -> Callable[...
         views = dict(zip((*found.masks.arrays(), *found.biases), arrays[3:], strict=True))
         dtype = jnp.result_type(q, k, v)
         how: dict[str, Any] = {"q_dims": q_dims, "kv_dims": kv_dims, "mask": found.masks.rule, "q_offset": 0}
-        how |= {"scale": found.scale, "softcap": found.softcap} | _segments(found, views)
+        how |= (
+            {"order": _order(found, q_dims, kv_dims)}
+            | {"scale": found.scale, "softcap": found.softcap}
+            | _segments(found, views)
+        )
         bias = _bias(found, views)
         if bias is None or not found.may_hide_all:
             how |= {} if bias is None else {"bias": bias}
@@ -94,6 +101,24 @@ def spread(x: jax.Array, dims: Dims, groups: Sequence[Group]) -> jax.Array:
     x = x.reshape([axis.size if axis in own else 1 for axis in axes_of(wanted)])
     x = jnp.broadcast_to(x, [axis.size for axis in axes_of(wanted)])
     return x.reshape([size(group) for group in wanted])
+
+
+def _order(found: FoundAttention, q_dims: Names, kv_dims: Names) -> str | None:
+    """``contiguous`` if it costs a ring less to be out of balance than to reorder tokens in each layer; else ``None``.
+
+    As with the implementation, the time decides if the device's figures are known, and the bytes otherwise.
+    """
+    layout = current_layout()
+    links = links_of(layout.mesh)
+    q, k = (jax.ShapeDtypeStruct(shape, found.q.var.aval.dtype) for shape in shapes(found))
+    sharding = qkv_sharding(q, k, q_dims, kv_dims)
+
+    def least(order: str | None) -> float:
+        request = AttentionRequest(found.masks.rule, order=order)
+        costs = [cost(impl, q, k, sharding, layout.sizes, HEADS_AXIS, request, links) for impl in ("ring", "hybrid")]
+        return min((one.sent if links is None else one.seconds for one in costs if one is not None), default=0.0)
+
+    return "contiguous" if least("contiguous") < least(None) else None
 
 
 def _absorbing(q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array, how: dict[str, Any]) -> jax.Array:

@@ -1,6 +1,6 @@
 """Attention as public models write it: functions of queries, keys, values ``[batch, seq, heads, head_dim]`` and others.
 
-The sizes are awkward on purpose: 12 tokens, 4 heads of 5, values of 3, lengths that leave a row without keys.
+The sizes are awkward on purpose: heads of 5, values of 3, lengths that leave a query without keys.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
 
-BATCH, SEQ, HEADS, HEAD = 4, 12, 4, 5
-LENGTHS = (12, 7, 4, 1)
+BATCH, SEQ, HEADS, HEAD = 4, 24, 4, 5
+LENGTHS = (24, 13, 4, 1)
 Style = Callable[..., jax.Array]
 
 
@@ -167,25 +167,25 @@ def no_keys(q: Any, k: Any, v: Any, bias: Any, lengths: Any) -> jax.Array:
 
 
 STYLES: dict[str, tuple[Style, str, dict[str, int]]] = {
-    "plain": (plain, "12 queries, 12 keys, 4 heads, causal", {"value_head": 3}),
-    "heads first": (heads_first, "12 queries, 12 keys, 4 heads, causal", {}),
-    "flattened": (flattened, "12 queries, 12 keys, 1 heads", {}),
-    "own softmax": (own_softmax, "12 queries, 12 keys, 4 heads, causal", {}),
-    "jax.nn": (jax_nn, "12 queries, 12 keys, 4 heads (2 of keys), causal", {"kv_heads": 2}),
-    "jax.nn masked": (jax_nn_masked, "12 queries, 20 keys, 4 heads, mask, bias", {"keys": 20}),
-    "jax.nn window": (jax_nn_window, "12 queries, 12 keys, 4 heads, window", {}),
-    "nnx": (flax_nnx, "12 queries, 12 keys, 4 heads, causal", {}),
-    "linen": (flax_linen, "12 queries, 12 keys, 4 heads, causal, mask", {}),
-    "linen bias": (flax_linen_bias, "12 queries, 12 keys, 4 heads, bias", {}),
-    "added mask": (added_mask, "12 queries, 12 keys, 4 heads, mask", {}),
-    "added numbers": (added_numbers, "12 queries, 20 keys, 4 heads, bias", {"keys": 20}),
-    "learned bias": (learned_bias, "12 queries, 12 keys, 4 heads, bias", {}),
-    "alibi": (alibi, "12 queries, 12 keys, 4 heads, causal, bias", {}),
-    "grouped": (grouped, "12 queries, 12 keys, 4 heads (2 of keys), causal, window, softcap 2", {"kv_heads": 2}),
-    "repeated": (repeated, "12 queries, 12 keys, 4 heads (2 of keys), causal", {"kv_heads": 2, "value_head": 7}),
-    "broadcast": (broadcast, "12 queries, 12 keys, 4 heads (2 of keys), bias", {"kv_heads": 2}),
-    "multi-query": (multi_query, "12 queries, 12 keys, 4 heads (1 of keys)", {"kv_heads": 1}),
-    "documents": (documents, "12 queries, 12 keys, 4 heads, causal, mask", {}),
-    "no keys": (no_keys, "12 queries, 20 keys, 4 heads, mask", {"keys": 20}),
+    "plain": (plain, "24 queries, 24 keys, 4 heads, causal", {"value_head": 3}),
+    "heads first": (heads_first, "24 queries, 24 keys, 4 heads, causal", {}),
+    "flattened": (flattened, "24 queries, 24 keys, 1 heads", {}),
+    "own softmax": (own_softmax, "24 queries, 24 keys, 4 heads, causal", {}),
+    "jax.nn": (jax_nn, "24 queries, 24 keys, 4 heads (2 of keys), causal", {"kv_heads": 2}),
+    "jax.nn masked": (jax_nn_masked, "24 queries, 40 keys, 4 heads, mask, bias", {"keys": 40}),
+    "jax.nn window": (jax_nn_window, "24 queries, 24 keys, 4 heads, window", {}),
+    "nnx": (flax_nnx, "24 queries, 24 keys, 4 heads, causal", {}),
+    "linen": (flax_linen, "24 queries, 24 keys, 4 heads, causal, mask", {}),
+    "linen bias": (flax_linen_bias, "24 queries, 24 keys, 4 heads, bias", {}),
+    "added mask": (added_mask, "24 queries, 24 keys, 4 heads, mask", {}),
+    "added numbers": (added_numbers, "24 queries, 40 keys, 4 heads, bias", {"keys": 40}),
+    "learned bias": (learned_bias, "24 queries, 24 keys, 4 heads, bias", {}),
+    "alibi": (alibi, "24 queries, 24 keys, 4 heads, causal, bias", {}),
+    "grouped": (grouped, "24 queries, 24 keys, 4 heads (2 of keys), causal, window, softcap 2", {"kv_heads": 2}),
+    "repeated": (repeated, "24 queries, 24 keys, 4 heads (2 of keys), causal", {"kv_heads": 2, "value_head": 7}),
+    "broadcast": (broadcast, "24 queries, 24 keys, 4 heads (2 of keys), bias", {"kv_heads": 2}),
+    "multi-query": (multi_query, "24 queries, 24 keys, 4 heads (1 of keys)", {"kv_heads": 1}),
+    "documents": (documents, "24 queries, 24 keys, 4 heads, causal, mask", {}),
+    "no keys": (no_keys, "24 queries, 40 keys, 4 heads, mask", {"keys": 40}),
 }
 """Each with what is found of it, and the options of :func:`arrays`."""

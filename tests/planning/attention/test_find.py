@@ -21,7 +21,7 @@ from jaxpar.planning.names.attention_sites import known_constants
 from jaxpar.utils.contexts import attention_observer
 from jaxpar.utils.jaxprs import inlined, opened
 from tests.planning.attention import styles
-from tests.profiles import few
+from tests.profiles import few, few_pairs
 
 Q_DIMS, KV_DIMS = ("batch", "seq", "heads", None), ("batch", "seq", "kv_heads", None)
 NAMES = {
@@ -130,11 +130,12 @@ def test_what_attention_does_not_compute_is_left_as_it_is_and_says_why(function:
     annotation = jp.annotate(make_model, loss_fn, {"x": jax.ShapeDtypeStruct(shape, "float32")})
     (site,) = annotation.attention
     assert site.reason == reason and site.attention is None
-    assert f"scores of 4x12x4x5 and 4x12x4x5  1      left as it is: {reason}" in str(annotation)
+    assert f"scores of 4x24x4x5 and 4x24x4x5  1      left as it is: {reason}" in str(annotation)
 
 
-@pytest.mark.parametrize("style", few(styles.STYLES, keep=2))
-def test_a_sharded_sequence_computes_what_one_device_computes(style: str) -> None:
+@pytest.mark.parametrize(("style", "context"), few_pairs(styles.STYLES, (8, 4), keep=3))
+def test_a_sharded_sequence_computes_what_one_device_computes(style: str, context: int) -> None:
+    """Among 8 devices 4 heads cannot be exchanged: keys and values go around a ring."""
     function, _, options = styles.STYLES[style]
     q, k, v, bias, lengths = styles.arrays(**options)
 
@@ -152,7 +153,7 @@ def test_a_sharded_sequence_computes_what_one_device_computes(style: str) -> Non
     (site,) = annotation.attention
     assert site.q_dims[1] is not None and site.kv_dims[1] is not None
     rules = dict.fromkeys(annotation.names) | {"batch": "data", site.q_dims[1]: "context", site.kv_dims[1]: "context"}
-    layout = jp.Layout(jp.MeshSpec(data=2, context=4).build(), jp.Rules(**rules))
+    layout = jp.Layout(jp.MeshSpec(data=8 // context, context=context).build(), jp.Rules(**rules))
     outcomes, choices = [], []
     for here, loss in ((layout.on_one_device(), loss_fn), (layout, annotation.loss_fn)):
         state = jp.init(here, annotation.make_model, optax.sgd(0.1))
@@ -178,5 +179,5 @@ def test_a_mask_made_before_the_layers_is_known_in_scanned_and_recomputed_ones()
     make_model = lambda key: {"layers": jax.random.normal(key, (3, 8, 8)), "last": jnp.ones((8, 8))}
     shape = jax.ShapeDtypeStruct((styles.BATCH, styles.SEQ, styles.HEADS, 8), "float32")
     annotation = jp.annotate(make_model, loss_fn, {"x": shape})
-    text = "12 queries, 12 keys, 4 heads, causal"
+    text = "24 queries, 24 keys, 4 heads, causal"
     assert sorted((site.text, site.count) for site in annotation.attention) == [(text, 1), (text, 3)]
