@@ -60,7 +60,7 @@ def unannotated() -> Iterator[None]:
     for module in MODULES:
         path = f"jaxpar.models.llama.{module}"
         patches += [mock.patch(f"{path}.{name}", new) for name, new in replaced.items() if hasattr(_module(path), name)]
-    as_they_are = lambda self, *arrays, order_BS=None: (None, None, arrays)
+    as_they_are: Any = lambda self, *arrays, order_BS=None: (None, None, arrays)
     patches.append(mock.patch("jaxpar.models.llama.model.Llama.reorder_tokens", as_they_are))
     with mock.patch("jaxpar.models.llama.layers.Attention.__call__", _attention):
         for patch in patches:
