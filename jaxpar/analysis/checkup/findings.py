@@ -239,6 +239,11 @@ def _for_exposed(c: Collective, e: Evidence) -> str:
         )
     if c.kind == "reduce-scatter":
         return f"increase the tokens per device to overlap it with more compute (data.batch), or make {axes} smaller."
+    if c.form == "ragged":
+        return (
+            f"rows travel over {axes} to the devices of their experts and back: make {axes} smaller (mesh.{axes}), so "
+            f"that a device has more of the experts."
+        )
     return (
         f"the shardings before and after this line differ over {axes}: annotate both sides identically, or make "
         f"{axes} smaller."

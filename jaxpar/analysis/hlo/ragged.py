@@ -12,7 +12,8 @@ A compiled program shows the size of the buffers. How many of their rows are in 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from jaxpar.analysis.hlo.flops import is_grouped_matmul
@@ -20,6 +21,8 @@ from jaxpar.analysis.hlo.parser import CALLS, ArrayType, Computation, Instructio
 from jaxpar.utils.scope_facts import expected_rows_in
 
 _EXCHANGES = ("ragged-all-to-all", "ragged-all-to-all-start")
+# The path inside of the innermost scope that states rows, of a matmul or of a loop.
+_MATMUL = re.compile(r"expected_rows_\d+\b(?!.*expected_rows_).*(?:dot|while)")
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,7 @@ class RaggedOperations:
 
     def __init__(self, module: Module):
         self._module = module
-        self._in_computation: dict[str, frozenset[int]] = {}
+        self._in_computation: dict[str, frozenset[tuple[int, bool]]] = {}
 
     def exchange(self, instruction: Instruction, where: Computation) -> RaggedExchange | None:
         """Returns the ragged all-to-all that an instruction starts, or ``None``."""
@@ -105,7 +108,7 @@ class RaggedOperations:
         most = min(sent.shape[0], received.shape[0])
         stated = expected_rows_in(instruction.op_name)
         if stated is None:  # the compiler for GPUs gives an exchange no name
-            stated = self._stated_nearby(where)
+            stated = self._stated_nearby(where, exchange=True)
         return RaggedExchange(sent, received, most if stated is None else min(stated, most))
 
     def matmul(self, instruction: Instruction, where: Computation) -> RaggedMatmul | None:
@@ -121,7 +124,9 @@ class RaggedOperations:
         buffer_rows = rows[0].shape[0]
         stated = expected_rows_in(instruction.op_name)
         if stated is None:  # the compiler drops the name of the gradient for the rows
-            stated = _only(self._stated_by_matmuls(buffer_rows, where)) or self._stated_nearby(where)
+            stated = _only(self._stated_by_matmuls(buffer_rows, where))
+        if stated is None:
+            stated = self._stated_nearby(where, exchange=False)
         return RaggedMatmul(
             buffer_rows,
             buffer_rows if stated is None else min(stated, buffer_rows),
@@ -137,17 +142,27 @@ class RaggedOperations:
             if found is not None and found[0][0].shape[0] == buffer_rows:
                 yield expected_rows_in(instruction.op_name)
 
-    def _stated_nearby(self, where: Computation) -> int | None:
-        """Returns the only number of rows stated in a computation or, if it states none, in the program."""
-        here = self._stated_in(where)
-        return _only(here or frozenset().union(*map(self._stated_in, self._module.computations.values())))
+    def _stated_nearby(self, where: Computation, *, exchange: bool) -> int | None:
+        """Returns the number of rows that the scopes of a computation or, if it has none, of the program state.
 
-    def _stated_in(self, where: Computation) -> frozenset[int]:
+        If there are several numbers, the only one of an exchange, or the only one of a matmul, is returned.
+        """
+        program = self._module.computations.values()
+        stated = self._stated_in(where) or frozenset().union(*map(self._stated_in, program))
+        by_matmuls = {rows for rows, is_matmul in stated if is_matmul}
+        rows = {rows for rows, _ in stated}
+        return _only(rows) or _only(rows - by_matmuls if exchange else by_matmuls)
+
+    def _stated_in(self, where: Computation) -> frozenset[tuple[int, bool]]:
+        """Returns the stated numbers of rows, and whether a matmul or a loop, which may contain one, states them."""
         if where.name not in self._in_computation:
-            found = {expected_rows_in(instruction.op_name) for instruction in where} - {None}
+            names = (instruction.op_name for instruction in where)
+            found = {
+                (rows, bool(_MATMUL.search(name))) for name in names if (rows := expected_rows_in(name)) is not None
+            }
             inner = (name for i in where if i.opcode in CALLS for name in i.called("calls", "to_apply"))
             called = (self._stated_in(self._module[name]) for name in inner)
-            self._in_computation[where.name] = frozenset(n for n in found if n is not None).union(*called)
+            self._in_computation[where.name] = frozenset(found).union(*called)
         return self._in_computation[where.name]
 
 
@@ -167,6 +182,6 @@ def _scaled(balanced: float, imbalance: float, most: float) -> float:
     return most if math.isinf(imbalance) else min(balanced * imbalance, most)
 
 
-def _only(numbers: Iterator[int | None] | frozenset[int]) -> int | None:
+def _only(numbers: Iterable[int | None]) -> int | None:
     distinct = set(numbers) - {None}
     return distinct.pop() if len(distinct) == 1 else None

@@ -23,6 +23,11 @@ _LIBRARIES = re.compile(r"(?:^|[/\\])(?:site|dist)-packages[/\\](?:jax|jaxlib|fl
 _PLUMBING = (
     "jaxpar/parallel/collectives/gather_reduce.py",
     "jaxpar/parallel/collectives/quantized.py",
+    "jaxpar/parallel/experts/balance.py",
+    "jaxpar/parallel/experts/dispatch.py",
+    "jaxpar/parallel/experts/exchange.py",
+    "jaxpar/parallel/experts/experts.py",
+    "jaxpar/parallel/experts/experts_local.py",
     "jaxpar/parallel/precision/fp8_matmul.py",
     "jaxpar/parallel/zero/gather.py",
     "jaxpar/parallel/zero/sharded_matmul.py",

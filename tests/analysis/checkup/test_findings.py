@@ -90,6 +90,14 @@ def test_the_advice_fits_the_kind_and_the_axes(kind: str, axes: tuple[str, ...],
     assert advice in only(evidence(collective(kind, axes, 50e6, op_name=op_name))).remedy
 
 
+def test_the_advice_for_an_exchange_of_rows_by_expert() -> None:
+    found = only(evidence(collective("all-to-all", ("data",), 50e6, form="ragged")))
+    assert found.remedy == (
+        "rows travel over data to the devices of their experts and back: make data smaller (mesh.data), so that a "
+        "device has more of the experts."
+    )
+
+
 def test_transfers_with_one_remedy_are_one_finding() -> None:
     several = [collective("all-gather", ("model",), 50e6, source=f"f{i} (m.py:{i})") for i in range(5)]
     assert only(evidence(*several)).where == "f0 (m.py:0), f1 (m.py:1), f2 (m.py:2), and 2 more"

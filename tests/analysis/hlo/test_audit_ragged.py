@@ -91,14 +91,6 @@ def test_the_compiler_for_gpus_drops_the_names_of_exchanges(stored_text):
     assert len(lines) == EXCHANGES and not any("op_name" in line for line in lines)
 
 
-def test_two_numbers_of_rows_in_one_computation_are_ambiguous(stored_text, facts):
-    text = stored_text("gpu_experts").replace("expected_rows_192/reduce_sum", "expected_rows_64/reduce_sum")
-    text = re.sub(r"expected_rows_192(?=/ragged_dot_general)", "expected_rows_64", text, count=1)
-    report = jp.audit(text, mesh=facts("gpu_experts")["mesh"])
-    sent = {c.wire_bytes / (512 * (GROUP - 1) / GROUP) for c in exchanges(report)}
-    assert sent == {facts("gpu_experts")["tokens"], facts("gpu_experts")["stated"]}
-
-
 @pytest.mark.parametrize("stated", [True, False])
 def test_grouped_matmuls_count_the_balanced_rows_and_at_worst_their_buffers(stated, audited, stored_text, facts):
     known, report = facts("tpu_experts"), audited("tpu_experts", stated=stated)
@@ -171,6 +163,34 @@ ENTRY %main (x: bf16[96,64], out: bf16[{rows},64], n: s32[8]) -> bf16[{rows},64]
 def test_the_worst_routing_is_what_both_buffers_and_the_other_devices_allow(rows, balanced, worst):
     (found,) = jp.audit(_EXCHANGE.format(rows=rows)).collectives
     assert (found.wire_bytes, found.worst_wire_bytes) == (balanced * 128 * 7 / 8, worst * 128)
+
+
+@pytest.mark.parametrize(
+    ("names", "rows"),
+    [
+        (["f/mul"], 96),
+        (["f/expected_rows_40/ragged_dot_general"], 40),
+        (["f/expected_rows_40/broadcast_in_dim"], 40),
+        (["f/expected_rows_40/ragged_dot_general", "f/expected_rows_64/broadcast_in_dim"], 64),
+        (["f/expected_rows_40/while", "f/expected_rows_64/expected_rows_40/while/mul", "f/expected_rows_64/mul"], 64),
+        (["f/expected_rows_64/while/body/expected_rows_40/mul", "f/expected_rows_64/dot_general"], 40),
+        (["f/expected_rows_40/mul", "f/expected_rows_64/mul"], 96),
+        (["f/expected_rows_40/dot_general", "f/expected_rows_64/while"], 96),
+    ],
+)
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_nameless_exchange_takes_the_rows_stated_around_it(names, rows, elsewhere):
+    """Of several numbers, it takes the only one that no matmul states."""
+    lines = [f'  %a{i} = s32[8]{{0}} add(%n, %n), metadata={{op_name="{name}"}}\n' for i, name in enumerate(names)]
+    text = _EXCHANGE.format(rows=400)
+    if elsewhere:
+        called = "%other (n: s32[8]) -> s32[8] {\n  %n = s32[8]{0} parameter(0)\n" + "".join(lines)
+        called += "  ROOT %z = s32[8]{0} add(%n, %n)\n}\n\n"
+        text = text.replace("ENTRY", f"{called}ENTRY")
+    else:
+        text = text.replace("  ROOT", f"{''.join(lines)}  ROOT")
+    (found,) = jp.audit(text).collectives
+    assert found.wire_bytes == rows * 128 * 7 / 8
 
 
 def test_an_exchange_reads_and_writes_the_rows_that_it_moves():
