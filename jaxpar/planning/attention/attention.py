@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, Self, cast
 
+import jax
+import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
 from jaxpar.parallel.attention.mask import Mask
@@ -136,12 +138,11 @@ class FoundAttention:
         if {*axes_of(scores.dims)} != {*product.both, *product.free[side], keys}:
             raise NotAttentionError("its weights are repeated or summed")
         seq = _sequence(product.free[side], q, k, keys, names_of)
-        first = axes_of(q.dims[:1])
-        batch = first if len(first) == 1 and first[0] in shared else ()
+        batch = tuple(axis for axis in axes_of(q.dims)[:1] if axis in shared)
         heads = tuple(axis for axis in axes_of(k.dims) if axis in shared and axis not in batch)
         groups = tuple(axis for axis in axes_of(q.dims) if axis in product.free[side] and axis is not seq)
         for eqn in (product.eqn, weighted.eqn):
-            if eqn.params["precision"] is not None:
+            if not _usual_precision(eqn):
                 raise NotAttentionError("its matmuls have a precision of their own")
         masks = _masks(scores.hidden, seq, keys)
         may_hide_all = bool(masks.added) or any(reader.is_data(view.source) for view in scores.biases)
@@ -202,6 +203,14 @@ class FoundAttention:
                 biases=tuple(_split(view, axis, parts) for view in found.biases),
             )
         return found
+
+
+def _usual_precision(eqn: JaxprEqn) -> bool:
+    """Whether a matmul has the precision of one in :func:`jaxpar.attention`, which sums bf16 in fp32."""
+    precision = eqn.params["precision"]
+    if precision == jax.lax.DotAlgorithmPreset.BF16_BF16_F32:
+        return all(atom.aval.dtype == jnp.bfloat16 for atom in cast(Any, eqn.invars))
+    return precision in (None, jax.lax.Precision.DEFAULT, (jax.lax.Precision.DEFAULT,) * 2)
 
 
 def _sequence(free: Group, q: AttentionOperand, k: AttentionOperand, keys: Axis, names_of: NamesOf) -> Axis:

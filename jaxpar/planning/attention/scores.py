@@ -49,7 +49,8 @@ def after(eqn: JaxprEqn, reads: Sequence[Value]) -> Value:
         else:
             found = _elementwise(eqn, reads, scores, out.shape)
     if found is None or isinstance(found, str):
-        reason = found or f"its {scores.stage} go through {eqn.primitive.name}"
+        dropout = scores.stage == Stage.WEIGHTS and eqn.primitive.name in ("mul", "div", "select_n")
+        reason = found or f"its {scores.stage} go through {eqn.primitive.name}{', as in dropout' * dropout}"
         softmax = scores.stage in (Stage.EXPONENTIALS, Stage.SUM, Stage.WEIGHTS) or eqn.primitive.name == "exp"
         return Lost(scores.product, reason, softmax)
     return found
@@ -103,6 +104,8 @@ def _scaled(scores: Scores, factor: Number) -> Scores | str:
 def _added(scores: Scores, other: Any, atom: Any, sign: int) -> Scores | str | None:
     if scores.capped:
         return "its softcap has no factor"
+    if number(other) == 0:
+        return scores
     if isinstance(other, Conditional) and other.no == 0:
         other = negated(other) or other
     masks = isinstance(other, Conditional) and other.yes == 0 and sign * other.no <= HIDDEN

@@ -128,6 +128,8 @@ class _Roles:
                 self.opposed |= found
                 self.scored |= {atom for dim in value.dims for atom in classes.flat(dim)}
         self.looked_up = {self.classes.sizes[atom] for atom in self.places if Use.LOOKED_UP in classes.uses[atom]}
+        sums = [atom for atom in range(len(classes.sizes)) if Use.PRODUCED in classes.uses[atom]]
+        self.produced_parts = {one for atom in sums for term in classes.terms(atom) for one in term}
         self.embed = set(self._embed())
 
     def atoms(self, value: TracedValue) -> set[int]:
@@ -170,8 +172,10 @@ class _Roles:
 
     def _inner(self, atom: int) -> bool:
         uses = self.classes.uses[atom]
-        made = Use.PRODUCED in uses or bool(
-            {self.classes.sizes[b] for b in self.neighbours[atom] if Use.LOOKED_UP in self.classes.uses[b]}
+        made = (
+            Use.PRODUCED in uses
+            or atom in self.produced_parts
+            or bool({self.classes.sizes[b] for b in self.neighbours[atom] if Use.LOOKED_UP in self.classes.uses[b]})
         )
         return Use.CONTRACTED in uses and made and Use.LOOKED_UP not in uses
 

@@ -111,7 +111,7 @@ def blocks(q: Any, k: Any, v: Any) -> jax.Array:
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
-        (dropped, "its softmax weights go through mul"),
+        (dropped, "its softmax weights go through mul, as in dropout"),
         (over_queries, "its weights are not contracted along the keys"),
         (returned, "its scores are used elsewhere too"),
         (precise, "its matmuls have a precision of their own"),
