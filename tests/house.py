@@ -20,6 +20,7 @@ FLOORS = (
     ("inference", "testing", "planning"),
     ("pipeline", "context", "moe", "offload", "overlap"),
     ("models",),
+    ("interop",),
     ("app",),
 )
 """The entries of the package, the lowest first. An entry imports only from lower floors."""

@@ -25,7 +25,7 @@ from jaxpar.models import llama
 from jaxpar.models.llama.pipeline import staged_next_token_loss
 from jaxpar.models.losses import next_token_loss
 from jaxpar.models.moe import config as moe_config
-from jaxpar.models.moe.model import make_moe
+from jaxpar.models.moe.model import make_decoder
 from jaxpar.parallel.attention.context import BALANCED, Context
 from jaxpar.sharding.names import Names
 from jaxpar.training.batch import tag_batch
@@ -241,7 +241,7 @@ def make_job(loaded: Loaded, *, training: bool = True) -> Job:
     mesh = loaded.layout["mesh"] or {}
     pipeline = make_pipeline(config.parallel.pipeline, mesh, model.layers) if training else None
     check_recompute(pipeline, model.remat)
-    make_model, loss = _make_model(model), _loss(model, pipeline)
+    make_model, loss = make_decoder(model), _loss(model, pipeline)
     return Job(loaded.name, config, model, make_model, loss, tx, loaded.layout, zero, precision, fusion, pipeline)
 
 
@@ -299,10 +299,6 @@ def _with_overlap(config: RunConfig, model: llama.LlamaConfig) -> llama.LlamaCon
         )
     with _prefixed():
         return replace(model, copies=parallel.overlap.ways, copies_dim=parallel.overlap.dim)
-
-
-def _make_model(model: llama.LlamaConfig) -> Callable[[jax.Array], Any]:
-    return make_moe(model) if isinstance(model, moe_config.MoEConfig) else llama.make_llama(model)
 
 
 def _loss(model: llama.LlamaConfig, pipeline: jp.Pipeline | jp.pipeline.Asynchronous | None) -> Callable[..., Any]:
@@ -411,7 +407,7 @@ def in_fp32(job: Job) -> Job:
     if isinstance(job.model, FactoryModel):
         return replace(job, precision=jp.Precision())
     model = replace(job.model, dtype="float32", param_dtype="float32")
-    make_model, loss = _make_model(model), _loss(model, job.pipeline)
+    make_model, loss = make_decoder(model), _loss(model, job.pipeline)
     return replace(job, model=model, make_model=make_model, loss_fn=loss, precision=jp.Precision())
 
 

@@ -87,6 +87,8 @@ def cached_attention(
     layer: Any,
     at_B: jax.Array,
     group: tuple[Any, int] = (0, 1),
+    *,
+    window: int | None = None,
 ) -> tuple[jax.Array, CachedKeys]:
     """Returns a token's attention to all tokens up to its position, and the cache with its keys and values written.
 
@@ -103,6 +105,7 @@ def cached_attention(
       at_B: position of each row's token [batch] int, which is its slot.
       group: (number, groups): the rows given are one group of the cache's rows, and row ``i`` is the cache's row
         ``i * groups + number``. The number may be traced.
+      window: a token attends to this many tokens, itself and those before it; ``None`` for all.
 
     Returns:
       The output [batch, 1, heads, head_dim], and the updated cache.
@@ -166,7 +169,7 @@ def cached_attention(
         mine = jax.tree.map(lambda x: _group(x, layer, number, groups), cache)
         if heads != kv_heads:  # Query heads are sharded, key heads replicated.
             mine = jax.tree.map(lambda x: _own_heads(x, q.shape[2], heads), mine)
-        return _attended(q, mine["keys"], mine["values"], at_B - first, ring), cache
+        return _attended(q, mine["keys"], mine["values"], at_B - first, ring, window), cache
 
     args: Any = (q, k, v, cache, at_B, *(jnp.asarray(x, jnp.int32) for x in (layer, group[0])))
     # Inside a pipeline stage some axes are already manual, and the cache holds only the stage's layers.
@@ -213,14 +216,19 @@ def _written(
     return jax.tree.map(lambda old, x: old.at[layer, rows_B, :, slot_B].set(x, mode="drop"), cache_LBKTD, new)
 
 
-def _attended(q_B1HD: jax.Array, keys: CachePart, values: CachePart, last_B: jax.Array, ring: Axes) -> jax.Array:
-    """Attend to the local slots [batch, kv_heads, slots, head_dim] up to ``last_B``, and merge over ``ring``."""
+def _attended(
+    q_B1HD: jax.Array, keys: CachePart, values: CachePart, last_B: jax.Array, ring: Axes, window: int | None
+) -> jax.Array:
+    """Attend to the last ``window`` local slots [batch, kv_heads, slots, head_dim] up to ``last_B``, and merge over
+    ``ring``."""
     wide = jnp.promote_types(q_B1HD.dtype, jnp.float32)
     q_BKGD = q_B1HD.reshape(q_B1HD.shape[0], keys.shape[1], -1, q_B1HD.shape[3])
     (k_BKTD, k_scales), (v_BKTD, v_scales) = (_split_scales(x, q_B1HD.dtype) for x in (keys, values))
     s = jnp.einsum("bkgd,bktd->bkgt", q_BKGD, k_BKTD, preferred_element_type=wide) / math.sqrt(q_B1HD.shape[3])
     s = s if k_scales is None else s * k_scales
-    visible = jnp.arange(k_BKTD.shape[2]) <= last_B[:, None]
+    slots = jnp.arange(k_BKTD.shape[2])
+    visible = slots <= last_B[:, None]
+    visible = visible if window is None else visible & (slots > last_B[:, None] - window)
     s = jnp.where(visible[:, None, None], s, -jnp.inf)
     # Unseen slots hold arbitrary numbers, and a weight of 0 times NaN is NaN.
     v_BKTD = jnp.where(visible[:, None, :, None], v_BKTD, jnp.zeros((), v_BKTD.dtype))

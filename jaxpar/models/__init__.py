@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from jaxpar.models.llama.pipeline import staged_next_token_loss as staged_next_token_loss
     from jaxpar.models.losses import cross_entropy as cross_entropy
     from jaxpar.models.losses import next_token_loss as next_token_loss
+    from jaxpar.models.moe.model import make_decoder as make_decoder
     from jaxpar.models.vit import ViTConfig as ViTConfig
     from jaxpar.models.vit import make_vit as make_vit
     from jaxpar.models.vit import vit_loss as vit_loss

@@ -296,10 +296,12 @@ def _build(
     precision: Precision,
     key: jax.Array,
     causes: dict[str, Causes] | None = None,
+    params: Any = None,
 ) -> TrainState:
     with tracing_under(layout), nnx.use_eager_sharding(False), hint_observer(_ignore):
         model_key, step_key = jax.random.split(without_explicit_axes(layout, key))
         parts, found = build_with_or_without_mesh(make_model, model_key)
+        parts = parts if params is None else dataclasses.replace(parts, params=params)
         if isinstance(tx, SelfReducing):
             opt_state: Any = tx.init(parts.params, dict(parts.dims))
         else:

@@ -43,6 +43,8 @@ class LlamaConfig:
       rope_original_seq: the context length, in positions, before the stretch.
       norm_eps: epsilon of the RMS norms.
       qk_norm: normalize the queries and keys of each head, as Qwen3 does.
+      qkv_bias: add biases to queries, keys and values, as Qwen2 does.
+      sliding_window: a token attends to this many tokens, itself and those before it, as in Mistral; ``None`` for all.
       tie_embeddings: use the embedding table, transposed, as the output head.
       dtype: the compute dtype.
       param_dtype: the dtype in which parameters are stored.
@@ -76,6 +78,8 @@ class LlamaConfig:
     rope_original_seq: Annotated[int, Range(1, INT32)] = 8192
     norm_eps: Annotated[float, Range(0, 1.0)] = 1e-5
     qk_norm: bool = False
+    qkv_bias: bool = False
+    sliding_window: Annotated[int, Range(1, INT32)] | None = None
     tie_embeddings: bool = False
     dtype: _Dtype = "float32"
     param_dtype: _Dtype = "float32"
@@ -136,11 +140,17 @@ class LlamaConfig:
         """The total number of parameters."""
         lookup = 0 if self.tie_embeddings else self.embed * self.vocab
         norms = (2 * self.layers + 1) * self.embed + (2 * self.layers * self.head_dim if self.qk_norm else 0)
-        return self.matmul_params + lookup + norms
+        biases = self.layers * self.head_dim * (self.heads + 2 * self.kv_heads) if self.qkv_bias else 0
+        return self.matmul_params + lookup + norms + biases
 
     def flops_per_token(self, seq: int) -> float:
         """Returns the training FLOPs per token, without recomputation; causal attention counts half of ``seq``²."""
-        return 6.0 * self.matmul_params + 6.0 * self.layers * self.heads * self.head_dim * seq
+        return 6.0 * self.matmul_params + 12.0 * self.layers * self.heads * self.head_dim * self.mean_keys(seq)
+
+    def mean_keys(self, seq: int) -> float:
+        """Returns how many keys a query sees on average: half of ``seq``, or less with a sliding window."""
+        window = min(self.sliding_window or seq, seq)
+        return window - window * window / (2 * seq)
 
 
 _BF16 = LlamaConfig(dtype="bfloat16", remat="full")

@@ -98,7 +98,7 @@ def _prompts(config: LlamaConfig, cache_dtype: Any, layers: Any, x_BSE: jax.Arra
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
             cache.update(keys=fill_cache(k, slots, cache_dtype), values=fill_cache(v, slots, cache_dtype))
-            return block.attention.context(q, k, v, None)
+            return block.attention.context(q, k, v, None, None, config.sliding_window)
 
         return output_and_scalars(block(x_BSE, tokens, attend))[0], cache
 
@@ -118,7 +118,8 @@ def _token(
         updated: dict[str, Any] = {}
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            o, updated["cache"] = cached_attention(q, k, v, cache, number, at_B, group)
+            window = config.sliding_window
+            o, updated["cache"] = cached_attention(q, k, v, cache, number, at_B, group, window=window)
             return o
 
         y_BSE, _ = output_and_scalars(block_of(leaves)(x_BSE, tokens, attend))
@@ -136,6 +137,7 @@ def _matrices(dtype: Any, weight_dtype: str | None) -> Callable[[Any], Any]:
     def convert(path: Any, x: Any) -> Any:
         if "norm" in jax.tree_util.keystr(path):
             return x
-        return x.astype(dtype) if weight_dtype is None else Int8.of(x, CONTRACTING_DIMS[path[-1].key])
+        vector = path[-1].key.endswith("bias")
+        return x.astype(dtype) if weight_dtype is None or vector else Int8.of(x, CONTRACTING_DIMS[path[-1].key])
 
     return lambda params: jax.tree_util.tree_map_with_path(convert, params)

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpar import attention
+from jaxpar import Mask, attention
 from jaxpar.errors import ConfigError
 from jaxpar.models.llama.config import LlamaConfig
 from jaxpar.models.llama.layers import Block, Rope, TokenInfo
@@ -62,6 +62,7 @@ def interleaved_block(config: LlamaConfig, tokens: TokenInfo) -> Callable[[Block
             seen.append((keys, values, documents))
             options: dict[str, Any] = {"impl": config.context.impl, "block": config.context.block}
             options["segment_ids"] = None if documents_BS is None else (documents_BS, documents)
+            options["mask"] = Mask(window=config.sliding_window)
             return attention(q_BSHD, keys, values, q_offset=before, **options)
 
         return block.attention(h_BSE, TokenInfo(rope), attend, half=True), seen[0]

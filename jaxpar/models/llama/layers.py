@@ -15,7 +15,7 @@ from jaxpar import hint
 from jaxpar.models.llama.config import LlamaConfig
 from jaxpar.nnx import axes
 from jaxpar.parallel.attention.context import TokenOrder
-from jaxpar.parallel.zero.gather import sharded_dot
+from jaxpar.parallel.zero.gather import gather_weight, sharded_dot
 from jaxpar.training.remat import OUTPUT
 
 type Rope = tuple[jax.Array, jax.Array]
@@ -76,10 +76,16 @@ class Attention(nnx.Module):
         self.v = _kernel(rngs.params(), (e, k, d), ("embed", "kv_heads", "head_dim"), e, c)
         # Scaled by depth so that the residual stream's variance does not grow with it (GPT-2).
         self.o = _kernel(rngs.params(), (h, d, e), ("heads", "head_dim", "embed"), 2 * c.layers * h * d, c)
+        if c.qkv_bias:
+            zeros = lambda size, name: nnx.Param(
+                axes(jax.nn.initializers.zeros)(name, "head_dim")(rngs.params(), (size, d), jnp.dtype(c.param_dtype))
+            )
+            self.q_bias, self.k_bias, self.v_bias = zeros(h, "heads"), zeros(k, "kv_heads"), zeros(k, "kv_heads")
         if c.qk_norm:
             self.q_norm, self.k_norm = RMSNorm(c, d), RMSNorm(c, d)
         self.options: dict[str, Any] = {"dtype": jnp.dtype(c.dtype), "reshard_after_forward": c.reshard_after_forward}
-        self.context, self.qk_norm = c.context, c.qk_norm
+        self.context, self.window = c.context, c.sliding_window
+        self.qk_norm, self.qkv_bias = c.qk_norm, c.qkv_bias
 
     def __call__(
         self, x_BSE: jax.Array, tokens: TokenInfo, attend: Attend | None = None, *, half: bool = False
@@ -101,13 +107,23 @@ class Attention(nnx.Module):
         (q,) = sharded_dot(x_BSE, (self.q[...], ("embed", "heads", "head_dim")), **self.options)
         (k,) = sharded_dot(x_BSE, (self.k[...], kv_dims), **self.options)
         (v,) = sharded_dot(x_BSE, (self.v[...], kv_dims), **self.options)
+        if self.qkv_bias:
+            biases = ((self.q_bias, "heads"), (self.k_bias, "kv_heads"), (self.v_bias, "kv_heads"))
+            dtype = self.options["dtype"]
+            q, k, v = (
+                x + gather_weight(bias[...], name, "head_dim", dtype=dtype)
+                for x, (bias, name) in zip((q, k, v), biases, strict=True)
+            )
         q, k = (self.q_norm(q), self.k_norm(k)) if self.qk_norm else (q, k)
         q, k, v = (checkpoint_name(x, "qkv") for x in (rotate(q, tokens.rope), rotate(k, tokens.rope), v))
-        o_BSHD: jax.Array = attend(q, k, v) if attend else self.context(q, k, v, tokens.order, tokens.documents_BS)
+        o_BSHD = attend(q, k, v) if attend else self._attend(q, k, v, tokens)
         if half:
             return o_BSHD
         (y_BSE,) = sharded_dot(o_BSHD, (self.o[...], ("heads", "head_dim", "embed")), summed=2, **self.options)
         return y_BSE
+
+    def _attend(self, q: jax.Array, k: jax.Array, v: jax.Array, tokens: TokenInfo) -> jax.Array:
+        return self.context(q, k, v, tokens.order, tokens.documents_BS, self.window)
 
     def output(self, o_BSHD: jax.Array) -> jax.Array:
         """Apply the output projection to ``o_BSHD`` [batch, seq, heads, head_dim]; returns [batch, seq, embed]."""

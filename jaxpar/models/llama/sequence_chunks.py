@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jaxpar import RematPolicy, attention
+from jaxpar import Mask, RematPolicy, attention
 from jaxpar.models.llama.config import LlamaConfig
 from jaxpar.models.llama.layers import Block, Rope, TokenInfo, layer_shapes
 from jaxpar.models.llama.model import remat
@@ -46,6 +46,7 @@ def carried_block(config: LlamaConfig, recompute: RematPolicy) -> ChunkedLayer:
                 segments = None if documents_BS is None else (documents_BS, found["documents"])
                 # Slots after this chunk may hold another microbatch's keys. The causal mask hides them.
                 options: dict[str, Any] = {"impl": context.impl, "block": context.block, "segment_ids": segments}
+                options["mask"] = Mask(window=config.sliding_window)
                 return attention(q_BSHD, found["keys"], found["values"], q_offset=start, **options)
 
             return block(x_BSE, TokenInfo(rope), attend), found

@@ -160,23 +160,24 @@ class MoEConfig(LlamaConfig):
     def params(self) -> int:
         """The total number of parameters."""
         lookup = 0 if self.tie_embeddings else self.embed * self.vocab
-        norms = (2 * self.layers + 1) * self.embed + self._inner_norms * self.layers
+        norms = (2 * self.layers + 1) * self.embed + self._inner_vectors * self.layers
         bias = 0 if self.bias_rate is None else self.experts * self.expert_layers
         return self._matmul_params(self.experts) + lookup + norms + bias
 
     @property
-    def _inner_norms(self) -> int:
-        """The parameters of the norms inside one layer's attention."""
+    def _inner_vectors(self) -> int:
+        """The parameters of the norms and biases inside one layer's attention."""
         latent = self.latent_attention
         if latent is not None:
             return latent.kv_latent + (latent.q_latent or 0)
-        return 2 * self.head_dim if self.qk_norm else 0
+        norms = 2 * self.head_dim if self.qk_norm else 0
+        return norms + (self.head_dim * (self.heads + 2 * self.kv_heads) if self.qkv_bias else 0)
 
     def flops_per_token(self, seq: int) -> float:
         """Returns the training FLOPs per token, without recomputation; causal attention counts half of ``seq``²."""
         latent = self.latent_attention
         scores = self.qk_dim + (self.head_dim if latent is None else latent.value_dim)
-        return 6.0 * self.matmul_params + 3.0 * self.layers * self.heads * scores * seq
+        return 6.0 * self.matmul_params + 6.0 * self.layers * self.heads * scores * self.mean_keys(seq)
 
 
 _BF16 = MoEConfig(dtype="bfloat16", remat="full")

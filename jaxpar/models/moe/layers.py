@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxpar import hint
 from jaxpar.models.llama.layers import Attend, Attention, RMSNorm, SwiGLU, TokenInfo, _kernel, rotate
 from jaxpar.models.moe.config import LatentAttentionConfig, MoEConfig
+from jaxpar.nnx import axes
 from jaxpar.parallel.experts.balance import load_balance_loss, router_z_loss
 from jaxpar.parallel.experts.experts import experts
 from jaxpar.parallel.experts.metrics import routing_metrics
@@ -41,7 +42,8 @@ class Mixture(nnx.Module):
         if c.shared_experts:
             self.shared = SwiGLU(replace(c, mlp=c.shared_experts * f), rngs)
         if c.bias_rate is not None:
-            self.router_bias = nnx.Param(jnp.zeros((x,), jnp.float32), sharding_names=("norm",))
+            zeros = axes(jax.nn.initializers.zeros)("norm")
+            self.router_bias = nnx.Param(zeros(rngs.params(), (x,), jnp.float32))
         self.config = c
 
     def __call__(self, x_BSE: jax.Array) -> tuple[jax.Array, LayerScalars]:
@@ -97,7 +99,7 @@ class LatentAttention(nnx.Module):
         out = (h, a.value_dim, e)
         self.o = _kernel(rngs.params(), out, ("heads", "head_dim", "embed"), 2 * c.layers * h * a.value_dim, c)
         self.options: dict[str, Any] = {"dtype": jnp.dtype(c.dtype), "reshard_after_forward": c.reshard_after_forward}
-        self.context, self.latent, self.head_dim = c.context, a, c.head_dim
+        self.context, self.latent, self.head_dim, self.window = c.context, a, c.head_dim, c.sliding_window
 
     def __call__(self, x_BSE: jax.Array, tokens: TokenInfo, attend: Attend | None = None) -> jax.Array:
         """Apply attention to ``x_BSE`` [batch, seq, embed]; the arguments are those of the Llama's attention."""
@@ -112,7 +114,10 @@ class LatentAttention(nnx.Module):
         rotated_BSHR = jnp.broadcast_to(rotated_BSHR, (*kv_BSHD.shape[:3], a.rope_dim))
         k_BSHD = jnp.concatenate((kv_BSHD[..., :d], rotated_BSHR), -1)
         q, k, v = (checkpoint_name(x, "qkv") for x in (q_BSHD, k_BSHD, kv_BSHD[..., d:]))
-        o_BSHD: jax.Array = attend(q, k, v) if attend else self.context(q, k, v, tokens.order, tokens.documents_BS)
+        window = self.window
+        o_BSHD: jax.Array = (
+            attend(q, k, v) if attend else self.context(q, k, v, tokens.order, tokens.documents_BS, window)
+        )
         (y_BSE,) = sharded_dot(o_BSHD, (self.o[...], ("heads", "head_dim", "embed")), summed=2, **self.options)
         return y_BSE
 

@@ -8,8 +8,9 @@ from typing import Any
 import jax
 from flax import nnx
 
+from jaxpar.models.llama.config import LlamaConfig
 from jaxpar.models.llama.layers import RMSNorm, TokenInfo, _kernel
-from jaxpar.models.llama.model import Llama, run_stack, stack_of
+from jaxpar.models.llama.model import Llama, make_llama, run_stack, stack_of
 from jaxpar.models.moe.config import MoEConfig
 from jaxpar.models.moe.layers import DenseBlock, MixtureBlock
 from jaxpar.parallel.attention.context import TokenOrder
@@ -83,3 +84,14 @@ def make_moe(config: MoEConfig) -> Callable[[jax.Array], MoEDecoder]:
     (4, 8, 128, 192)
     """
     return lambda key: MoEDecoder(config, rngs=nnx.Rngs(key))
+
+
+def make_decoder(config: LlamaConfig) -> Callable[[jax.Array], Llama]:
+    """Returns the ``make_model`` of a Llama, or of a mixture-of-experts decoder if ``config`` is a ``MoEConfig``.
+
+    >>> import jax
+    >>> from jaxpar.models import preset
+    >>> jax.eval_shape(lambda: make_decoder(preset("tiny"))(jax.random.key(0)).embedding[...]).shape
+    (256, 128)
+    """
+    return make_moe(config) if isinstance(config, MoEConfig) else make_llama(config)

@@ -11,6 +11,7 @@ from jaxpar.errors import ConfigError, LayoutError, did_you_mean
 from jaxpar.parallel.attention.attention import attention, qkv_sharding
 from jaxpar.parallel.attention.attention_local import attention_local, roles
 from jaxpar.parallel.attention.cost_model import AttentionRequest, QKVSharding
+from jaxpar.parallel.attention.mask import Mask
 from jaxpar.parallel.attention.options import IMPLS, KV_GRAD_DTYPES, Impl
 from jaxpar.parallel.attention.select import select_here
 from jaxpar.parallel.attention.split.token_order import ORDERS, permutation
@@ -130,7 +131,13 @@ class Context:
         return self._select(q, k, qkv_sharding(q, k), order)[1]
 
     def __call__(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, order: TokenOrder, segment_ids: jax.Array | None = None
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        order: TokenOrder,
+        segment_ids: jax.Array | None = None,
+        window: int | None = None,
     ) -> jax.Array:
         """Returns causal attention of tokens stored in the given order.
 
@@ -139,6 +146,7 @@ class Context:
           k, v: keys and values ``[batch, seq, kv_heads, head_dim]``.
           order: the order of the tokens, as :meth:`reorder_tokens` returns it.
           segment_ids: the document of each token ``[batch, seq]``, in the same order; negative for padding.
+          window: a query sees this many keys, its own and those before it; ``None`` for all.
 
         Returns:
           The result ``[batch, seq, heads, head_dim]``.
@@ -153,6 +161,7 @@ class Context:
             "block": self.block,
             "segment_ids": segment_ids,
             "keep_gathered_kv": self.keep_gathered_kv,
+            "mask": None if window is None else Mask(window=window),
         }
         axes = manual_axes_of("seq")
         if axes:

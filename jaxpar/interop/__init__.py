@@ -1,0 +1,1 @@
+"""Weights of other libraries: Hugging Face checkpoints in and out."""

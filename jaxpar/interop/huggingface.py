@@ -1,0 +1,271 @@
+"""Hugging Face checkpoints in and out: safetensors files and a ``config.json``, read and written in shards.
+
+The families are those of :data:`jaxpar.interop.families.FAMILIES`. Pickle files are never read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import optax
+
+from jaxpar.errors import CheckpointError, ConfigError, DamagedError
+from jaxpar.interop.account import check_tensors
+from jaxpar.interop.families import to_config, to_fields
+from jaxpar.interop.safetensors import (
+    DTYPES,
+    StoredTensor,
+    create_files,
+    lay_out,
+    parse_json,
+    read_tensors,
+)
+from jaxpar.interop.tensor_map import TensorRule, tensor_rules
+from jaxpar.interop.transfer import OpenFiles, read_parameter, write_parameter
+from jaxpar.models.llama.config import LlamaConfig
+from jaxpar.models.moe.model import make_decoder
+from jaxpar.sharding.layout import Layout
+from jaxpar.training.from_params import state_from_params
+from jaxpar.training.model import build_shapes, leaves_with_paths, show
+from jaxpar.training.state import abstract_state
+from jaxpar.utils.durable import remove, sync_files, sync_folder, write_atomically
+from jaxpar.utils.multihost import settled
+
+CONFIG = "config.json"
+_EMBEDDING = "model.embed_tokens.weight"
+_MAX_CONFIG = 10_000_000
+_FILE_BYTES = 5 * 10**9
+_UNFINISHED = ".unfinished"
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What a process read.
+
+    Attributes:
+      bytes_read: from the files of weights, by this process.
+      tensors: the number of tensors of the checkpoint.
+      ignored: the names of tensors that the model does not have, and that are known to be unused.
+    """
+
+    bytes_read: int
+    tensors: int
+    ignored: tuple[str, ...]
+
+
+def read_config(
+    directory: str | os.PathLike[str], *, dtype: str | None = None, ignore: Collection[str] = (), **changes: Any
+) -> LlamaConfig:
+    """Returns the configuration of a checkpoint's model: a ``LlamaConfig``, or a ``MoEConfig`` if it has experts.
+
+    Args:
+      directory: the checkpoint's folder, with ``config.json`` and safetensors files.
+      dtype: the dtype of the parameters and of the compute; by default that of the checkpoint's embedding.
+      ignore: fields of ``config.json`` that are not implemented, and do not change what the model computes.
+      **changes: values of our configuration's fields, such as ``remat="full"``.
+
+    Raises:
+      CheckpointError: there is no ``config.json``, or there are no safetensors files.
+      ConfigError: the model's family is not supported; or a field is not implemented, and has another value than the
+        neutral one.
+      DamagedError: a file is malformed.
+    """
+    root = Path(directory)
+    config = to_config(read_fields(root), ignore=ignore)
+    if dtype is None:
+        embedding = read_tensors(root).get(_EMBEDDING)
+        found = DTYPES.get(embedding.dtype if embedding else "")
+        dtype = "float32" if found is None else found.name
+    return replace(config, **{"dtype": dtype, "param_dtype": dtype, **changes})
+
+
+def read_fields(directory: Path) -> dict[str, Any]:
+    """Returns the fields of a checkpoint's ``config.json``.
+
+    Raises:
+      CheckpointError: it is missing.
+      DamagedError: it is no JSON object.
+    """
+    file = directory / CONFIG
+    if not file.is_file():
+        raise CheckpointError(
+            f"{directory} has no {CONFIG}. Remedy: the folder of a model, as save_pretrained of transformers writes it."
+        )
+    if file.stat().st_size > _MAX_CONFIG:
+        raise DamagedError(f"{file} must have at most {_MAX_CONFIG:,} bytes, got {file.stat().st_size:,}.")
+    fields = parse_json(file.read_bytes(), str(file))
+    if not isinstance(fields, dict):
+        raise DamagedError(f"{file} must be a JSON object, got {type(fields).__name__}.")
+    return fields
+
+
+def load(
+    layout: Layout,
+    directory: str | os.PathLike[str],
+    tx: optax.GradientTransformation | None = None,
+    *,
+    config: LlamaConfig | None = None,
+    seed: int = 0,
+    report: Callable[[LoadReport], None] | None = None,
+) -> Any:
+    """Returns the weights of a Hugging Face checkpoint, sharded by a layout.
+
+    Each process reads the bytes of its own shards, at most 16 MiB at a time, and holds one parameter (all layers of one
+    weight) in host memory besides those on its devices. All processes call it, and see the same files.
+
+    Args:
+      layout: mesh and rules. Its mesh holds devices.
+      directory: the checkpoint's folder: ``config.json``, and ``model.safetensors`` or the files of an index.
+      tx: an optimizer, for a state to train.
+      config: the model's configuration, if it is not :func:`read_config` of the folder: with other dtypes the values
+        are cast.
+      seed: seed of the state's key, as for :func:`jaxpar.init`.
+      report: receives what this process read.
+
+    Returns:
+      The parameters, as a nested dict; with ``tx`` a :class:`jaxpar.TrainState` at step 0.
+
+    Raises:
+      CheckpointError: tensors are missing, unexpected, or of another shape or dtype: all are listed.
+      DamagedError: a file is truncated or malformed.
+      ConfigError, LayoutError: as :func:`read_config` and :func:`jaxpar.init`.
+
+    >>> import tempfile, jax, optax
+    >>> import jaxpar as jp
+    >>> from jaxpar.interop import huggingface
+    >>> from jaxpar.models import make_llama, preset
+    >>> dims = ("embed", "norm", "heads", "kv_heads", "head_dim", "mlp", "vocab", "layers")
+    >>> layout = jp.Layout(jp.MeshSpec(data=-1).build(), jp.Rules(batch="data", **dict.fromkeys(dims)))
+    >>> config = preset("tiny", layers=1)
+    >>> state = jp.init(layout, make_llama(config), optax.identity())
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     huggingface.export(f"{folder}/one", state.params, config)
+    ...     huggingface.load(layout, f"{folder}/one")["blocks"]["attention"]["q"].shape
+    (1, 128, 4, 32)
+    """
+    root = Path(directory)
+    config, tensors, ignored = settled(lambda: _read(root, config))
+    make_model, seen = make_decoder(config), abstract_state(layout, make_decoder(config), optax.identity()).params
+    leaves = {show(path): leaf for path, leaf in leaves_with_paths(seen)}
+    rules = {rule.path: rule for rule in tensor_rules(config)}
+    settled(lambda: check_tensors(rules.values(), _shapes(leaves), tensors, str(root)))
+
+    def read() -> Any:
+        with OpenFiles() as files:
+            made = [read_parameter(files, rules[path], tensors, leaf) for path, leaf in leaves.items()]
+        if report is not None:
+            report(LoadReport(files.bytes_read, len(tensors), ignored))
+        return jax.tree.unflatten(jax.tree.structure(seen), made)
+
+    params = settled(read)
+    return params if tx is None else state_from_params(layout, make_model, tx, params, seed=seed)
+
+
+def _read(root: Path, config: LlamaConfig | None) -> tuple[LlamaConfig, dict[str, StoredTensor], tuple[str, ...]]:
+    """Returns the configuration, the tensors of the model, and the names of those that are known to be unused."""
+    config = read_config(root) if config is None else config
+    tensors, fields = read_tensors(root), read_fields(root)
+    first, more = config.layers, fields.get("num_nextn_predict_layers") or 0
+    unused = tuple(f"model.layers.{first + i}." for i in range(more if isinstance(more, int) and more < 64 else 0))
+    is_unused = lambda name: (
+        name.endswith("rotary_emb.inv_freq")  # older transformers saved this constant
+        or (name == "lm_head.weight" and config.tie_embeddings)
+        or name.startswith(unused)  # for the prediction of several tokens, which transformers ignores too
+    )
+    ignored = tuple(name for name in tensors if is_unused(name))
+    return config, {name: tensor for name, tensor in tensors.items() if name not in ignored}, ignored
+
+
+def _shapes(leaves: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {path: tuple(leaf.shape) for path, leaf in leaves.items()}
+
+
+def export(
+    directory: str | os.PathLike[str],
+    params: Any,
+    config: LlamaConfig,
+    *,
+    family: str | None = None,
+    dtype: str | None = None,
+    file_bytes: int = _FILE_BYTES,
+    fields: Mapping[str, Any] | None = None,
+) -> None:
+    """Writes parameters as a Hugging Face checkpoint that transformers loads: safetensors files and ``config.json``.
+
+    Each process writes its own shards into files that all processes share. The folder gets its name when it is
+    complete. With the dtype of the parameters, :func:`load` returns them bitwise equal.
+
+    Args:
+      directory: the folder to create; it must not exist.
+      params: the parameters of the model, such as ``state.params``.
+      config: the model's configuration.
+      family: the ``model_type``; by default the first family that can express the configuration.
+      dtype: the dtype of the files, such as ``bfloat16``; by default each parameter's own.
+      file_bytes: the most bytes of tensors in one file, unless one tensor is larger.
+      fields: further fields of ``config.json``, such as ``eos_token_id``; they replace those of the model.
+
+    Raises:
+      CheckpointError: the folder exists, or the parameters are not those of the configuration's model.
+      ConfigError: no family can express the configuration, or ``dtype`` is not supported.
+    """
+    target = Path(os.path.abspath(directory))
+    leaves = {show(path): leaf for path, leaf in leaves_with_paths(params)}
+    written = to_fields(config, family)
+    rules = tensor_rules(config)
+    _check_params(leaves, config)
+    spelled = {value.name: name for name, value in DTYPES.items()}
+    if dtype is not None and dtype not in spelled:
+        raise ConfigError(f"export: dtype must be one of {', '.join(spelled)}, got {dtype!r}.")
+    written |= {"torch_dtype": dtype or config.param_dtype, **(fields or {})}
+    here = target.with_name(target.name + _UNFINISHED)
+    shapes = {
+        name: (spelled[dtype or leaves[rule.path].dtype.name], rule.shape(tuple(leaves[rule.path].shape)))
+        for rule in rules
+        for _, name in rule.names(tuple(leaves[rule.path].shape))
+    }
+    stored = lay_out(here, shapes, file_bytes)
+    first = jax.process_index() == 0
+    settled(lambda: _create(here, target, stored) if first else None)
+    settled(lambda: _write(rules, leaves, stored))
+    settled(lambda: _finish(here, target, written) if first else None)
+
+
+def _check_params(leaves: Mapping[str, Any], config: LlamaConfig) -> None:
+    made = build_shapes(make_decoder(config)).params
+    expected = {show(path): tuple(leaf.shape) for path, leaf in leaves_with_paths(made)}
+    given = _shapes(leaves)
+    wrong = [
+        f"{path} {given.get(path, 'missing')}" for path in expected | given if expected.get(path) != given.get(path)
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"export: the parameters are not those of the configuration's model: {', '.join(wrong[:8])}. "
+            "Remedy: params=state.params, and the configuration that it was made with."
+        )
+
+
+def _create(here: Path, target: Path, stored: Mapping[str, StoredTensor]) -> None:
+    if target.exists():
+        raise CheckpointError(f"export: {target} exists. Remedy: delete it, or use another name.")
+    remove(here)  # left by an export that was killed
+    here.mkdir(parents=True)
+    create_files(stored.values())
+
+
+def _write(rules: list[TensorRule], leaves: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> None:
+    with OpenFiles(os.O_WRONLY) as files:
+        for rule in rules:
+            write_parameter(files, rule, stored, leaves[rule.path])
+    sync_files({tensor.file for tensor in stored.values()})
+
+
+def _finish(here: Path, target: Path, fields: Mapping[str, Any]) -> None:
+    write_atomically(here / CONFIG, json.dumps(fields, indent=2, sort_keys=True) + "\n")
+    os.rename(here, target)
+    sync_folder(target.parent)
