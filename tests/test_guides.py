@@ -158,3 +158,11 @@ def test_parallelize(style: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert np.linalg.norm(x - y) <= 1e-5 * np.linalg.norm(y)
     assert many["train_step"].steps == 4 and (tmp_path / "runs" / style / "4" / "manifest.json").is_file()
     many["train_step"].close()
+
+
+def test_huggingface(readme: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (code,) = blocks("docs/guides/huggingface.md")
+    assert "models/Llama-3.1-8B" in code
+    found = run(code.replace("models/Llama-3.1-8B", str(ROOT / "tests/golden/huggingface/llama2")), {"jp": jp} | readme)
+    assert found["logits"].shape == (8, 16, 32) and (tmp_path / "models/tuned/model.safetensors").is_file()

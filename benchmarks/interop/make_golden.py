@@ -1,6 +1,7 @@
 """Writes tiny random Hugging Face checkpoints of every supported family, and what transformers computes with them.
 
     uv run --no-project --with transformers --with torch --with numpy python benchmarks/interop/make_golden.py
+    uv run ... python benchmarks/interop/make_golden.py --check EXPORTED/llama2 ...
 
 Each family gets a folder with config.json, model.safetensors and answers.npz: ``tokens`` [1, 64], ``logits``
 [1, 64, vocab] in fp32, and ``greedy`` [50], the tokens that greedy decoding appends to the first 8. The default tests
@@ -108,6 +109,21 @@ def make(name: str) -> None:
     print(f"{name}: {size:,} bytes, transformers {transformers.__version__}, torch {torch.__version__}")
 
 
+def check(folder: Path) -> float:
+    """Returns how far the logits of an exported checkpoint are from those of the golden one of the same name."""
+    model, loading = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    assert not any(loading.values()), loading
+    with np.load(GOLDEN / folder.name / "answers.npz") as found, torch.no_grad():
+        logits = model.eval()(torch.from_numpy(found["tokens"].astype(np.int64))).logits.numpy()
+        return float(np.abs(logits - found["logits"]).max())
+
+
 if __name__ == "__main__":
-    for case in sys.argv[1:] or CASES:
-        make(case)
+    if sys.argv[1:2] == ["--check"]:
+        for argument in sys.argv[2:]:
+            print(f"{argument}: logits differ by at most {check(Path(argument)):.1e}")
+    else:
+        for case in sys.argv[1:] or CASES:
+            make(case)

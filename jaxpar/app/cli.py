@@ -7,6 +7,7 @@
     jaxpar generate CONFIG --prompt TEXT
     jaxpar verify-checkpoint DIR
     jaxpar schedule NAME
+    jaxpar import DIR OUT | export CKPT DIR
     jaxpar doctor [--checkpoint DIR]
 
 Each command imports jax only when it runs, so ``jaxpar --help`` is fast.
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 from tyro.conf import Positional, UseAppendAction, arg
 
+from jaxpar.app.huggingface import ExportCommand, ImportCommand
 from jaxpar.app.launch import heartbeat
 from jaxpar.app.launch.exit_codes import ExitCode, last_line, report
 from jaxpar.errors import ConfigError
@@ -471,6 +473,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         | Generate
         | VerifyCheckpoint
         | Annotated[ScheduleCommand, tyro.conf.subcommand("schedule")]
+        | Annotated[ImportCommand, tyro.conf.subcommand("import")]
+        | Annotated[ExportCommand, tyro.conf.subcommand("export")]
         | Doctor,
         prog="jaxpar",
         description="Explained and proven parallelism for Flax models.",

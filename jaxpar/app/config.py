@@ -242,6 +242,8 @@ class TrainConfig:
       max_rollbacks: the run stops with an error when it would roll back more often.
       straggler: when a process counts as slow.
       seed: seed of the initial parameters.
+      init_from: folder of one checkpoint whose parameters the run starts from, instead of random ones. A run that
+        resumes does not read it.
       eval_every: steps between two evaluations.
       eval_batches: batches of held-out data in each evaluation.
     """
@@ -254,6 +256,7 @@ class TrainConfig:
     max_rollbacks: _Natural = 3
     straggler: StragglerConfig = field(default_factory=StragglerConfig)
     seed: Annotated[int, Range(-(2**31), 2**32 - 1)] = 0  # JAX drops all but 32 bits
+    init_from: str | None = None
     eval_every: _Count = 50
     eval_batches: _Count = 8
 

@@ -222,7 +222,7 @@ def make_job(loaded: Loaded, *, training: bool = True) -> Job:
             "Remedy: data.source, or a model.factory of your own."
         )
     precision, zero = _precision(config), _zero(config)
-    model = _model(config.model, precision)
+    model = model_config(config.model, precision)
     if config.parallel.remat is not None:
         if "remat" in config.model:
             raise ConfigError("model.remat and parallel.remat are both set. Remedy: leave model.remat out.")
@@ -411,7 +411,12 @@ def in_fp32(job: Job) -> Job:
     return replace(job, model=model, make_model=make_model, loss_fn=loss, precision=jp.Precision())
 
 
-def _model(data: Mapping[str, Any], precision: jp.Precision) -> llama.LlamaConfig:
+def model_config(data: Mapping[str, Any], precision: jp.Precision) -> llama.LlamaConfig:
+    """Returns the configuration of a built-in model, from ``model`` of a run's configuration.
+
+    Raises:
+      ConfigError: an unknown family, preset or field.
+    """
     fields = dict(data)
     if precision.compute is not None and fields.setdefault("dtype", precision.compute) != precision.compute:
         raise ConfigError(

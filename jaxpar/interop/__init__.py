@@ -1,1 +1,12 @@
 """Weights of other libraries: Hugging Face checkpoints in and out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from jaxpar.utils.public_names import public_names
+
+if TYPE_CHECKING:
+    from jaxpar.interop import huggingface as huggingface
+else:
+    __getattr__, __dir__, __all__ = public_names(__name__, __file__)

@@ -16,6 +16,8 @@ from jaxpar.sharding.hardware.topology import platform_of
 from jaxpar.training.asynchronous.step import PipedreamStep
 from jaxpar.training.batch import shard_batch
 from jaxpar.training.disk_step import DiskOffloadedStep
+from jaxpar.training.from_params import state_from_params
+from jaxpar.utils.multihost import settled
 
 
 class StepPrograms:
@@ -75,7 +77,7 @@ class StepPrograms:
 
     def _initial(self) -> Any:
         job = self._job
-        state = jp.init(self._layout, job.make_model, job.tx, seed=job.config.train.seed, precision=job.precision)
+        state = _first_state(job, self._layout)
         if self._pipedream is None:
             return state
         return self._pipedream.start(state, shard_batch(self._layout, _zero_batch(job), job.batch_dims()))
@@ -85,6 +87,17 @@ class StepPrograms:
 
     def __exit__(self, *_: object) -> None:
         self._exit_stack.close()
+
+
+def _first_state(job: Job, layout: jp.Layout) -> Any:
+    """Returns the state at step 0: of random parameters, or of those of ``train.init_from``."""
+    options: dict[str, Any] = {"seed": job.config.train.seed, "precision": job.precision}
+    folder = job.config.train.init_from
+    if folder is None:
+        return jp.init(layout, job.make_model, job.tx, **options)
+    like = jp.abstract_state(layout, job.make_model, job.tx, job.precision).params
+    params = settled(lambda: jp.restore(folder, {"params": like}, only=["params"])["params"])
+    return state_from_params(layout, job.make_model, job.tx, params, **options)
 
 
 def _zero_batch(job: Job) -> dict[str, np.ndarray]:

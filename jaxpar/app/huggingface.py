@@ -1,0 +1,152 @@
+"""``jaxpar import`` and ``jaxpar export``: checkpoints of Hugging Face models to checkpoints of jaxpar, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from tyro.conf import Positional, UseAppendAction, arg
+
+from jaxpar.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from jaxpar.models.llama.config import LlamaConfig
+    from jaxpar.sharding.layout import Layout
+
+type Dtype = Annotated[Literal["float32", "bfloat16", "float16"] | None, arg(metavar="DTYPE")]
+
+CHECKPOINT, RUN = "checkpoint", "run.yaml"
+_KEPT = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings", "model_type")
+"""Fields of ``config.json`` that our configuration does not have, and that an export writes back."""
+_NOT_OF_THE_MODEL = {"remat", "reshard_after_forward", "context", "copies", "copies_dim", "dispatch", "pieces"}
+_NOT_OF_THE_MODEL |= {"capacity_factor"}
+
+
+@dataclass(frozen=True)
+class ImportCommand:
+    """Convert a Hugging Face checkpoint: OUT/checkpoint, and OUT/run.yaml for `jaxpar train` and `jaxpar generate`.
+
+    Attributes:
+      directory: folder with config.json and safetensors files
+      out: folder to create
+      dtype: dtype of the parameters and of the compute (default: that of the files)
+      ignore: field of config.json that is not implemented, and does not change what the model computes
+    """
+
+    directory: Annotated[Path, Positional, arg(metavar="DIR")]
+    out: Annotated[Path, Positional, arg(metavar="OUT")]
+    dtype: Dtype = None
+    ignore: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="FIELD")] = ()
+
+    def run(self) -> int:
+        import jaxpar as jp
+        from jaxpar.interop import huggingface
+
+        if (self.out / CHECKPOINT).exists():
+            raise CheckpointError(f"{self.out / CHECKPOINT} exists. Remedy: delete it, or use another OUT.")
+        config = huggingface.read_config(self.directory, dtype=self.dtype, ignore=self.ignore)
+        fields = huggingface.read_fields(self.directory)
+        layout, read = spread(config), list[huggingface.LoadReport]()
+        params = huggingface.load(layout, self.directory, config=config, report=read.append)
+        model = model_fields(config, fields["model_type"])
+        metadata = {
+            "config": {"model": model},
+            "huggingface": {key: fields[key] for key in _KEPT if fields.get(key) is not None},
+        }
+        jp.save(self.out / CHECKPOINT, {"params": params}, layout=layout, metadata=metadata)
+        (self.out / RUN).write_text(run_text(self, config, model), encoding="utf-8")
+        print(
+            f"{self.directory}: {read[0].tensors} tensors, {read[0].bytes_read / 2**20:.1f} MiB, {config.params:,} "
+            f"parameters in {config.param_dtype}; wrote {self.out / CHECKPOINT} and {self.out / RUN}"
+        )
+        return 0
+
+
+@dataclass(frozen=True)
+class ExportCommand:
+    """Convert a checkpoint of jaxpar to a Hugging Face checkpoint: safetensors files and config.json.
+
+    Attributes:
+      checkpoint: folder of one checkpoint, or of a run's checkpoints, of which the newest step is used
+      directory: folder to create
+      family: the model_type (default: that of the import, or the first family that fits)
+      dtype: dtype of the files (default: that of the parameters)
+    """
+
+    checkpoint: Annotated[Path, Positional, arg(metavar="CKPT")]
+    directory: Annotated[Path, Positional, arg(metavar="DIR")]
+    family: str | None = None
+    dtype: Dtype = None
+
+    def run(self) -> int:
+        import optax
+
+        import jaxpar as jp
+        from jaxpar.app.job import model_config
+        from jaxpar.checkpoint.manifest import NAME, read
+        from jaxpar.checkpoint.verify import steps_in
+        from jaxpar.interop import huggingface
+        from jaxpar.models.moe.model import make_decoder
+
+        folder = self.checkpoint
+        if not (folder / NAME).is_file() and (steps := steps_in(folder)):
+            folder = folder / str(steps[-1])
+        metadata = read(folder).metadata
+        run = metadata.get("config")
+        if not isinstance(run, dict) or not isinstance(run.get("model"), dict) or "family" not in run["model"]:
+            raise ConfigError(
+                f"export: {folder} does not say that it holds a built-in model. Remedy: "
+                "jaxpar.interop.huggingface.export in Python."
+            )
+        config, kept = model_config(run["model"], jp.Precision()), metadata.get("huggingface")
+        kept = kept if isinstance(kept, dict) else {}
+        fields = {key: kept[key] for key in _KEPT if key in kept and key != "model_type"}
+        family = self.family or kept.get("model_type")
+        state = jp.abstract_state(spread(config), make_decoder(config), optax.identity())
+        params = jp.restore(folder, {"params": state.params}, only=["params"])["params"]
+        huggingface.export(self.directory, params, config, family=family, dtype=self.dtype, fields=fields)
+        print(f"{folder}: {config.params:,} parameters; wrote {self.directory}")
+        return 0
+
+
+def spread(config: LlamaConfig) -> Layout:
+    """Returns a layout on all devices that shards one dim of each parameter that divides."""
+    import jaxpar as jp
+    from jaxpar.models.moe.model import make_decoder
+    from jaxpar.training.model import build_shapes
+
+    named = {name: None for _, names in build_shapes(make_decoder(config)).dims for name in names if name}
+    return jp.Layout(jp.MeshSpec(data=-1).build(), jp.Rules(**named, params=jp.over("data")))
+
+
+def model_fields(config: LlamaConfig, family: str) -> dict[str, Any]:
+    """Returns the configuration as ``model`` of a run has it."""
+    from jaxpar.models.moe.config import FAMILIES
+
+    values = {key: value for key, value in dataclasses.asdict(config).items() if key not in _NOT_OF_THE_MODEL}
+    return {"family": family if family in FAMILIES else "llama", **values}
+
+
+def run_text(command: ImportCommand, config: LlamaConfig, model: dict[str, Any]) -> str:
+    """Returns a run's configuration as YAML: fully sharded data parallelism, from the imported parameters."""
+    import yaml
+
+    from jaxpar.models.moe.config import MoEConfig
+
+    rules: dict[str, Any] = {"batch": ["replica", "data"], "seq": None, "residual_seq": None, "layers": None}
+    rules |= dict.fromkeys(("embed", "norm", "heads", "kv_heads", "head_dim", "mlp", "vocab"))
+    if isinstance(config, MoEConfig):
+        rules |= dict.fromkeys(("experts", "expert_mlp", "latent", "dense_layers"))
+    run = {
+        "model": model,
+        "mesh": {"data": -1},
+        "rules": {**rules, "params": {"embed": "data"}},
+        "data": {"source": "stdlib", "batch": 8, "seq": 128},
+        "optimizer": {"name": "adamw", "learning_rate": 1e-5},
+        "train": {"steps": 100, "init_from": str(command.out / CHECKPOINT)},
+        "output": str(command.out / "run"),
+    }
+    text = yaml.safe_dump(run, sort_keys=False, default_flow_style=None, width=110)
+    return f"# Written by: jaxpar import {command.directory} {command.out}\n{text}"

@@ -1,0 +1,86 @@
+"""``jaxpar import`` and ``jaxpar export``, and runs that start from imported parameters."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import jaxpar as jp
+from jaxpar.app.cli import main
+from jaxpar.app.config import load_run
+from jaxpar.app.huggingface import spread
+from jaxpar.app.job import make_job
+from jaxpar.app.train.programs import StepPrograms
+from jaxpar.interop import huggingface
+from jaxpar.interop.safetensors import read_tensors
+from jaxpar.models import make_decoder
+from jaxpar.models.llama import LlamaConfig
+
+CONFIG = LlamaConfig(vocab=256, embed=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=48, sliding_window=24)
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with ``source``, a Hugging Face checkpoint, and ``out``, what ``jaxpar import`` made of it."""
+    folder = tmp_path_factory.mktemp("imported")
+    state = jp.init(spread(CONFIG), make_decoder(CONFIG), optax.identity())
+    huggingface.export(folder / "source", state.params, CONFIG, fields={"eos_token_id": 7})
+    assert main(["import", str(folder / "source"), str(folder / "out")]) == 0
+    return folder
+
+
+def values(folder: Path) -> dict[str, Any]:
+    return {
+        name: (t.dtype, t.shape, t.file.read_bytes()[t.start : t.start + t.size])
+        for name, t in read_tensors(folder).items()
+    }
+
+
+def test_an_import_is_exported_bitwise(imported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", str(imported / "out" / "checkpoint"), str(tmp_path / "back")]) == 0
+    assert values(tmp_path / "back") == values(imported / "source")
+    fields = [json.loads((folder / "config.json").read_text()) for folder in (imported / "source", tmp_path / "back")]
+    assert fields[0] == fields[1] and fields[0]["eos_token_id"] == 7 and fields[0]["model_type"] == "mistral"
+    assert "31,904 parameters; wrote" in capsys.readouterr().out
+
+
+def test_a_run_starts_from_an_import(imported: Path) -> None:
+    job = make_job(load_run(imported / "out" / "run.yaml"))
+    assert job.model == CONFIG
+    state = StepPrograms(job, job.layout()).first_state()
+    wanted = huggingface.load(job.layout(), imported / "source")
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(np.asarray(x), np.asarray(y)), state.params, wanted)
+    assert int(state.step) == 0
+
+
+@pytest.mark.slow
+def test_an_import_is_trained_generated_from_and_exported(
+    imported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, settings = str(imported / "out" / "run.yaml"), ["--set", f"output={tmp_path}", "--set", "train.steps=2"]
+    checkpoint = ["--set", "checkpoint={save_interval_steps: 2}"]
+    assert main(["train", run, *settings, *checkpoint, "--set", "data.source=synthetic"]) == 0
+    arguments = ["--prompt", "a", "--max-new-tokens", "4", "--checkpoint"]
+    assert main(["generate", run, *arguments, str(imported / "out" / "checkpoint")]) == 0
+    assert main(["export", str(tmp_path / "checkpoints"), str(tmp_path / "trained"), "--dtype", "bfloat16"]) == 0
+    assert "parameters of" in capsys.readouterr().err
+    assert {dtype for dtype, _, _ in values(tmp_path / "trained").values()} == {"BF16"}
+
+
+def test_an_import_replaces_nothing(imported: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["import", str(imported / "source"), str(imported / "out")]) == 2
+    assert f"{imported / 'out' / 'checkpoint'} exists. Remedy: delete it" in capsys.readouterr().err
+    assert main(["export", str(imported / "out" / "checkpoint"), str(imported / "source")]) == 2
+    assert f"export: {imported / 'source'} exists. Remedy: delete it" in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_another_model_is_not_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    jp.save(tmp_path / "one", {"w": jax.numpy.ones(3)})
+    assert main(["export", str(tmp_path / "one"), str(tmp_path / "two")]) == 2
+    assert "does not say that it holds a built-in model" in capsys.readouterr().err
