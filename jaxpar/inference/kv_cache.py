@@ -30,13 +30,16 @@ NEW_DIMS = ("batch", None, "kv_heads", "head_dim")
 """Logical dims of the new keys and values of one token."""
 
 
-def init_cache(layers: int, batch: int, kv_heads: int, slots: int, head_dim: int, dtype: Any) -> dict[str, Any]:
+def init_cache(
+    layers: int, batch: int, kv_heads: int, slots: int, head_dim: int, dtype: Any, *, value_dim: int | None = None
+) -> dict[str, Any]:
     """Returns the shapes of ``keys`` and ``values`` with their logical dims, for :class:`jaxpar.inference.DecoderFns`.
 
     Args:
       layers, batch, kv_heads, slots, head_dim: the sizes of the dims, in this order.
       dtype: dtype of the cache. With int8, keys and values are each an :class:`jaxpar.inference.Int8` with a scale per
         token and head.
+      value_dim: size of a head's value, if it is not ``head_dim``, that of its key.
 
     Returns:
       ``keys`` and ``values``: tagged shapes [layers, batch, kv_heads, slots, head_dim].
@@ -44,11 +47,15 @@ def init_cache(layers: int, batch: int, kv_heads: int, slots: int, head_dim: int
     >>> init_cache(layers=2, batch=8, kv_heads=4, slots=128, head_dim=64, dtype="bfloat16")["keys"].dims
     (None, 'batch', 'kv_heads', 'cache_seq', 'head_dim')
     """
-    shape = (layers, batch, kv_heads, slots, head_dim)
-    made: Any = tag(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)), *CACHE_DIMS)
-    if jnp.dtype(dtype) == jnp.int8:
-        made = Int8(made, tag(jax.ShapeDtypeStruct(shape[:-1], jnp.float32), *CACHE_DIMS[:-1]), (-1,))
-    return {"keys": made, "values": made}
+    shape = (layers, batch, kv_heads, slots)
+
+    def part(dim: int) -> Any:
+        made = tag(jax.ShapeDtypeStruct((*shape, dim), jnp.dtype(dtype)), *CACHE_DIMS)
+        if jnp.dtype(dtype) != jnp.int8:
+            return made
+        return Int8(made, tag(jax.ShapeDtypeStruct(shape, jnp.float32), *CACHE_DIMS[:-1]), (-1,))
+
+    return {"keys": part(head_dim), "values": part(value_dim or head_dim)}
 
 
 def fill_cache(x_BSKD: jax.Array, slots: int, dtype: Any = None) -> CachePart:
@@ -97,7 +104,7 @@ def cached_attention(
 
     Args:
       q_B1HD: queries [batch, 1, heads, head_dim].
-      k_B1KD, v_B1KD: keys and values [batch, 1, kv_heads, head_dim].
+      k_B1KD, v_B1KD: keys and values [batch, 1, kv_heads, head_dim]; the size of a value may differ from that of a key.
       cache: ``keys`` and ``values`` [layers, batch, kv_heads, slots, head_dim]: arrays, or
         :class:`jaxpar.inference.Int8` with a scale per token and head. With int8, new keys and values are rounded, and
         the scales multiply scores and probabilities.
@@ -108,7 +115,7 @@ def cached_attention(
       window: a token attends to this many tokens, itself and those before it; ``None`` for all.
 
     Returns:
-      The output [batch, 1, heads, head_dim], and the updated cache.
+      The output [batch, 1, heads, head_dim of the values], and the updated cache.
 
     Raises:
       NoLayoutError: no layout is ambient.
@@ -243,7 +250,8 @@ def _attended(
     o = jnp.einsum("bkgt,bktd->bkgd", p.astype(v_BKTD.dtype), v_BKTD, preferred_element_type=wide)
     if ring:
         o, total = jax.lax.psum((o, total), ring)
-    return (o / jnp.where(total == 0, 1, total)).astype(q_B1HD.dtype).reshape(q_B1HD.shape)
+    o = (o / jnp.where(total == 0, 1, total)).astype(q_B1HD.dtype)
+    return o.reshape(*q_B1HD.shape[:3], o.shape[-1])
 
 
 def _split_scales(x: CachePart, dtype: Any) -> tuple[jax.Array, jax.Array | None]:

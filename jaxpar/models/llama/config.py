@@ -125,9 +125,19 @@ class LlamaConfig:
         return self.head_dim
 
     @property
+    def value_dim(self) -> int:
+        """The size of a head's value."""
+        return self.head_dim
+
+    @property
     def rope_dim(self) -> int:
         """The numbers of a head's query and key that are rotated."""
         return self.head_dim
+
+    @property
+    def stacks(self) -> tuple[str, ...]:
+        """The names of the model's stacks of layers, in the order in which they run."""
+        return ("blocks",)
 
     @property
     def matmul_params(self) -> int:

@@ -1,4 +1,4 @@
-"""The Llama's forward passes with a key/value cache, for :class:`jaxpar.Generator`.
+"""Forward passes with a key/value cache of a Llama, or of a decoder with experts, for :class:`jaxpar.Generator`.
 
 Shape suffixes: B batch, S sequence, E embed, H query heads, K key/value heads, D head dim.
 """
@@ -25,22 +25,29 @@ from jaxpar.models.losses import output_and_scalars
 from jaxpar.parallel.pipeline.staged_loss import stacked_part
 
 CONTRACTING_DIMS: dict[str, tuple[int, ...]] = {
-    **dict.fromkeys(("q", "k", "v"), (-3,)),
-    **dict.fromkeys(("gate", "up", "down", "head"), (-2,)),
+    **dict.fromkeys(("q", "k", "v", "q_up", "kv_up"), (-3,)),
+    **dict.fromkeys(("gate", "up", "down", "head", "q_down", "kv_down"), (-2,)),
     "o": (-3, -2),
     "embedding": (-1,),
 }
 """Contracting dims of each matrix. An int8 matrix shares one scale along these dims."""
 _INT8 = "int8"
+_ROUTER, _ROUTER_BIAS = "router", "router_bias"
+"""They choose experts, and rounding could change the choice: the matrix is never int8, and the bias is unchanged."""
 
 
 def cached_llama(config: LlamaConfig, *, weights: str | None = None, cache: str | None = None) -> DecoderFns:
-    """Returns the cached forward passes of a Llama, for :class:`jaxpar.Generator`.
+    """Returns the cached forward passes of a Llama, or of a decoder with experts, for :class:`jaxpar.Generator`.
+
+    With experts no choice is dropped, whatever the capacity in training, so that a request's tokens do not depend on
+    other requests. Layers with a dense MLP before those with experts are another stack, so pipeline stages then gather
+    each other's weights in every step.
 
     Args:
-      config: the configuration of the training; ``remat`` and ``copies`` have no effect here.
-      weights: ``int8`` stores every matrix as 8-bit integers with a scale per column (:class:`jaxpar.inference.Int8`);
-        norms are unchanged. ``None`` stores matrices in the compute dtype. :meth:`jaxpar.Generator.prepare` quantizes
+      config: the configuration of the training; ``remat``, ``copies`` and the options of the dispatch have no effect
+        here.
+      weights: ``int8`` stores every matrix as 8-bit integers with a scale per column (:class:`jaxpar.inference.Int8`),
+        that of an expert per expert and column; norms and routers are not quantized. ``None`` stores matrices in the compute dtype. :meth:`jaxpar.Generator.prepare` quantizes
         the weights.
       cache: ``int8`` stores keys and values as 8-bit integers with a scale per token and head. ``None`` stores them in
         the compute dtype.
@@ -59,7 +66,8 @@ def cached_llama(config: LlamaConfig, *, weights: str | None = None, cache: str 
     cache_dtype = jnp.dtype(cache or dtype)
 
     def shapes(batch: int, slots: int) -> Any:
-        return init_cache(config.layers, batch, config.kv_heads, slots, config.head_dim, cache_dtype)
+        sizes = (config.layers, batch, config.kv_heads, slots, config.qk_dim)
+        return init_cache(*sizes, cache_dtype, value_dim=config.value_dim)
 
     def embed(model: Llama, tokens_BS: jax.Array) -> jax.Array:
         table, tokens_BS = model.embedding[...], hint(tokens_BS, "batch", "seq")
@@ -71,11 +79,18 @@ def cached_llama(config: LlamaConfig, *, weights: str | None = None, cache: str 
     prompts, token = functools.partial(_prompts, config, cache_dtype), functools.partial(_token, config)
 
     def prefill(model: Llama, tokens_BS: jax.Array, slots: int) -> tuple[jax.Array, Any]:
-        return prompts(stacked_part(model, stack.path), embed(model, tokens_BS), slots)
+        x_BSE, caches = embed(model, tokens_BS), []
+        for name in config.stacks:
+            x_BSE, cache = prompts(stacked_part(model, (name,)), x_BSE, slots)
+            caches.append(cache)
+        return x_BSE, caches[0] if len(caches) == 1 else jax.tree.map(lambda *parts: jnp.concatenate(parts), *caches)
 
     def step(model: Llama, tokens_B: jax.Array, at_B: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
-        layers = stacked_part(model, stack.path)
-        x_BSE, cache = token(layers, embed(model, tokens_B[:, None]), at_B, cache, (0, 1))
+        x_BSE, first = embed(model, tokens_B[:, None]), 0
+        for name in config.stacks:
+            layers = stacked_part(model, (name,))
+            x_BSE, cache = token(layers, x_BSE, at_B, cache, (0, 1), first)
+            first += jax.tree.leaves(layers[0])[0].shape[0]
         return x_BSE[:, 0], cache
 
     def logits(model: Llama, x_BE: jax.Array) -> jax.Array:
@@ -83,7 +98,7 @@ def cached_llama(config: LlamaConfig, *, weights: str | None = None, cache: str 
         (z_BV,) = sharded_dot(model.norm(x_BE), (head_EV, ("embed", "vocab")), dtype=dtype)
         return hint(z_BV, "batch", "vocab")
 
-    stack = Stack(("blocks",), embed, prompts, token)
+    stack = Stack(config.stacks, embed, prompts, token) if len(config.stacks) == 1 else None
     return DecoderFns(shapes, prefill, step, logits, config.vocab, prepare=_matrices(dtype, weights), stack=stack)
 
 
@@ -106,9 +121,12 @@ def _prompts(config: LlamaConfig, cache_dtype: Any, layers: Any, x_BSE: jax.Arra
 
 
 def _token(
-    config: LlamaConfig, layers: Any, x_BSE: jax.Array, at_B: jax.Array, cache: Any, group: Any
+    config: LlamaConfig, layers: Any, x_BSE: jax.Array, at_B: jax.Array, cache: Any, group: Any, first: int = 0
 ) -> tuple[jax.Array, Any]:
-    """Run one token of each row through the layers; return the last activations and the updated cache."""
+    """Run one token of each row through the layers; return the last activations and the updated cache.
+
+    ``first`` is the number of the first of these layers in the cache.
+    """
     tokens = TokenInfo(rope_table(at_B[:, None], config))
     leaves, block_of = layers
 
@@ -125,19 +143,21 @@ def _token(
         y_BSE, _ = output_and_scalars(block_of(leaves)(x_BSE, tokens, attend))
         return (y_BSE, updated["cache"]), None
 
-    numbers = jnp.arange(jax.tree.leaves(leaves)[0].shape[0], dtype=jnp.int32)
+    numbers = first + jnp.arange(jax.tree.leaves(leaves)[0].shape[0], dtype=jnp.int32)
     # Carry the full cache through the scan: as a stacked output, every step would copy it.
     carry, _ = jax.lax.scan(layer, (x_BSE, cache), (numbers, leaves))
     return carry
 
 
 def _matrices(dtype: Any, weight_dtype: str | None) -> Callable[[Any], Any]:
-    """Returns a function that casts all parameters but norms to the compute dtype, or quantizes them to int8."""
+    """Returns a function that casts parameters to the compute dtype, or quantizes them to int8."""
 
     def convert(path: Any, x: Any) -> Any:
-        if "norm" in jax.tree_util.keystr(path):
+        name = path[-1].key
+        if "norm" in jax.tree_util.keystr(path) or name == _ROUTER_BIAS:
             return x
-        vector = path[-1].key.endswith("bias")
-        return x.astype(dtype) if weight_dtype is None or vector else Int8.of(x, CONTRACTING_DIMS[path[-1].key])
+        if weight_dtype is None or name == _ROUTER or name.endswith("bias"):
+            return x.astype(dtype)
+        return Int8.of(x, CONTRACTING_DIMS[name])
 
     return lambda params: jax.tree_util.tree_map_with_path(convert, params)

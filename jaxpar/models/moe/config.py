@@ -119,6 +119,16 @@ class MoEConfig(LlamaConfig):
         return self.head_dim + (0 if self.latent_attention is None else self.latent_attention.rope_dim)
 
     @property
+    def value_dim(self) -> int:
+        """The size of a head's value."""
+        return self.head_dim if self.latent_attention is None else self.latent_attention.value_dim
+
+    @property
+    def stacks(self) -> tuple[str, ...]:
+        """The names of the model's stacks of layers, in the order in which they run."""
+        return ("dense_blocks", "blocks") if self.dense_layers else ("blocks",)
+
+    @property
     def rope_dim(self) -> int:
         """The numbers of a head's query and key that are rotated."""
         return self.head_dim if self.latent_attention is None else self.latent_attention.rope_dim
@@ -175,8 +185,7 @@ class MoEConfig(LlamaConfig):
 
     def flops_per_token(self, seq: int) -> float:
         """Returns the training FLOPs per token, without recomputation; causal attention counts half of ``seq``²."""
-        latent = self.latent_attention
-        scores = self.qk_dim + (self.head_dim if latent is None else latent.value_dim)
+        scores = self.qk_dim + self.value_dim
         return 6.0 * self.matmul_params + 6.0 * self.layers * self.heads * scores * self.mean_keys(seq)
 
 

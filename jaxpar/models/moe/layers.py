@@ -22,6 +22,7 @@ from jaxpar.parallel.experts.experts import experts
 from jaxpar.parallel.experts.metrics import routing_metrics
 from jaxpar.parallel.experts.routing import Routing
 from jaxpar.parallel.pipeline.executor.layer_inputs import LayerScalars
+from jaxpar.parallel.precision.int8 import Int8
 from jaxpar.parallel.zero.gather import gather_weight, sharded_dot
 from jaxpar.training.remat import OUTPUT
 
@@ -46,8 +47,12 @@ class Mixture(nnx.Module):
             self.router_bias = nnx.Param(zeros(rngs.params(), (x,), jnp.float32))
         self.config = c
 
-    def __call__(self, x_BSE: jax.Array) -> tuple[jax.Array, LayerScalars]:
-        """Returns the sum of the experts' results for ``x_BSE`` [batch, seq, embed], and the layer's scalars."""
+    def __call__(self, x_BSE: jax.Array, *, decoding: bool = False) -> tuple[jax.Array, LayerScalars]:
+        """Returns the sum of the experts' results for ``x_BSE`` [batch, seq, embed], and the layer's scalars.
+
+        With ``decoding`` no choice is dropped, or a request's tokens would depend on those of other requests, and few
+        tokens take the dispatch that sends the fewest bytes.
+        """
         c, dtype = self.config, jnp.dtype(self.config.dtype)
         router_EX = gather_weight(self.router[...], "embed", None, dtype=dtype)
         logits_BSX = jnp.dot(x_BSE, router_EX, preferred_element_type=jnp.promote_types(dtype, jnp.float32))
@@ -55,14 +60,18 @@ class Mixture(nnx.Module):
         routing = c.router(logits_BSX, bias_X)
         inner, outer = ("experts", "embed", "expert_mlp"), ("experts", "expert_mlp", "embed")
         weights = ((self.gate, inner), (self.up, inner), (self.down, outer))
+        options: dict[str, Any] = {
+            "dispatch": c.dispatch,
+            "capacity_factor": c.capacity_factor,
+            "pieces": c.pieces,
+        }
+        cast = lambda w: w if isinstance(w, Int8) else w.astype(dtype)
         y_BSE, dropped = experts(
             x_BSE,
             routing,
-            *((w[...].astype(dtype), dims) for w, dims in weights),
+            *((cast(w[...]), dims) for w, dims in weights),
             x_dims=RESIDUAL,
-            dispatch=c.dispatch,
-            capacity_factor=c.capacity_factor,
-            pieces=c.pieces,
+            **({} if decoding else options),
         )
         if c.shared_experts:
             y_BSE += hint(self.shared(hint(x_BSE, "batch", "seq", "embed")), *RESIDUAL)
@@ -169,5 +178,6 @@ class MixtureBlock(_Layer):
         self, x_BSE: jax.Array, tokens: TokenInfo, attend: Attend | None = None
     ) -> tuple[jax.Array, LayerScalars]:
         x_BSE = self.attended(x_BSE, tokens, attend)
-        y_BSE, scalars = self.mixture(hint(self.mlp_norm(x_BSE), *RESIDUAL))
+        # Only decoding replaces the attention.
+        y_BSE, scalars = self.mixture(hint(self.mlp_norm(x_BSE), *RESIDUAL), decoding=attend is not None)
         return x_BSE + checkpoint_name(hint(y_BSE, *RESIDUAL), OUTPUT), scalars

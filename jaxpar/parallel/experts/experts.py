@@ -26,6 +26,7 @@ from jaxpar.parallel.experts.dispatch import ExpertFn, swiglu
 from jaxpar.parallel.experts.experts_local import Choices, experts_local
 from jaxpar.parallel.experts.options import Dispatch
 from jaxpar.parallel.offload.host_weights import to_device
+from jaxpar.parallel.precision.int8 import Int8
 from jaxpar.parallel.precision.policy import Precision
 from jaxpar.parallel.zero.sharded_matmul import GATHERED
 from jaxpar.sharding.layout import Layout, current_layout, with_sharding
@@ -39,7 +40,7 @@ X_DIMS = ("batch", "seq", "embed")
 def experts(
     x: jax.Array,
     routing: Choices,
-    *weights: tuple[jax.Array, Names],
+    *weights: tuple[jax.Array | Int8, Names],
     x_dims: Sequence[str | None] = X_DIMS,
     expert_fn: ExpertFn = swiglu,
     dispatch: Dispatch = "auto",
@@ -58,7 +59,9 @@ def experts(
       x: the tokens ``[..., embed]``, such as ``[batch, seq, embed]``.
       routing: the weights and the experts of each token ``[..., k]``, as :class:`jaxpar.moe.Router` returns them.
       *weights: pairs of the weights of all experts ``[experts, ...]`` and their logical dims; for ``swiglu`` those of
-        gate, up ``[experts, embed, expert_mlp]`` and down ``[experts, expert_mlp, embed]``.
+        gate, up ``[experts, embed, expert_mlp]`` and down ``[experts, expert_mlp, embed]``. A weight of the class
+        :class:`jaxpar.inference.Int8`, with one scale for all numbers that a product sums over, is gathered in int8
+        and multiplied as integers; it has no gradient.
       x_dims: the logical dims of ``x``.
       expert_fn: what the experts compute: ``expert_fn(rows, row_weights, matmul, *weights)``, where ``rows`` ``[rows,
         embed]`` are those of all experts of a device, ``row_weights`` ``[rows]`` is what the router gives each, and
@@ -98,10 +101,12 @@ def experts(
     >>> y.shape, dropped.shape
     ((8, 16, 32), ())
     """
-    placed = _place(current_layout(), x, routing, [(to_device(w), dims) for w, dims in weights], tuple(x_dims))
+    arrays, structure = _arrays([(to_device(w), tuple(dims)) for w, dims in weights])
+    placed = _place(current_layout(), x, routing, arrays, tuple(x_dims))
     local = functools.partial(
         _local,
         placed,
+        structure,
         expert_fn=expert_fn,
         dispatch=dispatch,
         capacity_factor=capacity_factor,
@@ -109,9 +114,9 @@ def experts(
     )
     # In a step that sums gradients in fp32, an array in fp32 enters and is rounded inside, so that its gradient leaves
     # in fp32 too.
-    arrays = [w.astype(summing(w.dtype) or w.dtype) for w in placed.weights]
+    wide = [w.astype(summing(w.dtype) or w.dtype) for w in placed.weights]
     dtypes = tuple(w.dtype for w in placed.weights)
-    arguments = (x, routing.weights, routing.experts, *arrays)
+    arguments = (x, routing.weights, routing.experts, *wide)
     if not placed.free:
         y, dropped = local(dtypes, *arguments)
     else:
@@ -126,6 +131,15 @@ def experts(
             check_vma=False,  # jax would take sums over devices to differ between them
         )(*arguments)
     return y, dropped
+
+
+def _arrays(weights: Sequence[tuple[jax.Array | Int8, Names]]) -> tuple[list[tuple[jax.Array, Names]], Any]:
+    """Returns all arrays of the weights with their dims, and the structure that puts them together again."""
+    found: list[tuple[jax.Array, Names]] = []
+    for w, dims in weights:
+        pairs = ((w.values, dims), (w.scales, w.of_scales(dims))) if isinstance(w, Int8) else ((w, dims),)
+        found.extend(pairs)
+    return found, jax.tree.structure([w for w, _ in weights])
 
 
 @dataclass(frozen=True)
@@ -216,6 +230,7 @@ def _check_weights(weights: Sequence[tuple[jax.Array, Names]]) -> None:
 
 def _local(
     placed: _Placed,
+    structure: Any,
     dtypes: tuple[Any, ...],
     x: jax.Array,
     weights: jax.Array,
@@ -232,7 +247,7 @@ def _local(
     y, dropped = experts_local(
         x,
         _Chosen(weights, chosen),
-        *gathered,
+        *jax.tree.unflatten(structure, gathered),
         axis=placed.expert_axes,
         token_axis=tuple(axis for axis in placed.expert_axes if axis in placed.tokens),
         **options,

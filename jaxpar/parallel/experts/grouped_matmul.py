@@ -8,11 +8,13 @@ Shape suffixes: R rows, G groups, K and N the dims of a matrix, B rows of a bloc
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from jaxpar.errors import ConfigError
+from jaxpar.parallel.precision.int8 import Int8
 from jaxpar.sharding.hardware.topology import platform_of
 from jaxpar.sharding.layout import current_layout
 from jaxpar.utils.arrays import accumulator
@@ -22,12 +24,13 @@ BLOCK = 64
 """Rows of a block."""
 
 
-def grouped_matmul(rows_RK: jax.Array, w_GKN: jax.Array, sizes_G: jax.Array) -> jax.Array:
+def grouped_matmul(rows_RK: jax.Array, w_GKN: jax.Array | Int8, sizes_G: jax.Array) -> jax.Array:
     """Returns the product of each row and the matrix of its group.
 
     Args:
       rows_RK: rows ``[rows, k]``; those of group 0 first, then those of group 1, and so on.
-      w_GKN: one matrix per group ``[groups, k, n]``.
+      w_GKN: one matrix per group ``[groups, k, n]``; an :class:`jaxpar.inference.Int8` has one scale per column, and no
+        gradient.
       sizes_G: the number of rows of each group ``[groups]`` int32. Their sum is at most ``rows``.
 
     Returns:
@@ -39,9 +42,34 @@ def grouped_matmul(rows_RK: jax.Array, w_GKN: jax.Array, sizes_G: jax.Array) -> 
     >>> grouped_matmul(jnp.array([[1.0], [2.0], [3.0]]), w, jnp.array([1, 2])).ravel().tolist()
     [1.0, 20.0, 30.0]
     """
+    if isinstance(w_GKN, Int8):
+        return _of_integers(rows_RK, w_GKN, sizes_G)
     if _platform() == "tpu":
         return jax.lax.ragged_dot(rows_RK, w_GKN, sizes_G, preferred_element_type=rows_RK.dtype)
     return _in_blocks(rows_RK, w_GKN, sizes_G)
+
+
+def _of_integers(rows_RK: jax.Array, w_GKN: Int8, sizes_G: jax.Array) -> jax.Array:
+    """Returns the product with integers, times the scales of each row's group."""
+    wide = accumulator(rows_RK)
+    if _platform() == "tpu":
+        y_RN = jax.lax.ragged_dot(rows_RK, w_GKN.values.astype(rows_RK.dtype), sizes_G, preferred_element_type=wide)
+    else:
+        y_RN = _product(rows_RK, w_GKN.values, sizes_G, wide)
+    row_R = jnp.arange(rows_RK.shape[0], dtype=sizes_G.dtype)
+    group_R = jnp.searchsorted(jnp.cumsum(sizes_G), row_R, side="right")
+    return (y_RN * _column_scales(w_GKN).at[group_R].get(mode="clip")).astype(rows_RK.dtype)
+
+
+def _column_scales(w_GKN: Int8) -> jax.Array:
+    """Returns one scale per matrix and column ``[groups, n]``."""
+    if w_GKN.summed != (-2,):
+        raise ConfigError(
+            f"experts: an Int8 weight must share its scales along the dim that a product sums over, -2 of [experts, k, "
+            f"n], got {list(w_GKN.summed)}. Remedy: Int8.of(w, [-2])."
+        )
+    scales_GN: jax.Array = w_GKN.scales
+    return scales_GN
 
 
 def _platform() -> str:
@@ -68,20 +96,21 @@ def _blocks(sizes_G: jax.Array, rows: int) -> _Blocks:
     return _Blocks(group, first_row[group] + offset, live)
 
 
-def _product(rows_RK: jax.Array, w_GKN: jax.Array, sizes_G: jax.Array) -> jax.Array:
+def _product(rows_RK: jax.Array, w_GKN: jax.Array, sizes_G: jax.Array, dtype: Any = None) -> jax.Array:
     padded = jnp.pad(rows_RK, ((0, BLOCK), (0, 0)))
 
     def block(out: jax.Array, at: _Blocks) -> tuple[jax.Array, None]:
         def multiply(out: jax.Array) -> jax.Array:
             x_BK = jax.lax.dynamic_slice_in_dim(padded, at.first, BLOCK)
-            y_BN = jnp.dot(x_BK, w_GKN[at.group], preferred_element_type=accumulator(x_BK)).astype(out.dtype)
+            w_KN = w_GKN[at.group].astype(x_BK.dtype)  # of integers, only those that have rows are cast
+            y_BN = jnp.dot(x_BK, w_KN, preferred_element_type=accumulator(x_BK)).astype(out.dtype)
             old = jax.lax.dynamic_slice_in_dim(out, at.first, BLOCK)
             y_BN = jnp.where((jnp.arange(BLOCK) < at.rows)[:, None], y_BN, old)
             return jax.lax.dynamic_update_slice_in_dim(out, y_BN, at.first, 0)
 
         return jax.lax.cond(at.rows > 0, multiply, lambda out: out, out), None
 
-    empty = jnp.zeros((padded.shape[0], w_GKN.shape[2]), rows_RK.dtype)
+    empty = jnp.zeros((padded.shape[0], w_GKN.shape[2]), dtype or rows_RK.dtype)
     return jax.lax.scan(block, empty, _blocks(sizes_G, rows_RK.shape[0]))[0][: rows_RK.shape[0]]
 
 
@@ -122,7 +151,7 @@ def _backward(saved: _Saved, dy_RN: jax.Array) -> tuple[jax.Array, jax.Array, No
 _in_blocks.defvjp(_forward, _backward)
 
 
-def equal_groups_matmul(rows_RK: jax.Array, w_GKN: jax.Array) -> jax.Array:
+def equal_groups_matmul(rows_RK: jax.Array, w_GKN: jax.Array | Int8) -> jax.Array:
     """Returns :func:`grouped_matmul` where all groups have the same number of rows.
 
     >>> import jax.numpy as jnp
@@ -131,5 +160,7 @@ def equal_groups_matmul(rows_RK: jax.Array, w_GKN: jax.Array) -> jax.Array:
     """
     groups = w_GKN.shape[0]
     x_GRK = rows_RK.reshape(groups, -1, rows_RK.shape[1])
-    y_GRN = jnp.einsum("grk,gkn->grn", x_GRK, w_GKN, preferred_element_type=accumulator(rows_RK))
+    values_GKN = w_GKN.values.astype(rows_RK.dtype) if isinstance(w_GKN, Int8) else w_GKN
+    y_GRN = jnp.einsum("grk,gkn->grn", x_GRK, values_GKN, preferred_element_type=accumulator(rows_RK))
+    y_GRN = y_GRN * _column_scales(w_GKN)[:, None] if isinstance(w_GKN, Int8) else y_GRN
     return y_GRN.astype(rows_RK.dtype).reshape(rows_RK.shape[0], -1)

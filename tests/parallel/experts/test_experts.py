@@ -103,6 +103,24 @@ def test_values_and_gradients_are_those_of_a_dense_loop(name: str, options: dict
             close(gradients(lambda w, x: mixture(w, x, k, **options))(w, x), expected, 1e-12)
 
 
+@pytest.mark.parametrize("name", ["ep4 fsdp2", pytest.param("ep2 tp2 sp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("options", [{}, pytest.param(DISPATCHES[5], marks=pytest.mark.slow)], ids=str)
+def test_int8_weights_are_multiplied_as_integers(name: str, options: dict[str, Any]) -> None:
+    with jax.enable_x64(True):
+        w, x = problem(2)
+        made = {n: a if n == "router" else jp.inference.Int8.of(a, [-2]) for n, a in w.items()}
+        same = {n: a if n == "router" else a.astype(jnp.float64) for n, a in made.items()}
+        with LAYOUTS[name]():
+            close(jax.jit(lambda x: mixture(made, x, 2, **options))(x), dense(same, x, 2), 1e-6)
+            wrong = {**made, "gate": jp.inference.Int8.of(w["gate"], [-1])}
+            with pytest.raises(ConfigError) as error:
+                jax.eval_shape(lambda: mixture(wrong, x, 2, **options))
+    assert str(error.value) == (
+        "experts: an Int8 weight must share its scales along the dim that a product sums over, -2 of [experts, k, n], "
+        "got [-1]. Remedy: Int8.of(w, [-2])."
+    )
+
+
 def test_fp32_gradients_are_within_1e_6() -> None:
     w, x = problem(2, np.float32)
     with jax.enable_x64(True):

@@ -1,0 +1,175 @@
+"""Mixture-of-experts decoders: one step in every kind of layout against one device, and the errors of their sizes."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from one_step import BOUND, SGD, check_grads, initial, layout_of
+from small_moe import FOLDED, FSDP, RULES, TP
+
+import jaxpar as jp
+from jaxpar.models.llama.pipeline import staged_next_token_loss
+from jaxpar.models.losses import next_token_loss
+from jaxpar.models.moe.config import MoEConfig, preset
+from jaxpar.models.moe.model import make_moe
+from jaxpar.parallel.attention.context import Context
+
+FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3")
+SMALL: dict[str, Any] = {
+    "vocab": 64,
+    "embed": 32,
+    "heads": 4,
+    "kv_heads": 4,
+    "head_dim": 8,
+    "mlp": 48,
+    "expert_mlp": 24,
+    "layers": 2,
+}
+ROWS, SEQ = 16, 16
+ZERO = ("data", "expert")
+
+
+def config_of(family: str, **changes: Any) -> MoEConfig:
+    """A small model whose routers' losses matter; they are means over sequences, whatever the microbatches."""
+    dense = 1 if family == "deepseek_v3" else 0
+    sizes = {**SMALL, "layers": SMALL["layers"] + dense}
+    return preset(family, **{**sizes, "balance_loss": 0.1, "balance_per": "sequence", "z_loss": 0.01, **changes})
+
+
+def pipeline(name: str = "1f1b", microbatches: int = 2, virtual: int = 1, **options: Any) -> jp.Pipeline:
+    extra = {"chunks": virtual} if virtual > 1 else {}
+    return jp.Pipeline(jp.pipeline.schedule(name, 2, microbatches, **extra), **options)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout, options of its step, and changes to the model's configuration."""
+
+    mesh: dict[str, int]
+    rules: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    zero: jp.Zero | None = None
+
+    def layout(self) -> jp.Layout:
+        rules = jp.Rules(**{**RULES, **self.rules})
+        return layout_of(rules if self.zero is None else self.zero.rules(rules), self.mesh)
+
+
+EP_FSDP = {"data": 2, "expert": 4}
+EP_TP = {"data": 2, "expert": 2, "model": 2}
+PP_EP = {"pipeline": 2, "data": 2, "expert": 2}
+CASES = {
+    "ep": Case({"expert": 8}),
+    "ep fsdp": Case(EP_FSDP, FSDP),
+    "ep tp sp": Case(EP_TP, {**TP, **FSDP}),
+    "ep tp": Case(EP_TP, {**TP, "residual_seq": None}),
+    "over model": Case({"data": 2, "model": 4}, {"batch": "data", "experts": "model"}),
+    "ep ring": Case({"data": 2, "expert": 2, "context": 2}, FSDP),
+    "ep ring forced": Case({"expert": 4, "context": 2}, config={"context": Context(load_balance="zigzag")}),
+    "ep ulysses": Case({"data": 2, "expert": 2, "ulysses": 2}, FSDP),
+    "ep ring tp": Case({"expert": 2, "context": 2, "model": 2}, TP),
+    "folded": Case({"data": 2, "context": 4}, FOLDED),
+    "folded fsdp": Case({"data": 2, "context": 2, "model": 2}, {**FOLDED, **FSDP, "expert_mlp": "model"}),
+    "fsdp": Case({"data": 8}, {"batch": "data", "experts": None, "params": {"embed": "data"}}),
+    "zero 1": Case(EP_FSDP, zero=jp.Zero(1, ZERO)),
+    "zero 1 tp": Case(EP_TP, TP, zero=jp.Zero(1, ZERO)),
+    "zero 2": Case(EP_FSDP, zero=jp.Zero(2, ZERO), options={"grad_accum_steps": 2}),
+    "zero 3": Case(EP_FSDP, zero=jp.Zero(3, ZERO), options={"grad_accum_steps": 2}),
+    "accumulated": Case(EP_FSDP, FSDP, {"grad_accum_steps": 2}),
+    "accumulated per step": Case(EP_FSDP, options={"grad_accum_steps": 2, "grad_reduction": "per_step"}),
+    "per step fsdp": Case(EP_FSDP, FSDP, {"grad_reduction": "per_step"}),
+    "gather per step": Case(EP_FSDP, FSDP, {"weight_gather": "per_step"}),
+    "pp": Case(PP_EP, options={"pipeline": pipeline()}),
+    "pp fsdp": Case(PP_EP, FSDP, {"pipeline": pipeline()}),
+    "pp tp": Case({"pipeline": 2, "expert": 2, "model": 2}, TP, {"pipeline": pipeline()}),
+    "pp ring": Case({"pipeline": 2, "expert": 2, "context": 2}, options={"pipeline": pipeline()}),
+    "pp ulysses": Case({"pipeline": 2, "expert": 2, "ulysses": 2}, options={"pipeline": pipeline()}),
+    "pp folded": Case({"pipeline": 2, "data": 2, "context": 2}, {**FOLDED, "vocab": None}, {"pipeline": pipeline()}),
+    "pp zb_h1": Case(PP_EP, FSDP, {"pipeline": pipeline("zb_h1", 4, activation_checkpointing="none")}),
+    "pp zb_h1 full": Case(PP_EP, FSDP, {"pipeline": pipeline("zb_h1", 4)}),
+    "pp interleaved": Case(PP_EP, FSDP, {"pipeline": pipeline("interleaved", 2, 2)}, {"layers": 4}),
+    "pp independent": Case(PP_EP, FSDP, {"pipeline": pipeline(executor="independent")}),
+    "remat full": Case(EP_FSDP, FSDP, config={"remat": "full"}),
+    "remat save_attention": Case(EP_FSDP, FSDP, config={"remat": "save_attention"}),
+    "remat save_outputs": Case(EP_FSDP, FSDP, config={"remat": "save_outputs"}),
+    "remat dots": Case(EP_FSDP, FSDP, config={"remat": "dots"}),
+    "remat full kept weights": Case(EP_FSDP, FSDP, config={"remat": "full", "reshard_after_forward": False}),
+    "dispatch gather": Case(EP_FSDP, FSDP, config={"dispatch": "gather"}),
+    "dispatch deduplicated": Case(EP_FSDP, FSDP, config={"dispatch": "deduplicated", "pieces": 2}),
+    "capacity of all": Case(EP_FSDP, FSDP, config={"dispatch": "all_to_all", "capacity_factor": 4.0}),
+}
+DEFAULT = (("mixtral", "ep tp sp"),)
+"""The cases that run by default."""
+
+
+def batch(rows: int = ROWS) -> dict[str, np.ndarray]:
+    tokens = np.random.default_rng(0).integers(0, SMALL["vocab"], (rows, SEQ + 1))
+    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+
+
+@functools.cache
+def maker(config: MoEConfig) -> Any:
+    return make_moe(config)
+
+
+ONE = Case({"data": 1})
+
+
+def step(case: Case, config: MoEConfig, init: MoEConfig, **more: Any) -> tuple[dict[str, float], Any]:
+    """Metrics and gradients of one step, whose parameters are those that ``init`` gives."""
+    layout, options = case.layout(), {**case.options, **more, **(case.zero.step if case.zero else {})}
+    loss = staged_next_token_loss(config) if "pipeline" in options else next_token_loss
+    with jax.default_matmul_precision("highest"), layout:
+        shapes = jp.abstract_state(layout, maker(config), SGD)
+        run = jp.train_step(layout, loss, return_grads=True, donate=False, **options)
+        compiled = run.lower(shapes, batch()).compile(compiler_options={"xla_backend_optimization_level": 0})
+        _, metrics = compiled(initial(shapes, maker(init), ONE.layout().rules), batch())
+    grads = jax.device_get(metrics.pop("grads"))
+    return {name: float(value) for name, value in metrics.items()}, grads
+
+
+@functools.cache
+def reference(config: MoEConfig) -> tuple[dict[str, float], Any]:
+    return step(ONE, config, config)
+
+
+def marked() -> list[Any]:
+    pairs = [(family, name) for family in FAMILIES for name in CASES]
+    slow = lambda pair: () if pair in DEFAULT else pytest.mark.slow
+    return [pytest.param(*pair, marks=slow(pair), id=" ".join(pair)) for pair in pairs]
+
+
+@pytest.mark.parametrize(("family", "name"), marked())
+def test_a_step_is_that_of_one_device(family: str, name: str) -> None:
+    case = CASES[name]
+    changes = dict(case.config)
+    if "layers" in changes and family == "deepseek_v3":
+        changes["layers"] += 1
+    sizes = {key: value for key, value in changes.items() if key == "layers"}
+    base, config = config_of(family, **sizes), config_of(family, **changes)
+    want, got = reference(base), step(case, config, base)
+    for key, value in want[0].items():
+        if key != "expert_load_max":  # the mean over microbatches of the maximum of each
+            assert got[0][key] == pytest.approx(value, rel=2e-6, abs=2e-6), key
+    check_grads(got[1], want[1], BOUND)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_int8_collectives_change_a_step_little(family: str) -> None:
+    """A router in int8 chooses other experts for tokens between two of them, so only the loss is close."""
+    config = config_of(family)
+    want, got = (
+        reference(config),
+        step(CASES["ep fsdp"], config, config, precision={"gather": "int8", "reduce": "int8"}),
+    )
+    assert got[0]["loss"] == pytest.approx(want[0]["loss"], rel=0.02)
+    assert got[0]["grad_norm"] == pytest.approx(want[0]["grad_norm"], rel=0.1)
+    for a, b in zip(jax.tree.leaves(got[1]), jax.tree.leaves(want[1]), strict=True):
+        assert np.vdot(a, b) > 0.9 * np.linalg.norm(a) * np.linalg.norm(b)
