@@ -47,8 +47,8 @@ def cached_llama(config: LlamaConfig, *, weights: str | None = None, cache: str 
       config: the configuration of the training; ``remat``, ``copies`` and the options of the dispatch have no effect
         here.
       weights: ``int8`` stores every matrix as 8-bit integers with a scale per column (:class:`jaxpar.inference.Int8`),
-        that of an expert per expert and column; norms and routers are not quantized. ``None`` stores matrices in the compute dtype. :meth:`jaxpar.Generator.prepare` quantizes
-        the weights.
+        that of an expert per expert and column; norms and routers are not quantized. ``None`` stores matrices in the
+        compute dtype. :meth:`jaxpar.Generator.prepare` quantizes the weights.
       cache: ``int8`` stores keys and values as 8-bit integers with a scale per token and head. ``None`` stores them in
         the compute dtype.
 
