@@ -32,7 +32,8 @@ def check_tensors(
     expected = {name: rule.shape(shapes[rule.path]) for rule in rules for _, name in rule.names(shapes[rule.path])}
     missing = _kinds(name for name in expected if name not in tensors)
     unexpected = _kinds(name for name in tensors if name not in expected)
-    problems = [_with_nearest(kind, names, unexpected) for kind, names in missing.items()][:_MOST]
+    nearby = [name for names in unexpected.values() for name in names][:1000]
+    problems = [_with_nearest(kind, names, nearby) for kind, names in list(missing.items())[:_MOST]]
     problems += [
         f"unexpected: {_named(kind, names)} {list(tensors[names[0]].shape)}" for kind, names in unexpected.items()
     ][:_MOST]
@@ -71,9 +72,9 @@ def _named(kind: str, names: list[str]) -> str:
     return f"{names[0]:.200}" if len(names) == 1 else f"{kind:.200} ({len(names)} tensors)"
 
 
-def _with_nearest(kind: str, names: list[str], others: Mapping[str, list[str]]) -> str:
+def _with_nearest(kind: str, names: list[str], others: list[str]) -> str:
     """Describes missing tensors, with the nearest unexpected name of the same layer, if there is one."""
     numbers = re.findall(r"\d+", names[0])
-    same_layer = [name for some in others.values() for name in some if re.findall(r"\d+", name) == numbers]
-    near = difflib.get_close_matches(names[0], same_layer[:1000], n=1, cutoff=0.8)
+    same_layer = [name for name in others if re.findall(r"\d+", name) == numbers]
+    near = difflib.get_close_matches(names[0], same_layer, n=1, cutoff=0.8)
     return f"missing: {_named(kind, names)}{f'; the nearest unexpected name is {near[0]:.200}' if near else ''}"

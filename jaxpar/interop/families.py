@@ -8,9 +8,12 @@ from typing import Any
 
 from jaxpar.errors import ConfigError, did_you_mean
 from jaxpar.models.llama.config import LlamaConfig
-from jaxpar.models.moe.config import LatentAttentionConfig, MoEConfig
+from jaxpar.models.moe.config import MoEConfig
+from jaxpar.utils.yaml_config import build
 
 type Fields = dict[str, Any]
+
+CONFIG = "config.json"
 
 _IGNORED = frozenset(
     (
@@ -90,14 +93,14 @@ def _uses_window(fields: Fields) -> bool:
     """Whether all layers of a Qwen have a sliding window; some but not all is an error."""
     if not fields.get("use_sliding_window"):
         return False
-    layers = fields["num_hidden_layers"]
-    first = fields.get("max_window_layers", 28)
-    types = fields.get("layer_types") or [
-        "sliding_attention" if i >= first else "full_attention" for i in range(layers)
-    ]
+    layers, first = (_number(fields, key) for key in ("num_hidden_layers", "max_window_layers"))
+    kinds = {"sliding_attention": layers > first, "full_attention": first > 0}
+    types = fields.get("layer_types") or [kind for kind, found in kinds.items() if found]
+    if not isinstance(types, list) or not all(isinstance(kind, str) for kind in types):
+        raise ConfigError(f"{CONFIG}: layer_types must be a list of names, got {types!r:.100}.")
     if len(set(types)) > 1:
         raise ConfigError(
-            f"config.json: layer_types has both {' and '.join(sorted(set(types)))}, but all layers "
+            f"{CONFIG}: layer_types has both {' and '.join(sorted(set(types)))}, but all layers "
             "share one mask here. Remedy: none; such models cannot be imported."
         )
     return bool(types[0] == "sliding_attention")
@@ -121,7 +124,7 @@ _DEEPSEEK = {
 _LATENT = {"kv_lora_rank": "kv_latent", "q_lora_rank": "q_latent", "qk_rope_head_dim": "rope_dim"}
 _LATENT |= {"v_head_dim": "value_dim"}
 _NO_AUX: Fields = {"score": "sigmoid", "bias_rate": 0.001, "balance_loss": 0.0001, "balance_per": "sequence"}
-_COMMON: Fields = {"rms_norm_eps": 1e-6}
+_COMMON: Fields = {"rms_norm_eps": 1e-6, "max_window_layers": 28}
 
 FAMILIES: dict[str, HFFamily] = {
     "llama": HFFamily("LlamaForCausalLM", _SIZES, defaults=_COMMON, extra={"attention_bias": False, "mlp_bias": False}),
@@ -158,7 +161,7 @@ def family_of(fields: Fields) -> str:
     name = fields.get("model_type")
     if name not in [*FAMILIES]:
         raise ConfigError(
-            f"config.json: model_type must be one of {', '.join(FAMILIES)}, got {name!r}.{did_you_mean(name, FAMILIES)}"
+            f"{CONFIG}: model_type must be one of {', '.join(FAMILIES)}, got {name!r}.{did_you_mean(name, FAMILIES)}"
             " Remedy: convert the weights of another family with a script of your own, and jp.save."
         )
     return str(name)
@@ -189,42 +192,44 @@ def to_config(fields: Fields, *, ignore: Collection[str] = ()) -> LlamaConfig:
         sizes: Fields = {
             ours: _number(read, key) for key, ours in _LATENT.items() if ours != "q_latent" or not without_q
         }
-        values["latent_attention"] = LatentAttentionConfig(**{"q_latent": None, **sizes})
+        values["latent_attention"] = {"q_latent": None, **sizes}
         values["kv_heads"] = values["heads"]
     elif moe:
-        values["balance_loss"] = float(read.get("router_aux_loss_coef", 0.001))
+        values["balance_loss"] = read.get("router_aux_loss_coef", 0.001)
     window = fields.get("sliding_window", family.defaults.get("sliding_window"))
     if window is not None and family.window(read):
         values["sliding_window"] = window
     _check_fields(fields, family, ignore)
-    return MoEConfig(**values) if moe else LlamaConfig(**values)
+    made: LlamaConfig = build(MoEConfig if moe else LlamaConfig, values, CONFIG)
+    return made
 
 
 def _number(fields: Mapping[str, Any], key: str) -> Any:
     value, is_flag = fields.get(key), key == "norm_topk_prob"
     if not isinstance(value, int | float) or isinstance(value, bool) is not is_flag:
-        raise ConfigError(
-            f"config.json: {key} must be {'true or false' if is_flag else 'a number'}, got {value!r:.100}."
-        )
+        raise ConfigError(f"{CONFIG}: {key} must be {'true or false' if is_flag else 'a number'}, got {value!r:.100}.")
     return value
 
 
 def _rope(fields: Fields) -> Fields:
     """Returns our fields for rotary positions: of rope_theta and rope_scaling, or, in newer files, rope_parameters."""
-    rope: Fields = dict(fields.get("rope_parameters") or fields.get("rope_scaling") or {})
+    given = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{CONFIG}: rope_scaling must be an object, got {given!r:.100}.")
+    rope: Fields = dict(given)
     theta = _number({"rope_theta": 10_000.0, **fields, **rope}, "rope_theta")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
-        return {"rope_theta": float(theta)}
+        return {"rope_theta": theta}
     ramp = {name: rope.get(name) for name in ("low_freq_factor", "high_freq_factor")}
     if kind != "llama3" or ramp != {"low_freq_factor": 1.0, "high_freq_factor": 4.0}:
         got = f"rope_type {kind!r}" if kind != "llama3" else f"{ramp}"
         raise ConfigError(
-            "config.json: rope_scaling must be of rope_type 'default', or 'llama3' with low_freq_factor 1 and "
+            f"{CONFIG}: rope_scaling must be of rope_type 'default', or 'llama3' with low_freq_factor 1 and "
             f"high_freq_factor 4, got {got}. Remedy: none; this scaling is not implemented."
         )
     original = _number(rope, "original_max_position_embeddings")
-    return {"rope_theta": float(theta), "rope_factor": float(_number(rope, "factor")), "rope_original_seq": original}
+    return {"rope_theta": theta, "rope_factor": _number(rope, "factor"), "rope_original_seq": original}
 
 
 def _check_fields(fields: Fields, family: HFFamily, ignore: Collection[str]) -> None:
@@ -243,7 +248,7 @@ def _check_fields(fields: Fields, family: HFFamily, ignore: Collection[str]) -> 
             problems.append(f"{key} is {value!r:.100}")
     if problems:
         raise ConfigError(
-            f"config.json: these fields are not implemented: {'; '.join(problems)}. Remedy: another model; or "
+            f"{CONFIG}: these fields are not implemented: {'; '.join(problems)}. Remedy: another model; or "
             f"ignore={[p.split(' ')[0] for p in problems]}, if they do not change what the model computes."
         )
 

@@ -17,7 +17,7 @@ import optax
 
 from jaxpar.errors import CheckpointError, ConfigError, DamagedError
 from jaxpar.interop.account import check_tensors
-from jaxpar.interop.families import to_config, to_fields
+from jaxpar.interop.families import CONFIG, to_config, to_fields
 from jaxpar.interop.safetensors import (
     DTYPES,
     StoredTensor,
@@ -37,7 +37,6 @@ from jaxpar.training.state import abstract_state
 from jaxpar.utils.durable import remove, sync_files, sync_folder, write_atomically
 from jaxpar.utils.multihost import settled
 
-CONFIG = "config.json"
 _EMBEDDING = "model.embed_tokens.weight"
 _MAX_CONFIG = 10_000_000
 _FILE_BYTES = 5 * 10**9

@@ -24,8 +24,8 @@ from jaxpar.interop.tensor_map import TensorRule
 
 _PIECE_BYTES = 16 * 2**20
 """The most bytes that are read at once, unless a row of a tensor is longer."""
-_SHORTEST_RUN = 4096
-"""Shorter runs of bytes are read with those between them: a disk reads whole pages anyway."""
+_SHORTEST_RUN = 32
+"""Shorter runs of bytes are read with those between them, because each run takes a system call."""
 
 
 @dataclass

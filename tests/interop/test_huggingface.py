@@ -18,6 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import jaxpar as jp
 from jaxpar.errors import CheckpointError, ConfigError
@@ -107,6 +109,12 @@ def test_greedy_tokens_are_those_of_transformers(case: str, layouts: dict[str, j
 @pytest.mark.parametrize("case", CACHED)
 def test_greedy_tokens_of_every_family(case: str, layout: str, layouts: dict[str, jp.Layout]) -> None:
     check_greedy(case, layouts[layout])
+
+
+@pytest.mark.slow
+def test_a_window_ends_between_the_slots_of_two_devices(layouts: dict[str, jp.Layout]) -> None:
+    rules = layouts["dp"].rules.replace(cache_seq="context")
+    check_greedy("mistral", jp.Layout(jp.MeshSpec(data=2, context=4).build(), rules))
 
 
 @pytest.mark.slow
@@ -263,3 +271,84 @@ def test_what_no_family_can_express_is_an_error(tmp_path: Path) -> None:
         to_fields(LlamaConfig(qk_norm=True), "mistral")
     with pytest.raises(ConfigError, match="family must be one of llama, .* got 'lama'. Did you mean 'llama'"):
         to_fields(config, "lama")
+
+
+def fields_of(case: str) -> dict[str, Any]:
+    fields: dict[str, Any] = json.loads((GOLDEN / case / "config.json").read_text())
+    return fields
+
+
+ODD = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 10**20),
+    st.floats(),
+    st.text(max_size=3),
+    st.lists(st.integers(0, 3), max_size=2),
+    st.dictionaries(
+        st.sampled_from(["rope_type", "rope_theta", "factor"]), st.none() | st.text(max_size=2), max_size=2
+    ),
+)
+
+
+@given(st.data())
+@settings(max_examples=80, deadline=None)
+def test_no_field_raises_another_error(data: st.DataObject) -> None:
+    fields = fields_of(data.draw(st.sampled_from(CASES)))
+    for key in data.draw(st.lists(st.sampled_from(sorted({*fields, "layer_types", "rope_scaling"})), max_size=3)):
+        fields[key] = data.draw(ODD)
+    try:
+        to_config(fields)
+    except ConfigError as error:
+        assert len(str(error)) < 1000
+
+
+SMALL = {"hidden_act": "silu", "attention_dropout": 0.0, "initializer_range": 0.02, "use_cache": True}
+SMALL |= {"bos_token_id": 1, "eos_token_id": 2, "transformers_version": "4.40.1", "torch_dtype": "bfloat16"}
+SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+SIZES += ("intermediate_size",)
+LLAMA3 = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+LLAMA3 |= {"rope_type": "llama3"}  # type: ignore[dict-item]
+QWEN = {"use_sliding_window": False, "sliding_window": 32768, "max_window_layers": 24, "rope_theta": 1e6}
+PUBLISHED: dict[str, tuple[dict[str, Any], tuple[int, ...], int]] = {
+    "Llama 2 7B": (
+        {"model_type": "llama", "pretraining_tp": 1, "rope_scaling": None},
+        (32_000, 4096, 32, 32, 32, 11_008),
+        6_738_415_616,
+    ),
+    "Llama 3.2 1B": (
+        {"model_type": "llama", "rope_theta": 5e5, "rope_scaling": LLAMA3, "head_dim": 64, "tie_word_embeddings": True},
+        (128_256, 2048, 16, 32, 8, 8192),
+        1_235_814_400,
+    ),
+    "Mistral 7B": ({"model_type": "mistral", "sliding_window": 4096}, (32_000, 4096, 32, 32, 8, 14_336), 7_241_732_096),
+    "Qwen2.5 0.5B": (
+        {"model_type": "qwen2", **QWEN, "use_mrope": False, "tie_word_embeddings": True},
+        (151_936, 896, 24, 14, 2, 4864),
+        494_032_768,
+    ),
+    "Qwen3 0.6B": (
+        {"model_type": "qwen3", **QWEN, "sliding_window": None, "head_dim": 128, "tie_word_embeddings": True},
+        (151_936, 1024, 28, 16, 8, 3072),
+        596_049_920,
+    ),
+    "Mixtral 8x7B": (
+        {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None},
+        (32_000, 4096, 32, 32, 8, 14_336),
+        46_702_792_704,
+    ),
+    "Qwen3 30B A3B": (
+        {"model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+        | {"head_dim": 128, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], **QWEN},
+        (151_936, 2048, 48, 32, 4, 6144),
+        30_532_122_624,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models_have_their_number_of_parameters(name: str) -> None:
+    own, sizes, params = PUBLISHED[name]
+    config = to_config({**SMALL, **dict(zip(SIZES, sizes, strict=True)), **own})
+    assert config.params == params
+    assert to_config(to_fields(config)) == config

@@ -30,6 +30,7 @@ VARIANTS = {
     "one key head": replace(CONFIG, kv_heads=1),
     "a key head each": replace(CONFIG, kv_heads=4),
     "tied": replace(CONFIG, tie_embeddings=True),
+    "window and biases": replace(CONFIG, sliding_window=4, qkv_bias=True),
     "long positions": replace(CONFIG, rope_theta=100.0, rope_factor=8.0, rope_original_seq=40),
     "remat full": replace(CONFIG, remat="full"),
     "remat dots": replace(CONFIG, remat="dots"),
@@ -81,12 +82,13 @@ def reference(params: Any, batch: dict[str, np.ndarray], config: LlamaConfig) ->
         block = jax.tree.map(lambda w, i=i: w[i], params["blocks"])
         attention, mlp = block["attention"], block["mlp"]
         h = norm(x, block["attention_norm"]["scale"])
-        q, k, v = (jnp.einsum("bse,ehd->bshd", h, attention[name]) for name in "qkv")
+        q, k, v = (jnp.einsum("bse,ehd->bshd", h, attention[n]) + attention.get(f"{n}_bias", 0) for n in "qkv")
         q, k = turn(q, config), turn(k, config)
         for head in range(config.heads):
             group = head * config.kv_heads // config.heads
             scores = q[:, :, head] @ k[:, :, group].swapaxes(1, 2) / math.sqrt(config.head_dim)
-            scores = jnp.where(np.tri(SEQ, dtype=bool), scores, -jnp.inf)
+            seen = np.tri(SEQ, dtype=bool) & ~np.tri(SEQ, k=-(config.sliding_window or SEQ), dtype=bool)
+            scores = jnp.where(seen, scores, -jnp.inf)
             weights = jnp.exp(scores) / jnp.exp(scores).sum(-1, keepdims=True)
             x = x + weights @ v[:, :, group] @ attention["o"][head]
         h = norm(x, block["mlp_norm"]["scale"])
@@ -162,9 +164,9 @@ def test_dtype_computes_and_param_dtype_is_stored(logits: Any, one_device: jp.La
 
 @pytest.mark.parametrize(
     ("config", "billions"),
-    [(PRESETS["tiny"], None), (CONFIG, None), (VARIANTS["tied"], None), (PRESETS["1b"], 1.10)]
+    [(PRESETS["tiny"], None), (VARIANTS["window and biases"], None), (VARIANTS["tied"], None), (PRESETS["1b"], 1.10)]
     + [(PRESETS["llama3_1_8b"], 8.03), (PRESETS["llama3_1_70b"], 70.55)],
-    ids=["tiny", "small", "tied", "1b", "8b", "70b"],
+    ids=["tiny", "biases", "tied", "1b", "8b", "70b"],
 )
 def test_the_number_of_parameters_is_as_published(config: LlamaConfig, billions: float | None, layout_of: Any) -> None:
     params = jp.abstract_state(layout_of("dp", 8), make_llama(config), optax.sgd(0.1)).params
