@@ -15,6 +15,7 @@ Shape suffixes: T tokens, K choices, D embed, N devices, E experts, L experts of
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -22,10 +23,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.parallel.collectives.hierarchical import all_to_all_local
-from jaxpar.parallel.experts.exchange import Wire, exchange, round_trip
+from jaxpar.parallel.experts.exchange import RowSlices, Wire, exchange, round_trip
 from jaxpar.parallel.experts.grouped_matmul import equal_groups_matmul, grouped_matmul
 from jaxpar.parallel.experts.options import LOCAL, DispatchPlan
 from jaxpar.parallel.experts.rows import from_rows, row_order, slots, to_rows, values_to_rows
+from jaxpar.utils.scope_facts import expected_rows
 
 type GroupedMatmul = Callable[[jax.Array, jax.Array], jax.Array]
 """``matmul(rows [rows, k], w [local experts, k, n]) -> [rows, n]``: each row times the matrix of its expert."""
@@ -94,12 +96,21 @@ def _on_this_device(
 ) -> jax.Array:
     """Returns the sum of the results of those of a token's experts that this device has; the others are ``L``."""
     at = row_order(local_TK, plan.sizes.local_experts, plan.most_rows)
-    matmul = functools.partial(_matmul, at.sizes)
+    matmul = functools.partial(_matmul, plan, at.sizes)
     return from_rows(experts(to_rows(x_TD, at), values_to_rows(weight_TK, at), matmul), at)
 
 
-def _matmul(sizes: jax.Array, rows: jax.Array, w: jax.Array) -> jax.Array:
-    return grouped_matmul(rows, w, sizes)
+def _matmul(plan: DispatchPlan, sizes: jax.Array, rows: jax.Array, w: jax.Array) -> jax.Array:
+    with expected_rows(plan.expected_rows):
+        return grouped_matmul(rows, w, sizes)
+
+
+def _send(plan: DispatchPlan, rows: int, x: jax.Array, there: RowSlices, back: RowSlices) -> jax.Array:
+    """Returns :func:`exchange`; its scope states how many rows a device sends if the routing is balanced."""
+    s = plan.sizes
+    copies = s.distinct_devices if plan.dispatch == "deduplicated" else s.k
+    with expected_rows(math.ceil(plan.piece_tokens * copies)):
+        return exchange(Wire(plan.axes, plan.native), rows, x, there, back)
 
 
 def _local_index(plan: DispatchPlan, expert_NTK: jax.Array) -> jax.Array:
@@ -124,10 +135,9 @@ def _ragged(plan: DispatchPlan, experts: Experts, tokens: ExpertTokens) -> jax.A
     # The rows arrive in the order of the choices of all devices, sorted by expert.
     arrived = row_order(_local_index(plan, tokens.all_experts), plan.sizes.local_experts, plan.most_rows)
     row_weights = values_to_rows(tokens.weights.reshape(-1, plan.sizes.k), arrived)
-    wire = Wire(plan.axes, plan.native)
-    rows = exchange(wire, plan.most_rows, to_rows(tokens.x, at), trip.there, trip.back)
-    y = experts(rows, row_weights, functools.partial(_matmul, arrived.sizes))
-    return from_rows(exchange(wire, at.order.shape[0], y, trip.back, trip.there), at)
+    rows = _send(plan, plan.most_rows, to_rows(tokens.x, at), trip.there, trip.back)
+    y = experts(rows, row_weights, functools.partial(_matmul, plan, arrived.sizes))
+    return from_rows(_send(plan, at.order.shape[0], y, trip.back, trip.there), at)
 
 
 def _deduplicated(plan: DispatchPlan, experts: Experts, tokens: ExpertTokens) -> jax.Array:
@@ -140,8 +150,8 @@ def _deduplicated(plan: DispatchPlan, experts: Experts, tokens: ExpertTokens) ->
     device_NTK = jnp.where(repeated, s.devices, device_NTK)
     at = row_order(device_NTK[me], s.devices, count * min(k, s.devices))
     trip = round_trip(_count(device_NTK, s.devices), me)
-    wire, received = Wire(plan.axes, plan.native), s.devices * count
-    rows = exchange(wire, received, to_rows(tokens.x, at), trip.there, trip.back)
+    received = s.devices * count
+    rows = _send(plan, received, to_rows(tokens.x, at), trip.there, trip.back)
     # The rows arrive in the order of the tokens of all devices.
     local_MK = _local_index(plan, tokens.all_experts)
     elsewhere = (local_MK == s.local_experts).all(-1, keepdims=True)
@@ -149,7 +159,7 @@ def _deduplicated(plan: DispatchPlan, experts: Experts, tokens: ExpertTokens) ->
     weight_RK = to_rows(tokens.weights.reshape(-1, k), arrived)
     local_RK = jnp.where(arrived.live[:, None], local_MK[arrived.order], s.local_experts)
     y = _on_this_device(plan, experts, rows, weight_RK, local_RK)
-    return from_rows(exchange(wire, at.order.shape[0], y, trip.back, trip.there), at)
+    return from_rows(_send(plan, at.order.shape[0], y, trip.back, trip.there), at)
 
 
 def _gather(plan: DispatchPlan, experts: Experts, tokens: ExpertTokens) -> jax.Array:
