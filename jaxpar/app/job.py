@@ -27,6 +27,7 @@ from jaxpar.models.losses import next_token_loss
 from jaxpar.models.moe import config as moe_config
 from jaxpar.models.moe.model import make_decoder
 from jaxpar.parallel.attention.context import BALANCED, Context
+from jaxpar.parallel.experts.bias import balanced_bias
 from jaxpar.sharding.names import Names
 from jaxpar.training.batch import tag_batch
 from jaxpar.training.one_bit_adam import NAME as ONE_BIT
@@ -237,6 +238,8 @@ def make_job(loaded: Loaded, *, training: bool = True) -> Job:
     if config.optimizer.name == ONE_BIT:
         _check_one_bit(config, precision, zero, fusion)
     tx = make_optimizer(config.optimizer, config.train.steps)
+    if isinstance(model, moe_config.MoEConfig) and model.bias_rate is not None:
+        tx = balanced_bias(tx, model.bias_rate)
     tx = _offload(config, model, tx)
     mesh = loaded.layout["mesh"] or {}
     pipeline = make_pipeline(config.parallel.pipeline, mesh, model.layers) if training else None

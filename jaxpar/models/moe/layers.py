@@ -18,6 +18,7 @@ from jaxpar.models.llama.layers import Attend, Attention, RMSNorm, SwiGLU, Token
 from jaxpar.models.moe.config import LatentAttentionConfig, MoEConfig
 from jaxpar.nnx import axes
 from jaxpar.parallel.experts.balance import load_balance_loss, router_z_loss
+from jaxpar.parallel.experts.bias import bias_loss
 from jaxpar.parallel.experts.experts import experts
 from jaxpar.parallel.experts.metrics import routing_metrics
 from jaxpar.parallel.experts.routing import Routing
@@ -86,6 +87,8 @@ class Mixture(nnx.Module):
             loss += c.balance_loss * load_balance_loss(routing, per=c.balance_per)
         if c.z_loss:
             loss += c.z_loss * router_z_loss(routing)
+        if c.bias_rate is not None:
+            loss += bias_loss(self.router_bias[...], routing)
         return {"loss": loss, **scalars}
 
 

@@ -1,4 +1,4 @@
-"""Losses that balance a router's experts, and the bias that balances them without a loss.
+"""Losses that balance a router's experts.
 
 On global arrays these functions are ordinary array code. Where a step makes mesh axes manual (ZeRO stage 1, one
 reduction for all microbatches, pipelines), each device calls them on its own tokens, and the step then averages their
@@ -117,32 +117,6 @@ def expert_counts(routing: Routing, mask: jax.Array | None = None) -> jax.Array:
     """
     _check(routing, "batch", mask, None)
     return sum_over_devices(jnp.sum(_counts(routing, mask), 0), ("batch", "seq"))
-
-
-def update_bias(bias: jax.Array, counts: jax.Array, rate: float | jax.Array) -> jax.Array:
-    """Returns the bias for the next step (balancing without an auxiliary loss, arXiv:2408.15664).
-
-    An expert that was chosen more often than the mean is lowered by ``rate``, one that was chosen less often is raised.
-
-    Args:
-      bias: the router's bias ``[experts]``.
-      counts: the choices of each expert in the batch ``[experts]``, over all devices (:func:`expert_counts`).
-      rate: the change; DeepSeek-V3 uses 0.001.
-
-    Raises:
-      ConfigError: the shapes differ.
-
-    >>> import jax.numpy as jnp
-    >>> update_bias(jnp.zeros(3), jnp.array([6.0, 4.0, 2.0]), 0.5).tolist()
-    [-0.5, 0.0, 0.5]
-    """
-    if jnp.ndim(bias) != 1 or jnp.shape(counts) != jnp.shape(bias):
-        raise ConfigError(
-            f"update_bias: counts must be of the shape of bias, [experts], got {list(jnp.shape(counts))} and "
-            f"{list(jnp.shape(bias))}. Remedy: pass the bias and expert_counts(routing) of one layer."
-        )
-    counts = at_least_fp32(counts)
-    return bias + (rate * jnp.sign(jnp.mean(counts) - counts)).astype(bias.dtype)
 
 
 def _counts(routing: Routing, mask: jax.Array | None) -> jax.Array:

@@ -17,7 +17,8 @@ from profiles import few_pairs
 
 import jaxpar as jp
 from jaxpar.errors import ConfigError
-from jaxpar.parallel.experts.balance import expert_counts, load_balance_loss, router_z_loss, update_bias
+from jaxpar.parallel.experts.balance import expert_counts, load_balance_loss, router_z_loss
+from jaxpar.parallel.experts.bias import update_bias
 from jaxpar.parallel.experts.metrics import routing_metrics
 from jaxpar.parallel.experts.routing import Router, Routing
 

@@ -1,0 +1,94 @@
+"""The bias that balances a router's experts without a loss (Wang et al. 2024, arXiv:2408.15664; DeepSeek-V3)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxpar.errors import ConfigError
+from jaxpar.parallel.experts.balance import expert_counts
+from jaxpar.parallel.experts.routing import Routing
+from jaxpar.utils.arrays import at_least_fp32
+
+BIAS = "router_bias"
+"""The last part of the path of a bias that :func:`balanced_bias` updates."""
+_UNNOTICED = 2.0**-60
+"""Scale of the bias's gradient: its square is below the rounding of any norm of gradients."""
+
+
+def update_bias(bias: jax.Array, counts: jax.Array, rate: float | jax.Array) -> jax.Array:
+    """Returns the bias for the next step (balancing without an auxiliary loss, arXiv:2408.15664).
+
+    An expert that was chosen more often than the mean is lowered by ``rate``, one that was chosen less often is raised.
+
+    Args:
+      bias: the router's bias ``[experts]``.
+      counts: the choices of each expert in the batch ``[experts]``, over all devices (:func:`expert_counts`).
+      rate: the change; DeepSeek-V3 uses 0.001.
+
+    Raises:
+      ConfigError: the shapes differ.
+
+    >>> import jax.numpy as jnp
+    >>> update_bias(jnp.zeros(3), jnp.array([6.0, 4.0, 2.0]), 0.5).tolist()
+    [-0.5, 0.0, 0.5]
+    """
+    if jnp.ndim(bias) != 1 or jnp.shape(counts) != jnp.shape(bias):
+        raise ConfigError(
+            f"update_bias: counts must be of the shape of bias, [experts], got {list(jnp.shape(counts))} and "
+            f"{list(jnp.shape(bias))}. Remedy: pass the bias and expert_counts(routing) of one layer."
+        )
+    counts = at_least_fp32(counts)
+    return bias + (rate * jnp.sign(jnp.mean(counts) - counts)).astype(bias.dtype)
+
+
+def bias_loss(bias: jax.Array, routing: Routing, mask: jax.Array | None = None) -> jax.Array:
+    """Returns 0, whose gradient in the bias has the sign of each expert's load relative to the mean.
+
+    A step that descends along the sign of this gradient is :func:`update_bias`. So the bias is a parameter like any
+    other: it is updated once per step from the choices of all microbatches, stages and devices, and it needs no carried
+    state. :func:`balanced_bias` is such an optimizer. The gradient is far too small to change a norm of gradients.
+
+    Args:
+      bias: the bias ``[experts]``, a parameter.
+      routing: the routing of the tokens ``[batch, seq]``.
+      mask: as for :func:`load_balance_loss`.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from jaxpar.parallel.experts.routing import Router
+    >>> routing = Router(experts=2, k=1)(jnp.array([[[1.0, 0.0]]]))
+    >>> value, grad = jax.value_and_grad(bias_loss)(jnp.zeros(2), routing)
+    >>> float(value), jnp.sign(grad).tolist()
+    (0.0, [1.0, -1.0])
+    """
+    counts = jax.lax.stop_gradient(expert_counts(routing, mask))
+    mean = jnp.mean(counts)
+    load = (counts / jnp.where(mean == 0, 1, mean) - 1) * _UNNOTICED
+    return jnp.sum((bias - jax.lax.stop_gradient(bias)) * load)
+
+
+def balanced_bias(tx: optax.GradientTransformation, rate: float, name: str = BIAS) -> Any:
+    """Returns the optimizer ``tx``, but parameters called ``name`` move by ``rate`` against their gradients' signs.
+
+    Args:
+      tx: the optimizer of all other parameters.
+      rate: the step of the bias (0.001 in DeepSeek-V3).
+      name: the last part of the bias's path.
+
+    >>> import jax.numpy as jnp, optax
+    >>> params = {"w": jnp.zeros(1), "router_bias": jnp.zeros(2)}
+    >>> tx = balanced_bias(optax.sgd(1.0), 0.5)
+    >>> grads = {"w": jnp.ones(1), "router_bias": jnp.array([1e-18, -1e-18])}
+    >>> {path: x.tolist() for path, x in tx.update(grads, tx.init(params), params)[0].items()}
+    {'router_bias': [-0.5, 0.5], 'w': [-1.0]}
+    """
+    step = optax.stateless(lambda grads, params: jax.tree.map(lambda g: -rate * jnp.sign(g), grads))
+
+    def label(params: Any) -> Any:
+        is_bias = lambda path: jax.tree_util.keystr(path[-1:], simple=True) == name
+        return jax.tree_util.tree_map_with_path(lambda path, _: "bias" if is_bias(path) else "others", params)
+
+    return optax.partition({"bias": step, "others": tx}, label)
