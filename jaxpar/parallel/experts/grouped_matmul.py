@@ -22,6 +22,8 @@ from jaxpar.utils.contexts import ambient_layout
 
 BLOCK = 64
 """Rows of a block."""
+_TILE = 128
+"""Rows of a tile of the TPU's kernel."""
 
 
 def grouped_matmul(rows_RK: jax.Array, w_GKN: jax.Array | Int8, sizes_G: jax.Array) -> jax.Array:
@@ -45,7 +47,11 @@ def grouped_matmul(rows_RK: jax.Array, w_GKN: jax.Array | Int8, sizes_G: jax.Arr
     if isinstance(w_GKN, Int8):
         return _of_integers(rows_RK, w_GKN, sizes_G)
     if _platform() == "tpu":
-        return jax.lax.ragged_dot(rows_RK, w_GKN, sizes_G, preferred_element_type=rows_RK.dtype)
+        # The kernel's tiles have a power of two of rows, at most _TILE, that divides all rows. With odd rows XLA
+        # multiplies each row with all matrices.
+        rows = rows_RK.shape[0]
+        padded = jnp.pad(rows_RK, ((0, -rows % _TILE), (0, 0)))
+        return jax.lax.ragged_dot(padded, w_GKN, sizes_G, preferred_element_type=rows_RK.dtype)[:rows]
     return _in_blocks(rows_RK, w_GKN, sizes_G)
 
 
