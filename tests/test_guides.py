@@ -166,3 +166,14 @@ def test_huggingface(readme: dict[str, Any], tmp_path: Path, monkeypatch: pytest
     assert "models/Llama-3.1-8B" in code
     found = run(code.replace("models/Llama-3.1-8B", str(ROOT / "tests/golden/huggingface/llama2")), {"jp": jp} | readme)
     assert found["logits"].shape == (8, 16, 32) and (tmp_path / "models/tuned/model.safetensors").is_file()
+
+
+def test_experts() -> None:
+    (code,) = blocks("docs/guides/experts.md")
+    found = run(code, {})
+    keys = jax.random.split(jax.random.key(0), 5)
+    shapes = {"router": (16, 8), "gate": (8, 16, 12), "up": (8, 16, 12), "down": (8, 12, 16)}
+    model = {name: jax.random.normal(key, shapes[name]) for key, name in zip(keys, shapes, strict=False)}
+    with found["layout"]:
+        y, balance, metrics = jax.jit(found["mixture"])(model, jax.random.normal(keys[4], (8, 4, 16)))
+    assert y.shape == (8, 4, 16) and 0.01 <= balance < 0.08 and metrics["dropped_fraction"] == 0
