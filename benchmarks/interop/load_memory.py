@@ -4,8 +4,8 @@
 
 Writes random numbers as a 2 GB Llama in bf16, in files of 500 MB. Loads it on 8 simulated devices: in one process,
 which has all of them, and in 4 processes with 2 each (``jax.distributed`` over loopback), fully sharded and sharded
-over data × model. Prints the peak rise of the worst process's resident memory (``VmHWM``, reset before) next to the bytes of
-its shards, and the bytes that all processes read next to those of the files. Linux only.
+over data × model. Prints the peak rise of the worst process's resident memory (``VmHWM``, reset before) next to the
+bytes of its shards, and the bytes that all processes read next to those of the files. Linux only.
 
 Goals: the process's shards, the largest parameter and 200 MB; 1.1 × the bytes of the files. Exit status 1 otherwise.
 """
