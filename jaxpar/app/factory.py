@@ -54,7 +54,8 @@ class FactoryModel:
       batch_dims: the logical dims of the batch's arrays, by path.
       found: the names that were found for its dims, if it names none itself.
       vocab: its vocabulary, which is not known.
-      remat, context: the defaults, because the model itself decides.
+      remat: how its repeated layers are recomputed; by default as the model itself decides.
+      context: the default, because the model itself decides.
     """
 
     config: FactoryConfig
@@ -66,7 +67,7 @@ class FactoryModel:
     batch_dims: Mapping[str, Names]
     found: tuple[str, ...] = ()
     vocab: int | None = None
-    remat: str = "none"
+    remat: str | jp.RematPolicy = "none"
     context: Context = field(default_factory=Context)
 
     @property

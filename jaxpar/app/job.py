@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import functools
-import inspect
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
 import jaxpar as jp
-from jaxpar.app.config import ContextConfig, Loaded, OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
+from jaxpar.app.config import (
+    ContextConfig,
+    Loaded,
+    ParallelConfig,
+    PrecisionConfig,
+    RematConfig,
+    RunConfig,
+)
 from jaxpar.app.factory import FactoryConfig, FactoryModel, factory_model
+from jaxpar.app.optimizer_config import make_optimizer
 from jaxpar.app.own_data import OwnData, check_dims, own_data, tokens_of
 from jaxpar.app.pipeline_config import check_recompute, make_pipeline
 from jaxpar.data.sources import SEPARATOR
@@ -227,8 +232,7 @@ def make_job(loaded: Loaded, *, training: bool = True) -> Job:
     if config.parallel.remat is not None:
         if "remat" in config.model:
             raise ConfigError("model.remat and parallel.remat are both set. Remedy: leave model.remat out.")
-        remat = config.parallel.remat
-        model = replace(model, remat=remat if isinstance(remat, str) else jp.RematPolicy(**asdict(remat)))
+        model = replace(model, remat=_remat(config.parallel.remat))
     if config.parallel.context is not None:
         model = replace(model, context=_context(config.parallel.context, packed=config.data.packing))
     if config.parallel.reshard_after_forward is not True:
@@ -249,9 +253,9 @@ def make_job(loaded: Loaded, *, training: bool = True) -> Job:
 
 
 def _factory_job(loaded: Loaded) -> Job:
-    """The job of a model of the user's own, which itself decides what is recomputed and how attention runs."""
+    """The job of a model of the user's own, which itself decides how attention runs."""
     config, parallel, default = loaded.config, loaded.config.parallel, ParallelConfig()
-    for key in ("remat", "context", "reshard_after_forward", "overlap", "pipeline", "offload"):
+    for key in ("context", "reshard_after_forward", "overlap", "pipeline", "offload"):
         if getattr(parallel, key) != getattr(default, key):
             raise ConfigError(
                 f"parallel.{key} is for built-in models, but model.factory names one of your own. Remedy: leave it "
@@ -272,6 +276,9 @@ def _factory_job(loaded: Loaded) -> Job:
         batch = data.shapes()
         dims = check_dims(config.data.dims, batch)
     model = factory_model(table, batch, dims, (loaded.layout["rules"] or {}).keys())
+    if parallel.remat is not None:
+        policy = jp.RematPolicy.of(_remat(parallel.remat))
+        model = replace(model, loss_fn=jp.remat_layers(model.loss_fn, policy), remat=policy)
     tx = make_optimizer(config.optimizer, config.train.steps)
     run = (model.make_model, model.loss_fn, tx, loaded.layout)
     return Job(loaded.name, config, model, *run, zero, precision, fusion, data=data)
@@ -382,6 +389,10 @@ def _check_one_bit(
             raise ConfigError(f"optimizer.name: {ONE_BIT} does not support {key}: {why}. Remedy: {remedy}.")
 
 
+def _remat(remat: str | RematConfig) -> str | jp.RematPolicy:
+    return remat if isinstance(remat, str) else jp.RematPolicy(**asdict(remat))
+
+
 def _fusion(config: RunConfig) -> jp.overlap.CollectiveFusion:
     sizes = {name: tuple(v) if isinstance(v, list) else v for name, v in asdict(config.parallel.fusion).items()}
     with _prefixed():
@@ -435,63 +446,3 @@ def model_config(data: Mapping[str, Any], precision: jp.Precision) -> llama.Llam
     name = fields.pop("preset", "tiny")
     base = llama.preset(name) if family == "llama" else moe_config.preset(family, name)
     return build(type(base), {**asdict(base), **fields}, "model")
-
-
-def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """Returns the named optax optimizer, or ``one_bit_adam``, with linear warmup and cosine decay over ``steps``.
-
-    Raises:
-      ConfigError: there is no such optimizer, it lacks one of ``options``, fails with them, or ``one_bit_adam`` lacks
-        ``warmup``.
-    """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # `optax.__all__` includes deprecated names
-        named = [name for name in optax.__all__ if "learning_rate" in _parameters(getattr(optax, name))]
-    known = sorted([*named, ONE_BIT])
-    if config.name not in known:
-        raise ConfigError(
-            f"optimizer: unknown name {config.name!r}.{did_you_mean(config.name, known)} Supported optimizers (any "
-            f"optax optimizer with a learning rate): {', '.join(known)}."
-        )
-    make: Any = jp.one_bit_adam if config.name == ONE_BIT else getattr(optax, config.name)
-    options = [name for name in _parameters(make) if name != "learning_rate"]
-    for option in config.options:
-        if option not in options:
-            raise ConfigError(
-                f"optimizer: {config.name} has no option {option!r}.{did_you_mean(option, options)} Options: "
-                f"{', '.join(options)}."
-            )
-    if config.name == ONE_BIT and "warmup" not in config.options:
-        raise ConfigError(
-            f"optimizer: {ONE_BIT} requires options.warmup, the number of steps of ordinary Adam at the start. Remedy: "
-            f"options: {{warmup: {max(steps // 5, 1)}}}, a fifth of train.steps."
-        )
-    warmup = min(config.warmup, max(steps - 1, 0))
-    schedule = optax.warmup_cosine_decay_schedule(
-        0.0 if warmup else config.learning_rate,
-        config.learning_rate,
-        warmup,
-        max(steps, warmup + 1),
-        config.learning_rate * config.final_lr_ratio,
-    )
-    try:
-        tx = make(learning_rate=schedule, **config.options)
-        if config.name != ONE_BIT:  # it requires a layout
-            jax.eval_shape(functools.partial(_one_update, tx), {"w": jnp.zeros((2, 2))})
-    except JaxparError:
-        raise
-    except Exception as error:  # optax checks no types, so a wrong option fails anywhere
-        raise ConfigError(
-            f"optimizer: {config.name} fails with the options {config.options}: {type(error).__name__}: "
-            f"{str(error).partition(chr(10))[0]}. Remedy: correct or leave out the options, or use another optimizer."
-        ) from error
-    return tx
-
-
-def _one_update(tx: optax.GradientTransformation, params: Any) -> Any:
-    extra = {"value": 0.0, "grad": params, "value_fn": lambda params: jnp.sum(params["w"])}  # as a step passes them
-    return optax.with_extra_args_support(tx).update(params, tx.init(params), params, **extra)
-
-
-def _parameters(f: Any) -> list[str]:
-    return list(inspect.signature(f).parameters) if inspect.isfunction(f) else []

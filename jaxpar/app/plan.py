@@ -28,7 +28,8 @@ from jaxpar.planning.search.plan import EMBED, Plan
 from jaxpar.planning.search.report import PlanReport
 from jaxpar.planning.search.search import CompilerMeasures, Objective, SearchOptions, find, has_values
 from jaxpar.planning.search.space import Space, tensor_dims
-from jaxpar.planning.search.workload import Workload, workload
+from jaxpar.planning.search.traced import workload
+from jaxpar.planning.search.workload import Workload
 from jaxpar.sharding.hardware.topology import Topology
 from jaxpar.sharding.rules import ROLES
 from jaxpar.training.remat import RematPolicy
@@ -149,6 +150,7 @@ class RunPlanner:
             job.batch_spec(),
             job.tx,
             models=models,
+            remat=isinstance(model, FactoryModel),
             flash=isinstance(model, llama.LlamaConfig),
             reduce_bytes=4 if reduced is None else 1 if reduced == "int8" else jax.numpy.dtype(reduced).itemsize,
         )
@@ -168,7 +170,8 @@ class RunPlanner:
         batches = () if max_batch is None else tuple(_batches(self.job.config.data.batch, max_batch))
         space = Space(tensor=tensor_dims(self.workload), batches=batches, fixed=self.fixed, slices=slices)
         if isinstance(self.job.model, FactoryModel):
-            return space
+            own = (name for name in (self._own_remat(),) if name in self.workload.backward)
+            return replace(space, remat=tuple(dict.fromkeys((*self.workload.policies, *own))))
         offload = self.job.config.parallel.offload.optimizer is None
         return replace(space, axes=_LLAMA_AXES, sequence_parallel=True, remat=_REMAT, copies=(1, 2), offload=offload)
 
@@ -192,13 +195,20 @@ class RunPlanner:
         sharded = isinstance(params, dict) and bool(params.get(EMBED))
         fields: dict[str, Any] = {**sizes, "zero": stage or 3 * sharded}
         fields |= {"grad_accum_steps": config.train.grad_accum_steps, "copies": parallel.overlap.ways, "batch": 0}
-        if not isinstance(self.job.model, FactoryModel):
-            fields["remat"] = RematPolicy.of(job.model.remat).policy
+        own = isinstance(self.job.model, FactoryModel)
+        fields["remat"] = self._own_remat() if own else RematPolicy.of(job.model.remat).policy
         if parallel.pipeline is not None:
             fields["microbatches"] = parallel.pipeline.microbatches
             fields["virtual_stages"] = parallel.pipeline.virtual_stages
             fields["checkpoint_stages"] = parallel.pipeline.activation_checkpointing == "full"
         return fields
+
+    def _own_remat(self) -> str:
+        """The policy of the run's own layout, for a model of the user's own."""
+        given = self.loaded.config.parallel.remat
+        if given is None:
+            return self.workload.own_policy
+        return given if isinstance(given, str) else given.policy
 
     def config_of(self, plan: Plan) -> dict[str, Any]:
         """Returns the run with a plan's layout and options, as data for a YAML file."""

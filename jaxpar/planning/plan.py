@@ -12,6 +12,7 @@ import optax
 
 from jaxpar.analysis.checkup.findings import About
 from jaxpar.parallel.offload.placement import to_host
+from jaxpar.planning.layers.remat import remat_layers
 from jaxpar.planning.names.annotate import annotate, trace_loss
 from jaxpar.planning.names.given import Patterns
 from jaxpar.planning.names.program import NamedProgram
@@ -23,7 +24,8 @@ from jaxpar.planning.search.plan import BATCH, EMBED, SEQ, Plan
 from jaxpar.planning.search.report import PlanReport
 from jaxpar.planning.search.search import FASTEST, CompilerMeasures, SearchOptions, find
 from jaxpar.planning.search.space import Space, tensor_dims
-from jaxpar.planning.search.workload import Workload, workload
+from jaxpar.planning.search.traced import workload
+from jaxpar.planning.search.workload import Workload
 from jaxpar.sharding.hardware.topology import Topology
 from jaxpar.training.loss import LossFn
 from jaxpar.training.model import MakeModel, Tagged, build_shapes, tag
@@ -88,6 +90,7 @@ def plan(
     space = Space(
         tensor=tensor_dims(planner.workload),
         sequence_parallel=planner.annotated and SEQ in planner.workload.sizes,
+        remat=planner.workload.policies,
         offload=True,
         fixed=fixed or {},
         slices=topology.slices,
@@ -138,7 +141,7 @@ class ModelPlanner:
     @cached_property
     def workload(self) -> Workload:
         """What one step computes and keeps."""
-        return workload(self.make_model, self.loss_fn, self.batch, self.tx)
+        return workload(self.make_model, self.loss_fn, self.batch, self.tx, remat=True)
 
     def trace(self) -> NamedProgram:
         """Returns the traced loss."""
@@ -148,8 +151,11 @@ class ModelPlanner:
         """Returns a plan as plain data, as a configuration's YAML file has it."""
         own = plan.zero if plan.zero in (1, 2) or (plan.zero == 3 and EMBED not in self.workload.names) else 0
         data: dict[str, Any] = {"mesh": plan.mesh_data, "rules": plan.rules(plan.names(self.workload.names))}
-        if own:
-            data["parallel"] = {"optimizer": {"stage": own, "axis": list(plan.zero_axes)}}
+        parallel: dict[str, Any] = {"optimizer": {"stage": own, "axis": list(plan.zero_axes)}} if own else {}
+        if plan.remat:
+            parallel["remat"] = plan.remat
+        if parallel:
+            data["parallel"] = parallel
         if plan.grad_accum_steps > 1:
             data["train"] = {"grad_accum_steps": plan.grad_accum_steps}
         return data
@@ -162,7 +168,8 @@ class ModelPlanner:
         w = self.workload
         tokens = w.sizes.get(BATCH, 1) * w.sizes.get(SEQ, 0)  # 0, which is unknown, for a model without a sequence
         about = About(tokens, w.model_flops, w.sizes.get("vocab", 0), w.sizes.get(SEQ, 0), plan.remat or "none")
-        return PlannedRun(layout, self.make_model, tx, self.loss_fn, self.batch, options, about=about)
+        loss_fn = remat_layers(self.loss_fn, plan.remat) if plan.remat else self.loss_fn
+        return PlannedRun(layout, self.make_model, tx, loss_fn, self.batch, options, about=about)
 
 
 def _first_dim_is_batch(batch: Any) -> Any:

@@ -33,11 +33,15 @@ def opened(jaxpr: Jaxpr | ClosedJaxpr) -> Jaxpr:
     return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
 
 
-def inlined(jaxpr: Jaxpr) -> Jaxpr:
+def inlined(jaxpr: Jaxpr, *, remat: bool = False) -> Jaxpr:
     """Returns a jaxpr with the bodies of jitted functions in place of their calls, also inside loops and branches.
 
     Functions with shardings, compiler options or constants of their own remain calls; so do the bodies of custom
     derivatives.
+
+    Args:
+      jaxpr: the program.
+      remat: whether functions that are recomputed are inlined too, so that they are no longer; not inside loops.
 
     >>> import jax
     >>> jaxpr = jax.make_jaxpr(lambda x: jax.jit(jax.numpy.sin)(x) + 1)(1.0).jaxpr
@@ -46,19 +50,19 @@ def inlined(jaxpr: Jaxpr) -> Jaxpr:
     """
     eqns: list[JaxprEqn] = []
     names: dict[Any, Any] = {}
-    _inline(jaxpr, names, eqns, top=True)
+    _inline(jaxpr, names, eqns, top=True, remat=remat)
     outvars = [names.get(atom, atom) if isinstance(atom, Var) else atom for atom in jaxpr.outvars]
     return jaxpr.replace(eqns=eqns, outvars=outvars)
 
 
-def _inline(jaxpr: Jaxpr, names: dict[Any, Any], eqns: list[JaxprEqn], *, top: bool) -> None:
+def _inline(jaxpr: Jaxpr, names: dict[Any, Any], eqns: list[JaxprEqn], *, top: bool, remat: bool) -> None:
     """Add the equations of a jaxpr, whose variables are known by ``names``; those of calls are new."""
     for eqn in jaxpr.eqns:
         reads = [names.get(atom, atom) if isinstance(atom, Var) else atom for atom in eqn.invars]
-        body = _inlinable(eqn)
+        body = _inlinable(eqn, remat)
         if body is not None:
             inner = dict(zip(body.invars, reads, strict=True))
-            _inline(body, inner, eqns, top=False)
+            _inline(body, inner, eqns, top=False, remat=remat)
             results = [inner[atom] if isinstance(atom, Var) else atom for atom in body.outvars]
             names |= zip(eqn.outvars, results, strict=True)
             continue
@@ -67,9 +71,11 @@ def _inline(jaxpr: Jaxpr, names: dict[Any, Any], eqns: list[JaxprEqn], *, top: b
         eqns.append(eqn.replace(invars=reads, outvars=makes, params=_inlined_params(eqn)))
 
 
-def _inlinable(eqn: JaxprEqn) -> Jaxpr | None:
+def _inlinable(eqn: JaxprEqn, remat: bool) -> Jaxpr | None:
     """The body of a call that means no more than its equations."""
     params = eqn.params
+    if remat and eqn.primitive.name in ("remat2", "checkpoint"):
+        return opened(params["jaxpr"])
     if eqn.primitive.name not in ("jit", "pjit", "closed_call", "core_call"):
         return None
     body = params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
@@ -90,12 +96,12 @@ def _inlined_params(eqn: JaxprEqn) -> dict[str, Any]:
     return changed
 
 
-def with_inlined(x: Any) -> Any:
+def with_inlined(x: Any, *, remat: bool = False) -> Any:
     """Returns a jaxpr, closed or not, as :func:`inlined` does, and anything else as it is."""
     # Before jax 0.12 a ClosedJaxpr contains a Jaxpr; since then both are one class.
     if isinstance(x, Jaxpr):
-        return inlined(x)
-    return ClosedJaxpr(inlined(x.jaxpr), x.consts) if isinstance(x, ClosedJaxpr) else x
+        return inlined(x, remat=remat)
+    return ClosedJaxpr(inlined(x.jaxpr, remat=remat), x.consts) if isinstance(x, ClosedJaxpr) else x
 
 
 def has_checkpoint_name(jaxpr: Jaxpr, name: str) -> bool:

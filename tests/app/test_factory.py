@@ -106,9 +106,13 @@ WRONG = {
         "({folder}/language_model.py:15). "
         "Remedy: it is called as function(key, **args)."
     ),
-    "parallel.remat=full": (
-        "parallel.remat is for built-in models, but model.factory names one of your own. Remedy: leave it out; the "
+    "parallel.offload.optimizer=host": (
+        "parallel.offload is for built-in models, but model.factory names one of your own. Remedy: leave it out; the "
         "model itself can do this, with the functions of jaxpar."
+    ),
+    "parallel.remat=full": (
+        "remat: the loss has no repeated layers that 'full' could recompute: no scan over stacked weights, and no "
+        "equal modules with numbers in their paths. Remedy: leave remat out, or call jax.checkpoint in the model."
     ),
     "data.packing=true": (
         "data.packing is for built-in models, but model.factory names one of your own. Remedy: packing: false."

@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 import yaml
 
+from jaxpar.app.cli import main
 from jaxpar.app.config import RunConfig, load_run
 from jaxpar.app.job import make_job
 from jaxpar.app.plan import RunPlanner
 from jaxpar.errors import PlanError
 from jaxpar.planning.search.plan import Plan
+from jaxpar.planning.search.search import has_values
 from jaxpar.planning.search.space import plans
 from jaxpar.utils.yaml_config import build
 
@@ -44,6 +46,44 @@ def test_a_run_without_a_layout_is_planned_and_every_plan_builds(planner: RunPla
         job = make_job(loaded)
         assert job.layout(8) == run.layout and isinstance(build(RunConfig, planner.config_of(plan), "plan"), RunConfig)
         assert job.config.train.grad_accum_steps == plan.grad_accum_steps
+
+
+OWN = """
+model: {factory: "own_models:make_gpt", loss: "own_models:next_byte", args: {layers: 3}}
+data: {source: synthetic, batch: 16, seq: 16}
+optimizer: {learning_rate: 0.01, warmup: 0}
+cpu_devices: 8
+output: none
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file of a run of a model of the user's own."""
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    file = tmp_path / "own.yaml"
+    file.write_text(OWN)
+    return file
+
+
+def test_an_own_model_is_planned_with_recomputed_layers(own: Path) -> None:
+    planner = RunPlanner(own)
+    every = list(plans(planner.workload, 8, planner.space(), Counter()))
+    assert {plan.remat for plan in every} == {"none", "dots", "full"}
+    plan = next(p for p in every if p.remat == "dots")
+    own.write_text(yaml.safe_dump(planner.config_of(plan)))
+    again = RunPlanner(own)
+    assert again.given(8)["remat"] == "dots" and has_values(plan, again.given(8))
+
+
+OWN_PLANS = [Plan(data=4, model=2, tensor=("mlp",), zero=3, remat="dots")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", OWN_PLANS, ids=Plan.describe)
+def test_a_plan_of_an_own_model_computes_what_one_device_does(plan: Plan, own: Path) -> None:
+    own.write_text(yaml.safe_dump(RunPlanner(own).config_of(plan)))
+    assert main(["verify", str(own), "--steps", "1"]) == 0
 
 
 def test_settings_are_kept(planner: RunPlanner, tmp_path: Path) -> None:

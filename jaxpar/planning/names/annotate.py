@@ -116,14 +116,21 @@ class AnnotatedLoss:
 
     def __init__(self, loss_fn: LossFn, names: Mapping[str, Names]):
         functools.update_wrapper(self, loss_fn)
-        self._loss_fn, self._names = loss_fn, names
+        self.loss_fn, self._names = loss_fn, names
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the user's loss, without constraints."""
-        return self._loss_fn(*args, **kwargs)
+        return self.loss_fn(*args, **kwargs)
+
+    def with_loss(self, loss_fn: LossFn) -> AnnotatedLoss:
+        """Returns another loss of the same arrays with their names, such as this one with recomputed layers."""
+        return AnnotatedLoss(loss_fn, self._names)
 
     def rewrite(self, run: LossProgram) -> LossProgram:
         """Returns the loss as a function of arrays, with the constraints; a step calls this."""
+
+        inner = getattr(self.loss_fn, "rewrite", None)
+        run = run if inner is None else inner(run)
 
         def rewritten(*args: Any) -> Any:
             given = {path: (names, "annotated") for path, names in self._names.items()}

@@ -7,26 +7,16 @@ and what it sends.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
-import jax
-import optax
-
-from jaxpar.planning.names.annotate import trace_loss
-from jaxpar.planning.names.program import NamedProgram
-from jaxpar.planning.names.propagate import TracedValue, Visited
-from jaxpar.planning.search.plan import BATCH, EMBED, LAYERS, SEQ
-from jaxpar.training.loss import LossFn, LossProgram
-from jaxpar.training.model import MakeModel, build_shapes
+from jaxpar.planning.layers.find import RepeatedLayers
+from jaxpar.planning.search.plan import BATCH, EMBED, SEQ
 
 type Factor = tuple[str | None, int]
 """A factor of a dim: its name, if it has one, and its size."""
 type Factors = tuple[Factor, ...]
-
-_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 
 
 @dataclass(frozen=True)
@@ -39,7 +29,7 @@ class Matmul:
       columns: those of the weight, or of the second activation.
       summed: the factors that are summed over.
       weight: whether one operand is a weight.
-      layered: whether it runs once for each layer of a scanned stack.
+      layered: whether it runs in a layer of a stack, or of equal separate layers.
       times: how often it runs in a step.
       source: a number that matmuls of the same activation share.
     """
@@ -110,6 +100,7 @@ class Workload:
       state_bytes: bytes of optimizer state for each byte of parameters.
       sizes: logical dim → its largest size.
       names: all logical dims, those of hints included.
+      layers: the repeated layers.
       flash: whether attention runs in tiles, which skip masked pairs and write no scores.
       compute_bytes: bytes of an element of activations and gathered weights.
       reduce_bytes: bytes of an element of reduced gradients.
@@ -121,6 +112,7 @@ class Workload:
     state_bytes: float
     sizes: Mapping[str, int]
     names: tuple[str, ...] = ()
+    layers: tuple[RepeatedLayers, ...] = ()
     flash: bool = False
     compute_bytes: int = 2
     reduce_bytes: int = 4
@@ -134,6 +126,17 @@ class Workload:
     def param_count(self) -> int:
         """The number of parameters."""
         return sum(count(p.factors) for p in self.params)
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """The recomputation policies to choose from; ``""`` alone, which is what the model does, if there are none."""
+        return tuple(name for name in self.backward if name) or ("",)
+
+    @property
+    def own_policy(self) -> str:
+        """The recomputation policy that keeps as much as the model does by itself; ``""`` if there is none."""
+        kept = {name: sum(array.bytes for array in back.kept) for name, back in self.backward.items()}
+        return next((name for name, size in kept.items() if name and size == kept[""]), "")
 
     @property
     def model_flops(self) -> float:
@@ -174,170 +177,3 @@ class Workload:
 def count(*factors: Factors) -> int:
     """Returns the product of the sizes of all factors."""
     return math.prod(size for group in factors for _, size in group)
-
-
-def workload(
-    make_model: MakeModel,
-    loss_fn: LossFn,
-    batch: Any,
-    tx: optax.GradientTransformation,
-    *,
-    models: Mapping[str, MakeModel] | None = None,
-    flash: bool = False,
-    compute_bytes: int | None = None,
-    reduce_bytes: int = 4,
-) -> Workload:
-    """Returns the workload of a model whose dims have names.
-
-    Args:
-      make_model: as for :func:`jaxpar.init`; its recomputation policy is called "".
-      loss_fn: as for :func:`jaxpar.train_step`.
-      batch: a pytree of ``jp.tag(jax.ShapeDtypeStruct(...), *dims)``.
-      tx: the optimizer.
-      models: further recomputation policies, and the model with each of them.
-      flash: whether attention runs in tiles.
-      compute_bytes: bytes of an element of the activations; by default those of most of the kept ones.
-      reduce_bytes: bytes of an element of reduced gradients.
-
-    Raises:
-      AnnotationError, ModelError: as for :func:`jaxpar.annotate`.
-    """
-    program = trace_loss(make_model, loss_fn, batch)
-    matmuls = tuple(_matmuls(program))
-    params = tuple(
-        _kept_array(program, path, value, aval.dtype.itemsize)
-        for (path, value), aval in zip(program.inputs.items(), program.jaxpr.in_avals, strict=True)
-        if path.startswith("params/")
-    )
-    backward = {
-        name: _backward(make, loss_fn, batch, matmuls) for name, make in {"": make_model, **(models or {})}.items()
-    }
-    sizes: dict[str, int] = {}
-    for name, size in (f for m in matmuls for f in (*m.shared, *m.rows, *m.columns, *m.summed)):
-        if name is not None:
-            sizes[name] = max(sizes.get(name, 1), size)
-    for value in program.inputs.values():
-        for dim in value.dims:
-            name, size = program.names.of(dim).name, program.names.classes.size(dim)
-            if name is not None:
-                sizes[name] = max(sizes.get(name, 1), size)
-    shapes = build_shapes(make_model).params
-    state = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(tx.init, shapes)))
-    kept = next(iter(backward.values())).kept
-    items = compute_bytes or max((2, 4), key=lambda n: sum(h.bytes for h in kept if h.itemsize == n))
-    total = max(sum(p.bytes for p in params), 1)
-    for name, size in (f for p in params for f in p.factors):
-        if name is not None:  # a name that the user gave to a part of a class, such as heads that are kv_heads too
-            sizes[name] = max(sizes.get(name, 1), size)
-    given = (name for dims, _ in program.given.values() for name in dims if name is not None)
-    names = tuple(sorted({*sizes, *program.hinted, *given}))
-    return Workload(matmuls, params, backward, state / total, sizes, names, flash, items, reduce_bytes)
-
-
-def _matmuls(program: NamedProgram) -> Iterator[Matmul]:
-    """The matmuls of a traced program, in order."""
-    sources: dict[int, int] = {}
-    for step, times, layered in _walk(program, program.visited):
-        if step.eqn.primitive.name not in _PRODUCTS:
-            continue
-        left, right, *_ = step.reads
-        weight = left.weight or right.weight
-        if left.weight and not right.weight:
-            left, right = right, left
-        swapped = left is step.reads[1]
-        shared, rows, columns, summed = (_factors(program, dims) for dims in _parts(step, swapped))
-        source = sources.setdefault(id(left), len(sources))
-        yield Matmul(shared, rows, columns, summed, weight, layered, times, source)
-
-
-def _parts(step: Visited, swapped: bool) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
-    """The dims that both operands have, those of the left one, those of the right one, and those summed over."""
-    left, right = step.reads[:2]
-    if step.eqn.primitive.name == "conv_general_dilated":
-        out = step.makes[0].dims
-        spec = step.eqn.params["dimension_numbers"]
-        feature = spec.out_spec[1]
-        rows = [dim for i, dim in enumerate(out) if i != feature]
-        return [], rows, [out[feature]], [right.dims[i] for i in spec.rhs_spec[1:]]
-    numbers = step.eqn.params.get("dimension_numbers") or step.eqn.params["ragged_dot_dimension_numbers"]
-    numbers = getattr(numbers, "dot_dimension_numbers", numbers)
-    (left_sum, right_sum), (left_batch, right_batch) = numbers
-    rows = [d for i, d in enumerate(left.dims) if i not in (*left_sum, *left_batch)]
-    columns = [d for i, d in enumerate(right.dims) if i not in (*right_sum, *right_batch)]
-    if swapped:
-        rows, columns = columns, rows
-    return [left.dims[i] for i in left_batch], rows, columns, [left.dims[i] for i in left_sum]
-
-
-def _walk(
-    program: NamedProgram, visited: Iterable[Visited], times: int = 1, layered: bool = False
-) -> Iterator[tuple[Visited, int, bool]]:
-    """Every equation, how often it runs, and whether it is inside the scan over layers."""
-    for step in visited:
-        yield step, times, layered
-        scan = step.eqn.primitive.name == "scan"
-        inside = layered or (scan and _scans_layers(program, step))
-        for _, _, inner in step.inner:
-            yield from _walk(program, inner, times * (step.eqn.params["length"] if scan else 1), inside)
-
-
-def _scans_layers(program: NamedProgram, step: Visited) -> bool:
-    length = step.eqn.params["length"]
-    stacked = [x for x in step.reads if x.weight and x.shape and x.shape[0] == length and x.dims[0]]
-    return any(program.names.of(x.dims[0]).name == LAYERS for x in stacked)
-
-
-def _factors(program: NamedProgram, dims: Iterable[Any]) -> Factors:
-    """The named factors of dims; those of one name next to each other are one, as tiles of a sequence."""
-    found: list[Factor] = []
-    for dim in dims:
-        start = len(found)
-        for atom in program.names.classes.flat(dim):
-            name, size = program.names.of((atom,)).name, program.names.classes.sizes[atom]
-            if len(found) > start and name is not None and found[-1][0] == name:
-                found[-1] = name, found[-1][1] * size
-            else:
-                found.append((name, size))
-    return tuple(found)
-
-
-def _kept_array(program: NamedProgram, path: str, value: TracedValue, itemsize: int) -> KeptArray:
-    own = program.given.get(path)
-    if own is not None:
-        factors = tuple(zip(own[0], value.shape, strict=True))
-    else:
-        factors = _factors(program, value.dims)
-    return KeptArray(path.removeprefix("params/"), factors, itemsize)
-
-
-def _backward(make_model: MakeModel, loss_fn: LossFn, batch: Any, forward: tuple[Matmul, ...]) -> Backward:
-    """What the backward pass keeps and does, from the traces of the loss's linearization and of its gradient."""
-    kept = trace_loss(make_model, loss_fn, batch, transform=_residuals)
-    outputs = zip(kept.outputs, kept.jaxpr.out_avals, strict=True)
-    activations = {id(value): (value, aval) for value, aval in outputs if not value.weight and value.shape}
-    held = tuple(_kept_array(kept, "", value, aval.dtype.itemsize) for value, aval in activations.values())
-    passes = trace_loss(make_model, loss_fn, batch, transform=_gradient)
-    total = {kind: 0.0 for kind in (True, False)}
-    once = dict(total)
-    for one in forward:
-        once[one.weight or not one.shared] += one.flops
-    for one in _matmuls(passes):
-        total[not one.shared] += one.flops
-    ratio = {kind: total[kind] / once[kind] if once[kind] else 3.0 for kind in total}
-    return Backward(held, ratio[True], ratio[False])
-
-
-def _residuals(run: LossProgram) -> LossProgram:
-    """The arrays that the backward pass of a loss keeps."""
-
-    def kept(params: Any, *rest: Any) -> Any:
-        return jax.tree.leaves(jax.vjp(lambda p: run(p, *rest)[0], params)[1])
-
-    return kept
-
-
-def _gradient(run: LossProgram) -> LossProgram:
-    def gradient(params: Any, *rest: Any) -> Any:
-        return jax.grad(lambda p: run(p, *rest)[0])(params)
-
-    return gradient

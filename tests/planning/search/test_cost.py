@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 import jaxpar as jp
 from jaxpar.planning.search.cost import CostModel
 from jaxpar.planning.search.plan import Plan
-from jaxpar.planning.search.workload import Workload, workload
+from jaxpar.planning.search.traced import workload
+from jaxpar.planning.search.workload import Workload
 from jaxpar.sharding.hardware.topology import Topology
 
 ROWS, EMBED, MLP, LAYERS = 96, 24, 72, 6

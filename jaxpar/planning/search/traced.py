@@ -1,0 +1,244 @@
+"""``workload``: what one step of a model computes and keeps, from traces of its loss that know no mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import optax
+
+from jaxpar.planning.layers.find import RepeatedLayers, find_layers
+from jaxpar.planning.layers.remat import applicable, recomputed
+from jaxpar.planning.names.annotate import trace_loss
+from jaxpar.planning.names.program import NamedProgram
+from jaxpar.planning.names.propagate import TracedValue, Visited
+from jaxpar.planning.search.plan import LAYERS
+from jaxpar.planning.search.workload import Backward, Factor, Factors, KeptArray, Matmul, Workload
+from jaxpar.training.loss import LossFn, LossProgram
+from jaxpar.training.model import MakeModel, build_shapes
+from jaxpar.training.remat import RematPolicy
+from jaxpar.utils.jaxprs import opened
+
+_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
+_ONE_LAYER: Factor = (LAYERS, 1)
+"""Marks what is in one of several separate layers."""
+
+Rewrite = Callable[[LossProgram], LossProgram]
+
+
+def workload(
+    make_model: MakeModel,
+    loss_fn: LossFn,
+    batch: Any,
+    tx: optax.GradientTransformation,
+    *,
+    models: Mapping[str, MakeModel] | None = None,
+    remat: bool = False,
+    flash: bool = False,
+    compute_bytes: int | None = None,
+    reduce_bytes: int = 4,
+) -> Workload:
+    """Returns the workload of a model whose dims have names.
+
+    Args:
+      make_model: as for :func:`jaxpar.init`; its recomputation policy is called "".
+      loss_fn: as for :func:`jaxpar.train_step`.
+      batch: a pytree of ``jp.tag(jax.ShapeDtypeStruct(...), *dims)``.
+      tx: the optimizer.
+      models: further recomputation policies, and the model with each of them.
+      remat: whether to look at the recomputation policies that apply to the loss's repeated layers.
+      flash: whether attention runs in tiles.
+      compute_bytes: bytes of an element of the activations; by default those of most of the kept ones.
+      reduce_bytes: bytes of an element of reduced gradients.
+
+    Raises:
+      AnnotationError, ModelError: as for :func:`jaxpar.annotate`.
+    """
+    program = trace_loss(make_model, loss_fn, batch)
+    layers = _layers(program)
+    matmuls = tuple(_matmuls(program, _inside(layers)))
+    params = tuple(
+        _kept_array(program, path, value, aval.dtype.itemsize, separate=_separate(layers, path))
+        for (path, value), aval in zip(program.inputs.items(), program.jaxpr.in_avals, strict=True)
+        if path.startswith("params/")
+    )
+    backward = {
+        name: _backward(make, loss_fn, batch, matmuls) for name, make in {"": make_model, **(models or {})}.items()
+    }
+    for policy in applicable(program.jaxpr, layers) if remat else ():
+        rewrite = _recomputing(policy)
+        backward[policy] = _backward(make_model, loss_fn, batch, matmuls, rewrite)
+    sizes: dict[str, int] = {}
+    for name, size in (f for m in matmuls for f in (*m.shared, *m.rows, *m.columns, *m.summed)):
+        if name is not None:
+            sizes[name] = max(sizes.get(name, 1), size)
+    for value in program.inputs.values():
+        for dim in value.dims:
+            name, size = program.names.of(dim).name, program.names.classes.size(dim)
+            if name is not None:
+                sizes[name] = max(sizes.get(name, 1), size)
+    shapes = build_shapes(make_model).params
+    state = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(tx.init, shapes)))
+    kept = next(iter(backward.values())).kept
+    items = compute_bytes or max((2, 4), key=lambda n: sum(h.bytes for h in kept if h.itemsize == n))
+    total = max(sum(p.bytes for p in params), 1)
+    for name, size in (f for p in params for f in p.factors):
+        # A name may be one that the user gave to a part of a class, such as heads that are kv_heads too.
+        if name is not None and (name, size) != _ONE_LAYER:
+            sizes[name] = max(sizes.get(name, 1), size)
+    given = (name for dims, _ in program.given.values() for name in dims if name is not None)
+    names = tuple(sorted({*sizes, *program.hinted, *given}))
+    separate = max((found.count for found in layers if not found.stacked), default=0)
+    if separate > sizes.get(LAYERS, 1):
+        sizes[LAYERS] = separate
+    return Workload(matmuls, params, backward, state / total, sizes, names, layers, flash, items, reduce_bytes)
+
+
+def _recomputing(policy: str) -> Rewrite:
+    return lambda run: recomputed(run, RematPolicy(policy))
+
+
+def _layers(program: NamedProgram) -> tuple[RepeatedLayers, ...]:
+    return find_layers(opened(program.jaxpr), list(program.inputs))
+
+
+def _inside(layers: Sequence[RepeatedLayers]) -> frozenset[int]:
+    """The numbers of the equations in separate layers."""
+    spans = (span for found in layers if not found.stacked for span in found.spans)
+    return frozenset(number for start, end in spans for number in range(start, end))
+
+
+def _separate(layers: Sequence[RepeatedLayers], path: str) -> bool:
+    """Whether a parameter is one of a separate layer's."""
+    return any(path.startswith(found.path[:-1]) for found in layers if not found.stacked)
+
+
+def _matmuls(program: NamedProgram, inside: frozenset[int] = frozenset()) -> Iterator[Matmul]:
+    """The matmuls of a traced program, in order; ``inside`` has the numbers of equations in separate layers."""
+    sources: dict[int, int] = {}
+    steps = (
+        found
+        for number, step in enumerate(program.visited)
+        for found in _walk(program, (step,), layered=number in inside)
+    )
+    for step, times, layered in steps:
+        if step.eqn.primitive.name not in _PRODUCTS:
+            continue
+        left, right, *_ = step.reads
+        weight = left.weight or right.weight
+        if left.weight and not right.weight:
+            left, right = right, left
+        swapped = left is step.reads[1]
+        shared, rows, columns, summed = (_factors(program, dims) for dims in _parts(step, swapped))
+        source = sources.setdefault(id(left), len(sources))
+        yield Matmul(shared, rows, columns, summed, weight, layered, times, source)
+
+
+def _parts(step: Visited, swapped: bool) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
+    """The dims that both operands have, those of the left one, those of the right one, and those summed over."""
+    left, right = step.reads[:2]
+    if step.eqn.primitive.name == "conv_general_dilated":
+        out = step.makes[0].dims
+        spec = step.eqn.params["dimension_numbers"]
+        feature = spec.out_spec[1]
+        rows = [dim for i, dim in enumerate(out) if i != feature]
+        return [], rows, [out[feature]], [right.dims[i] for i in spec.rhs_spec[1:]]
+    numbers = step.eqn.params.get("dimension_numbers") or step.eqn.params["ragged_dot_dimension_numbers"]
+    numbers = getattr(numbers, "dot_dimension_numbers", numbers)
+    (left_sum, right_sum), (left_batch, right_batch) = numbers
+    rows = [d for i, d in enumerate(left.dims) if i not in (*left_sum, *left_batch)]
+    columns = [d for i, d in enumerate(right.dims) if i not in (*right_sum, *right_batch)]
+    if swapped:
+        rows, columns = columns, rows
+    return [left.dims[i] for i in left_batch], rows, columns, [left.dims[i] for i in left_sum]
+
+
+def _walk(
+    program: NamedProgram, visited: Iterable[Visited], times: int = 1, layered: bool = False
+) -> Iterator[tuple[Visited, int, bool]]:
+    """Every equation, how often it runs, and whether it is inside the scan over layers."""
+    for step in visited:
+        yield step, times, layered
+        scan = step.eqn.primitive.name == "scan"
+        inside = layered or (scan and _scans_layers(program, step))
+        for _, _, inner in step.inner:
+            yield from _walk(program, inner, times * (step.eqn.params["length"] if scan else 1), inside)
+
+
+def _scans_layers(program: NamedProgram, step: Visited) -> bool:
+    length = step.eqn.params["length"]
+    stacked = [x for x in step.reads if x.weight and x.shape and x.shape[0] == length and x.dims[0]]
+    return any(program.names.of(x.dims[0]).name == LAYERS for x in stacked)
+
+
+def _factors(program: NamedProgram, dims: Iterable[Any]) -> Factors:
+    """The named factors of dims; those of one name next to each other are one, as tiles of a sequence."""
+    found: list[Factor] = []
+    for dim in dims:
+        start = len(found)
+        for atom in program.names.classes.flat(dim):
+            name, size = program.names.of((atom,)).name, program.names.classes.sizes[atom]
+            if len(found) > start and name is not None and found[-1][0] == name:
+                found[-1] = name, found[-1][1] * size
+            else:
+                found.append((name, size))
+    return tuple(found)
+
+
+def _kept_array(program: NamedProgram, path: str, value: TracedValue, itemsize: int, *, separate: bool) -> KeptArray:
+    own = program.given.get(path)
+    if own is not None:
+        factors = tuple(zip(own[0], value.shape, strict=True))
+    else:
+        factors = _factors(program, value.dims)
+    if separate:
+        factors = (_ONE_LAYER, *factors)
+    return KeptArray(path.removeprefix("params/"), factors, itemsize)
+
+
+def _backward(
+    make_model: MakeModel,
+    loss_fn: LossFn,
+    batch: Any,
+    forward: tuple[Matmul, ...],
+    rewrite: Rewrite = lambda run: run,
+) -> Backward:
+    """What the backward pass keeps and does, from the traces of the loss's linearization and of its gradient."""
+    kept = trace_loss(make_model, loss_fn, batch, transform=lambda run: _residuals(rewrite(run)))
+    outputs = zip(kept.outputs, kept.jaxpr.out_avals, strict=True)
+    activations = {id(value): (value, aval) for value, aval in outputs if not value.weight and value.shape}
+    inside = _inside(_layers(kept))
+    layered = {id(value) for number in inside for value in kept.visited[number].makes}
+    held = tuple(
+        _kept_array(kept, "", value, aval.dtype.itemsize, separate=id(value) in layered)
+        for value, aval in activations.values()
+    )
+    passes = trace_loss(make_model, loss_fn, batch, transform=lambda run: _gradient(rewrite(run)))
+    once, outside, total = ({True: 0.0, False: 0.0} for _ in range(3))
+    for one in forward:
+        once[one.weight or not one.shared] += one.flops
+        if not one.layered and any(other.layered for other in forward):
+            outside[one.weight or not one.shared] += one.flops
+    for one in _matmuls(passes):
+        total[not one.shared] += one.flops
+    # What is outside of the layers is not recomputed.
+    pairs = {kind: (total[kind] - 3.0 * outside[kind], once[kind] - outside[kind]) for kind in total}
+    ratio = {kind: more / least if least else 3.0 for kind, (more, least) in pairs.items()}
+    return Backward(held, ratio[True], ratio[False])
+
+
+def _residuals(run: LossProgram) -> LossProgram:
+    """The arrays that the backward pass of a loss keeps."""
+
+    def kept(params: Any, *rest: Any) -> Any:
+        return jax.tree.leaves(jax.vjp(lambda p: run(p, *rest)[0], params)[1])
+
+    return kept
+
+
+def _gradient(run: LossProgram) -> LossProgram:
+    def gradient(params: Any, *rest: Any) -> Any:
+        return jax.grad(lambda p: run(p, *rest)[0])(params)
+
+    return gradient
