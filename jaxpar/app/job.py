@@ -27,8 +27,8 @@ from jaxpar.app.pipeline_config import check_recompute, make_pipeline
 from jaxpar.data.sources import SEPARATOR
 from jaxpar.errors import ConfigError, JaxparError, did_you_mean
 from jaxpar.models import llama
-from jaxpar.models.llama.pipeline import staged_next_token_loss
-from jaxpar.models.losses import next_token_loss
+from jaxpar.models.llama.pipeline import staged_next_token_loss, staged_token_loss
+from jaxpar.models.losses import next_token_loss, token_loss
 from jaxpar.models.moe import config as moe_config
 from jaxpar.models.moe.model import make_decoder
 from jaxpar.parallel.attention.context import BALANCED, Context
@@ -75,8 +75,10 @@ class Job:
 
     @property
     def eval_loss_fn(self) -> Callable[..., Any]:
-        """The loss on held-out data, as :func:`jaxpar.eval_step` takes it."""
-        return self.model.eval_loss_fn if isinstance(self.model, FactoryModel) else self.loss_fn
+        """The loss on held-out data, as :func:`jaxpar.eval_step` takes it: without the losses of routers."""
+        if isinstance(self.model, FactoryModel):
+            return self.model.eval_loss_fn
+        return token_loss if self.pipeline is None else staged_token_loss(self.model)
 
     @property
     def tokens(self) -> int | None:

@@ -122,7 +122,10 @@ def _cross(
             )
         if not mine:
             continue
-        check_groups([show(("params", *path)) for path in paths], parts, layered)
+        # Experts that stay sharded cross the mesh by themselves.
+        grouped = [i for i, part in enumerate(parts) if not part.kept]
+        names = [show(("params", *paths[i])) for i in grouped]
+        check_groups(names, [parts[i] for i in grouped], [layered[i] for i in grouped])
         layers = max(x.shape[0] for x, has in zip(leaves, layered, strict=True) if has)
         crossed = in_groups(
             [leaves[i] for i in mine],

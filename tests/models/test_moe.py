@@ -1,4 +1,4 @@
-"""Mixture-of-experts decoders: one step in every kind of layout against one device, and the errors of their sizes."""
+"""Mixture-of-experts decoders: one step in every kind of layout against one device."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
 from one_step import BOUND, SGD, check_grads, initial, layout_of
 from small_moe import FOLDED, FSDP, RULES, TP
 
 import jaxpar as jp
-from jaxpar.models.llama.pipeline import staged_next_token_loss
-from jaxpar.models.losses import next_token_loss
+from jaxpar.errors import ModelError
+from jaxpar.models.llama.pipeline import staged_next_token_loss, staged_token_loss
+from jaxpar.models.losses import cross_entropy, next_token_loss, token_loss
 from jaxpar.models.moe.config import MoEConfig, preset
 from jaxpar.models.moe.model import make_moe
 from jaxpar.parallel.attention.context import Context
@@ -85,6 +87,12 @@ CASES = {
     "accumulated per step": Case(EP_FSDP, options={"grad_accum_steps": 2, "grad_reduction": "per_step"}),
     "per step fsdp": Case(EP_FSDP, FSDP, {"grad_reduction": "per_step"}),
     "gather per step": Case(EP_FSDP, FSDP, {"weight_gather": "per_step"}),
+    "fused sums": Case(EP_FSDP, options={"grad_accum_steps": 2, "fusion": jp.overlap.CollectiveFusion(reduce=(1,))}),
+    "fused gathers": Case(
+        EP_FSDP,
+        FSDP,
+        {"grad_reduction": "per_step", "fusion": jp.overlap.CollectiveFusion(gather=(1,), scatter=(1,))},
+    ),
     "pp": Case(PP_EP, options={"pipeline": pipeline()}),
     "pp fsdp": Case(PP_EP, FSDP, {"pipeline": pipeline()}),
     "pp tp": Case({"pipeline": 2, "expert": 2, "model": 2}, TP, {"pipeline": pipeline()}),
@@ -173,3 +181,68 @@ def test_int8_collectives_change_a_step_little(family: str) -> None:
     assert got[0]["grad_norm"] == pytest.approx(want[0]["grad_norm"], rel=0.1)
     for a, b in zip(jax.tree.leaves(got[1]), jax.tree.leaves(want[1]), strict=True):
         assert np.vdot(a, b) > 0.9 * np.linalg.norm(a) * np.linalg.norm(b)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parameters", [False, True], ids=["optimizer", "parameters"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_offloaded_steps_are_those_of_one_device(family: str, parameters: bool) -> None:
+    tx = optax.sgd(0.1, momentum=0.9)
+    config = config_of(family)
+    found = []
+    for case, optimizer in ((ONE, tx), (CASES["ep fsdp"], jp.offload.to_host(tx, parameters=parameters, min_bytes=64))):
+        layout = case.layout()
+        with jax.default_matmul_precision("highest"):
+            state = jp.init(layout, maker(config), optimizer)
+            run = jp.train_step(layout, next_token_loss)
+            for _ in range(2):
+                state, _ = run(state, batch())
+        found.append(jax.device_get(state.params))
+    check_grads(found[1], found[0], BOUND)
+
+
+@pytest.mark.slow
+def test_the_held_out_loss_is_that_of_the_tokens() -> None:
+    layout, config = ONE.layout(), config_of("mixtral")
+    staged = staged_next_token_loss(config), staged_token_loss(config)
+
+    def losses(state: Any, batch: Any) -> Any:
+        model = state.metadata.kind.merge(state.params, state.variables)
+        plain = cross_entropy(model(batch["tokens"]), batch["targets"])
+        (loss, metrics), (same, _) = next_token_loss(model, batch), staged[0](model, batch)
+        return plain, token_loss(model, batch), staged[1](model, batch)[0], loss, same, metrics["aux_loss"]
+
+    with layout:
+        shapes = jp.abstract_state(layout, maker(config), SGD)
+        compiled = jax.jit(losses).lower(shapes, batch()).compile({"xla_backend_optimization_level": 0})
+        plain, *heldout, loss, same, aux = map(float, compiled(initial(shapes, maker(config), layout.rules), batch()))
+    assert heldout == pytest.approx([plain, plain], rel=1e-6)
+    assert [loss, same] == pytest.approx([plain + aux, plain + aux], rel=1e-6)
+    assert aux > 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ep tp sp", "pp fsdp"])
+def test_the_held_out_loss_of_a_layout_is_that_of_one_device(name: str) -> None:
+    case, config = CASES[name], config_of("deepseek_v3")
+    layouts, losses = (ONE.layout(), case.layout()), (token_loss, staged_token_loss(config))
+    piped = "pipeline" in case.options
+    found = []
+    for layout, loss, options in ((layouts[0], token_loss, {}), (layouts[1], losses[piped], case.options)):
+        state = jp.init(layout, maker(config), SGD)
+        found.append(float(jp.eval_step(layout, loss, **options)(state, batch())["loss"]))
+    assert found[1] == pytest.approx(found[0], rel=1e-6)
+
+
+@pytest.mark.slow
+def test_an_asynchronous_pipeline_has_no_router_losses() -> None:
+    layout, config = CASES["pp"].layout(), config_of("mixtral")
+    pipedream = jp.pipeline.Asynchronous("pipedream_2bw", stages=2, microbatches=2)
+    run = jp.pipeline.pipedream_train_step(layout, staged_next_token_loss(config), pipedream)
+    with pytest.raises(ModelError) as error:
+        jax.eval_shape(run.start, jp.abstract_state(layout, maker(config), SGD), batch())
+    assert str(error.value) == (
+        "asynchronous pipeline: layers returned 'dropped_fraction', 'expert_load_max', 'loss', 'router_entropy', "
+        "'router_nonfinite' in addition to x, but these values are not kept for the microbatches in flight between "
+        "calls. Remedy: use layers that return only x, or the schedule '1f1b'."
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -15,9 +16,10 @@ from jaxpar.models.llama.interleaved import halves_order, interleaved_block
 from jaxpar.models.llama.layers import Block, Rope, TokenInfo, layer_shapes, rope_table
 from jaxpar.models.llama.model import Llama, remat
 from jaxpar.models.llama.sequence_chunks import ChunkCarry, carried_block, empty_carry
-from jaxpar.models.losses import linear_cross_entropy
+from jaxpar.models.losses import linear_cross_entropy, output_and_scalars
 from jaxpar.parallel.attention.context import num_seq_shards
 from jaxpar.parallel.attention.split.token_order import permutation
+from jaxpar.parallel.pipeline.staged_loss import ADDED
 from jaxpar.pipeline import PipelineLoss
 from jaxpar.training.remat import RematPolicy
 
@@ -87,6 +89,27 @@ def staged_next_token_loss(config: LlamaConfig) -> PipelineLoss:
         chunked_layer=chunked_layer if config.supports_chunks else None,
         chunk_carry=lambda model, batch: empty_carry(config, batch),
     )
+
+
+def staged_token_loss(config: LlamaConfig) -> PipelineLoss:
+    """Returns :func:`staged_next_token_loss` without the layers' own losses, such as those of routers.
+
+    It is for held-out data, as :func:`jaxpar.models.losses.token_loss`.
+
+    Raises:
+      ConfigError: as :func:`staged_next_token_loss`.
+
+    >>> import jaxpar as jp
+    >>> staged_token_loss(jp.models.preset("tiny")).path
+    ('blocks',)
+    """
+    loss = staged_next_token_loss(config)
+
+    def layer(block: Any, x_BSE: jax.Array, layer_inputs: Any) -> Any:
+        y_BSE, scalars = output_and_scalars(loss.layer(block, x_BSE, layer_inputs))
+        return y_BSE, {name: value for name, value in scalars.items() if name != ADDED}
+
+    return replace(loss, layer=layer)
 
 
 def _check(config: LlamaConfig, recompute: RematPolicy) -> None:
