@@ -18,6 +18,7 @@ import math
 import re
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -69,11 +70,13 @@ def load_share(folder: Path, layout_name: str, rank: int, processes: int, port: 
     layout = jp.Layout.from_yaml(Path(__file__).parents[2] / "configs" / "layouts" / f"{layout_name}.yaml")
     jax.block_until_ready(jax.numpy.zeros(8))
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+    began = time.perf_counter()
     before, reports = _resident("VmRSS"), list[huggingface.LoadReport]()
     params = jax.block_until_ready(huggingface.load(layout, folder, report=reports.append))
     leaves = jax.tree.leaves(params)
     held = lambda x: sum(shard.data.nbytes for shard in x.addressable_shards)
     found = {"share": sum(map(held, leaves)), "largest": max(map(held, leaves)), "read": reports[0].bytes_read}
+    found |= {"seconds": time.perf_counter() - began}
     told.write_text(json.dumps({**found, "peak": _resident("VmHWM") - before}))
     if processes > 1:
         jax.distributed.shutdown()
@@ -100,7 +103,8 @@ def measure(root: Path, layout: str, processes: int) -> bool:
     print(
         f"{layout}, {processes} process(es): shards {worst['share'] / mb:.0f} MB, largest parameter "
         f"{worst['largest'] / mb:.0f} MB; resident memory rises by {worst['peak'] / mb:.0f} MB at most (allowed "
-        f"{allowed / mb:.0f}); all read {read / mb:.0f} MB of {size / mb:.0f} MB ({read / size:.2f} x)",
+        f"{allowed / mb:.0f}); all read {read / mb:.0f} MB of {size / mb:.0f} MB ({read / size:.2f} x) in "
+        f"{max(one['seconds'] for one in found):.1f} s",
         flush=True,
     )
     return worst["peak"] <= allowed and math.ceil(read) <= 1.1 * size

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from jaxpar.interop.tensor_map import TensorRule, tensor_rules
 from jaxpar.interop.transfer import OpenFiles, read_parameter, write_parameter
 from jaxpar.models.llama.config import LlamaConfig
 from jaxpar.models.moe.model import make_decoder
+from jaxpar.parallel.precision.policy import PrecisionLike
 from jaxpar.sharding.layout import Layout
 from jaxpar.training.from_params import state_from_params
 from jaxpar.training.model import build_shapes, leaves_with_paths, show
@@ -41,6 +43,8 @@ _EMBEDDING = "model.embed_tokens.weight"
 _MAX_CONFIG = 10_000_000
 _FILE_BYTES = 5 * 10**9
 _UNFINISHED = ".unfinished"
+_WORKERS = 4
+"""Threads of a process; each reads parts of one tensor, of at most 16 MiB, at a time."""
 
 
 @dataclass(frozen=True)
@@ -111,12 +115,13 @@ def load(
     *,
     config: LlamaConfig | None = None,
     seed: int = 0,
+    precision: PrecisionLike = None,
     report: Callable[[LoadReport], None] | None = None,
 ) -> Any:
     """Returns the weights of a Hugging Face checkpoint, sharded by a layout.
 
-    Each process reads the bytes of its own shards, at most 16 MiB at a time, and holds one parameter (all layers of one
-    weight) in host memory besides those on its devices. All processes call it, and see the same files.
+    Each process reads the bytes of its own shards, in parts of at most 16 MiB, and holds one parameter (all layers of
+    one weight) in host memory besides those on its devices. All processes call it, and see the same files.
 
     Args:
       layout: mesh and rules. Its mesh holds devices.
@@ -124,7 +129,7 @@ def load(
       tx: an optimizer, for a state to train.
       config: the model's configuration, if it is not :func:`read_config` of the folder: with other dtypes the values
         are cast.
-      seed: seed of the state's key, as for :func:`jaxpar.init`.
+      seed, precision: of the state, as for :func:`jaxpar.init`.
       report: receives what this process read.
 
     Returns:
@@ -150,20 +155,24 @@ def load(
     """
     root = Path(directory)
     config, tensors, ignored = settled(lambda: _read(root, config))
-    make_model, seen = make_decoder(config), abstract_state(layout, make_decoder(config), optax.identity()).params
+    make_model = make_decoder(config)
+    # The optimizer may store parameters in host memory.
+    seen = abstract_state(layout, make_model, optax.identity() if tx is None else tx, precision).params
     leaves = {show(path): leaf for path, leaf in leaves_with_paths(seen)}
     rules = {rule.path: rule for rule in tensor_rules(config)}
     settled(lambda: check_tensors(rules.values(), _shapes(leaves), tensors, str(root)))
 
     def read() -> Any:
-        with OpenFiles() as files:
-            made = [read_parameter(files, rules[path], tensors, leaf) for path, leaf in leaves.items()]
+        with OpenFiles() as files, ThreadPoolExecutor(_WORKERS) as pool:
+            made = [read_parameter(pool, files, rules[path], tensors, leaf) for path, leaf in leaves.items()]
         if report is not None:
             report(LoadReport(files.bytes_read, len(tensors), ignored))
         return jax.tree.unflatten(jax.tree.structure(seen), made)
 
     params = settled(read)
-    return params if tx is None else state_from_params(layout, make_model, tx, params, seed=seed)
+    if tx is None:
+        return params
+    return state_from_params(layout, make_model, tx, params, seed=seed, precision=precision)
 
 
 def _read(root: Path, config: LlamaConfig | None) -> tuple[LlamaConfig, dict[str, StoredTensor], tuple[str, ...]]:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -19,6 +21,7 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxpar.checkpoint.manifest import Bounds
 from jaxpar.checkpoint.snapshot import bounds, shards
+from jaxpar.checkpoint.verify import map_in_order
 from jaxpar.interop.safetensors import DTYPES, StoredTensor, read_bytes, runs, write_bytes
 from jaxpar.interop.tensor_map import TensorRule
 
@@ -35,11 +38,17 @@ class OpenFiles:
     flags: int = os.O_RDONLY
     bytes_read: int = 0
     _open: dict[Path, int] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def descriptor(self, file: Path) -> int:
-        if file not in self._open:
-            self._open[file] = os.open(file, self.flags | os.O_CLOEXEC)
-        return self._open[file]
+        with self._lock:
+            if file not in self._open:
+                self._open[file] = os.open(file, self.flags | os.O_CLOEXEC)
+            return self._open[file]
+
+    def count(self, size: int) -> None:
+        with self._lock:
+            self.bytes_read += size
 
     def __enter__(self) -> Self:
         return self
@@ -50,10 +59,13 @@ class OpenFiles:
         self._open.clear()
 
 
-def read_parameter(files: OpenFiles, rule: TensorRule, tensors: Mapping[str, StoredTensor], like: Any) -> jax.Array:
+def read_parameter(
+    pool: ThreadPoolExecutor, files: OpenFiles, rule: TensorRule, tensors: Mapping[str, StoredTensor], like: Any
+) -> jax.Array:
     """Returns a parameter, sharded as ``like``, with the values of a checkpoint's tensors, cast to ``like.dtype``.
 
     Args:
+      pool: its threads read one tensor each at a time.
       files: the open files.
       rule: how the parameter follows from tensors.
       tensors: the checkpoint's tensors; those of the rule have the right shapes.
@@ -62,17 +74,27 @@ def read_parameter(files: OpenFiles, rule: TensorRule, tensors: Mapping[str, Sto
     sharding, shape = like.sharding, tuple(like.shape)
     places = {d: bounds(i or (), shape) for d, i in sharding.addressable_devices_indices_map(shape).items()}
     blocks = {at: np.empty([stop - start for start, stop in at], like.dtype) for at in places.values()}
-    for index, name in rule.names(shape):
-        rows: dict[Bounds, np.ndarray] = {}
-        for at, block in blocks.items():
-            if all(start <= i < stop for i, (start, stop) in zip(index, at, strict=False)):
-                row = tuple(i - start for i, (start, _) in zip(index, at, strict=False))
-                rows[at[rule.stacked :]] = block[row]
-        if rows:
+
+    def read(index: tuple[int, ...], name: str) -> None:
+        if rows := _rows(rule, index, blocks.items()):
             _read_rows(files, rule, tensors[name], rule.apart(shape), rows)
+
+    for _ in map_in_order(pool, lambda task: read(*task), rule.names(shape)):
+        pass
     home = lambda device: SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
     parts = [jax.device_put(blocks[at], home(device)) for device, at in places.items()]
     return jax.make_array_from_single_device_arrays(shape, sharding, parts)
+
+
+def _rows(
+    rule: TensorRule, index: tuple[int, ...], blocks: Iterable[tuple[Bounds, np.ndarray]]
+) -> dict[Bounds, np.ndarray]:
+    """Returns the row at an index along the stacked dims of each shard that has it, keyed by its box in our dims."""
+    found: dict[Bounds, np.ndarray] = {}
+    for at, block in blocks:
+        if all(start <= i < stop for i, (start, stop) in zip(index, at, strict=False)):
+            found[at[rule.stacked :]] = block[tuple(i - start for i, (start, _) in zip(index, at, strict=False))]
+    return found
 
 
 def _read_rows(
@@ -153,7 +175,7 @@ def _read_box(files: OpenFiles, stored: StoredTensor, shape: tuple[int, ...], bo
         size = length * dtype.itemsize
         read_bytes(descriptor, stored, start * dtype.itemsize, buffer[done : done + size])
         done += size
-    files.bytes_read += done
+    files.count(done)
     return values
 
 
@@ -161,12 +183,7 @@ def write_parameter(files: OpenFiles, rule: TensorRule, tensors: Mapping[str, St
     """Writes this process's shards of a parameter into a checkpoint's tensors, cast to their dtype."""
     shape, held = tuple(value.shape), shards(value)
     for index, name in rule.names(shape):
-        rows: dict[Bounds, np.ndarray] = {}
-        for at, block in held:
-            if all(start <= i < stop for i, (start, stop) in zip(index, at, strict=False)):
-                row = tuple(i - start for i, (start, _) in zip(index, at, strict=False))
-                rows[at[rule.stacked :]] = block[row]
-        if rows:
+        if rows := _rows(rule, index, held):
             _write_rows(files, rule, tensors[name], rule.apart(shape), rows)
 
 

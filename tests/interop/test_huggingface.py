@@ -18,8 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
+from profiles import examples
 
 import jaxpar as jp
 from jaxpar.errors import CheckpointError, ConfigError
@@ -291,8 +292,8 @@ ODD = st.one_of(
 )
 
 
+@examples(60, suppress_health_check=[HealthCheck.too_slow])  # a busy machine generates slowly
 @given(st.data())
-@settings(max_examples=80, deadline=None)
 def test_no_field_raises_another_error(data: st.DataObject) -> None:
     fields = fields_of(data.draw(st.sampled_from(CASES)))
     for key in data.draw(st.lists(st.sampled_from(sorted({*fields, "layer_types", "rope_scaling"})), max_size=3)):

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
+from profiles import examples
 
 from jaxpar.errors import CheckpointError, DamagedError
 from jaxpar.interop.safetensors import StoredTensor, create_files, lay_out, read_header, read_tensors, runs
@@ -78,6 +79,11 @@ def test_a_file_without_a_length_is_an_error(tmp_path: Path) -> None:
         read_header(tmp_path / "one")
 
 
+# A busy machine generates slowly, which is no failure.
+BUSY = {"suppress_health_check": [HealthCheck.too_slow]}
+
+
+@examples(50, **BUSY)
 @given(st.binary(max_size=60), st.integers(0, 80))
 def test_no_bytes_raise_another_error(tmp_path_factory: pytest.TempPathFactory, text: bytes, length: int) -> None:
     file = write(tmp_path_factory.getbasetemp() / "random", text, b"", length)
@@ -138,6 +144,7 @@ def test_written_files_are_read(tmp_path: Path) -> None:
     ]
 
 
+@examples(50, **BUSY)
 @given(
     st.lists(st.integers(1, 4), max_size=4).flatmap(
         lambda shape: st.tuples(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +79,8 @@ def test_shards_are_written_where_they_are_read(dims: Any, interleaved: int, tmp
     like = jax.ShapeDtypeStruct((16, 8, 8), "float32", sharding=sharding)
     (tmp_path / "out").mkdir()
     source, target = {"q": stored(tmp_path, theirs)}, {"q": stored(tmp_path / "out", 0 * theirs)}
-    with OpenFiles() as files:
-        value = transfer.read_parameter(files, rule, source, like)
+    with OpenFiles() as files, ThreadPoolExecutor(2) as pool:
+        value = transfer.read_parameter(pool, files, rule, source, like)
     with OpenFiles(1) as files:
         for shard in value.addressable_shards:  # as if each device had a process of its own
             if shard.replica_id == 0:
