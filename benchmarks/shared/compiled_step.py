@@ -30,6 +30,7 @@ def figures_of(report: Audit, memory: dict[str, int], seconds: float, versions: 
     told = json.loads(report.to_json())
     kept = ("exposed_bytes", "matmul_flops", "kernel_flops", "certain")
     figures = {name: told[name] for name in kept} | {"wire_bytes": report.wire_bytes(), "wire": told["wire_bytes"]}
+    figures["worst_wire_bytes"] = report.worst_wire_bytes()
     for name in ("dtype", "group"):
         totals: dict[Any, float] = {}
         for c in report.collectives:
