@@ -200,8 +200,9 @@ def test_the_loop_steps_with_the_moments_on_disk_and_verify_refuses(
         (
             "model.family=lama",
             (
-                "ConfigError: model: unknown family 'lama'. Did you mean 'llama'? Families: llama. Remedy: for a "
-                "model of your own, model: {factory: my_module:make_model, loss: my_module:loss}."
+                "ConfigError: model: unknown family 'lama'. Did you mean 'llama'? Families: llama, mixtral, qwen3_moe, "
+                "deepseek_v3. Remedy: for a model of your own, model: {factory: my_module:make_model, loss: "
+                "my_module:loss}."
             ),
         ),
         ("model.preset=8b", "ConfigError: llama: unknown preset '8b'. Presets: tiny, 1b, llama3_1_8b, llama3_1_70b."),
