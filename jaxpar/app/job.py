@@ -78,6 +78,8 @@ class Job:
         """The loss on held-out data, as :func:`jaxpar.eval_step` takes it: without the losses of routers."""
         if isinstance(self.model, FactoryModel):
             return self.model.eval_loss_fn
+        if not isinstance(self.model, moe_config.MoEConfig):
+            return self.loss_fn
         return token_loss if self.pipeline is None else staged_token_loss(self.model)
 
     @property
