@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import HealthCheck, given
+from hypothesis import given
 from hypothesis import strategies as st
 from profiles import examples
 
@@ -292,7 +292,7 @@ ODD = st.one_of(
 )
 
 
-@examples(60, suppress_health_check=[HealthCheck.too_slow])  # a busy machine generates slowly
+@examples(60)
 @given(st.data())
 def test_no_field_raises_another_error(data: st.DataObject) -> None:
     fields = fields_of(data.draw(st.sampled_from(CASES)))

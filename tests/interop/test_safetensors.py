@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given
+from hypothesis import given
 from hypothesis import strategies as st
 from profiles import examples
 
@@ -80,10 +80,9 @@ def test_a_file_without_a_length_is_an_error(tmp_path: Path) -> None:
 
 
 # A busy machine generates slowly, which is no failure.
-BUSY = {"suppress_health_check": [HealthCheck.too_slow]}
 
 
-@examples(50, **BUSY)
+@examples(50)
 @given(st.binary(max_size=60), st.integers(0, 80))
 def test_no_bytes_raise_another_error(tmp_path_factory: pytest.TempPathFactory, text: bytes, length: int) -> None:
     file = write(tmp_path_factory.getbasetemp() / "random", text, b"", length)
@@ -144,7 +143,7 @@ def test_written_files_are_read(tmp_path: Path) -> None:
     ]
 
 
-@examples(50, **BUSY)
+@examples(50)
 @given(
     st.lists(st.integers(1, 4), max_size=4).flatmap(
         lambda shape: st.tuples(
