@@ -184,6 +184,7 @@ def test_int8_collectives_change_a_step_little(family: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:offload. simulated CPU devices")
 @pytest.mark.parametrize("parameters", [False, True], ids=["optimizer", "parameters"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_offloaded_steps_are_those_of_one_device(family: str, parameters: bool) -> None:
