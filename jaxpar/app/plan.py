@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import yaml
@@ -22,6 +22,7 @@ from jaxpar.planning.names.annotate import trace_loss
 from jaxpar.planning.names.program import NamedProgram
 from jaxpar.planning.operators.choose import SearchName, SearchRequest, chosen_space
 from jaxpar.planning.operators.given import rules_given
+from jaxpar.planning.plan import ModelPlanner
 from jaxpar.planning.search.compiled import PlannedRun
 from jaxpar.planning.search.cost import CostModel
 from jaxpar.planning.search.plan import EMBED, Plan
@@ -81,7 +82,7 @@ def go(config: Path, settings: Sequence[str], topology: str, options: PlanOption
         SearchOptions(options.objective, at_most=options.programs, given=planner.given(parsed.devices)),
         progress=lambda line: print(line, flush=True),
     )
-    searched.notes = (*chosen.notes, *searched.notes)
+    searched.notes = (*chosen.notes, *searched.notes, *planner.notes)
     report = PlanReport(searched, planner)
     print(f"\n{report}", end="")
     if outputs.json is not None:
@@ -140,20 +141,37 @@ class RunPlanner:
     def workload(self) -> Workload:
         """What one step of the run computes and keeps."""
         job, model = self.job, self.job.model
-        reduced = job.precision.reduce
-        models: dict[str, Any] = {}
-        if isinstance(model, llama.LlamaConfig):
-            models = {name: llama.make_llama(replace(model, remat=name)) for name in _REMAT}
+        if isinstance(model, FactoryModel):
+            return cast(ModelPlanner, self._own).workload
+        models = {name: llama.make_llama(replace(model, remat=name)) for name in _REMAT}
         return workload(
             job.make_model,
             job.loss_fn,
             job.batch_spec(),
             job.tx,
             models=models,
-            remat=isinstance(model, FactoryModel),
-            flash=isinstance(model, llama.LlamaConfig),
-            reduce_bytes=4 if reduced is None else 1 if reduced == "int8" else jax.numpy.dtype(reduced).itemsize,
+            flash=True,
+            reduce_bytes=self._reduce_bytes,
         )
+
+    @property
+    def _reduce_bytes(self) -> int:
+        reduced = self.job.precision.reduce
+        return 4 if reduced is None else 1 if reduced == "int8" else jax.numpy.dtype(reduced).itemsize
+
+    @cached_property
+    def _own(self) -> ModelPlanner | None:
+        """The planner of a model of the user's own."""
+        job, model = self.job, self.job.model
+        if not isinstance(model, FactoryModel):
+            return None
+        run = (job.make_model, job.loss_fn, job.batch_spec(), job.tx, bool(model.found))
+        return ModelPlanner(*run, reduce_bytes=self._reduce_bytes)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Which plans were not tried, and why."""
+        return () if self._own is None else self._own.notes
 
     def trace(self) -> NamedProgram:
         """Returns the traced loss."""
@@ -169,9 +187,11 @@ class RunPlanner:
         """Returns what may be chosen for the run: more for a built-in model than for one of the user's own."""
         batches = () if max_batch is None else tuple(_batches(self.job.config.data.batch, max_batch))
         space = Space(tensor=tensor_dims(self.workload), batches=batches, fixed=self.fixed, slices=slices)
-        if isinstance(self.job.model, FactoryModel):
-            own = (name for name in (self._own_remat(),) if name in self.workload.backward)
-            return replace(space, remat=tuple(dict.fromkeys((*self.workload.policies, *own))))
+        if self._own is not None:
+            remat = [name for name in (self._own_remat(),) if name in self.workload.backward]
+            remat = [*dict.fromkeys((*self.workload.policies, *remat))]
+            sequence_parallel = self._own.sequence_parallel
+            return replace(space, axes=self._own.axes, remat=tuple(remat), sequence_parallel=sequence_parallel)
         offload = self.job.config.parallel.offload.optimizer is None
         return replace(space, axes=_LLAMA_AXES, sequence_parallel=True, remat=_REMAT, copies=(1, 2), offload=offload)
 
@@ -257,7 +277,7 @@ def _parallel(own: Mapping[str, Any], plan: Plan, *, own_model: bool, shards_emb
         table["optimizer"] = {"stage": plan.zero, "axis": list(plan.zero_axes)}
     if plan.remat:
         table["remat"] = plan.remat
-    if plan.context_impl is not None:
+    if plan.context_impl is not None and not own_model:
         table["context"] = {**(own.get("context") or {}), "impl": plan.context_impl}
     if plan.pipeline > 1:
         table["pipeline"] = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -23,6 +23,7 @@ from jaxpar.planning.search.cost import CostModel
 from jaxpar.planning.search.plan import BATCH, EMBED, SEQ, Plan
 from jaxpar.planning.search.report import PlanReport
 from jaxpar.planning.search.search import FASTEST, CompilerMeasures, SearchOptions, find
+from jaxpar.planning.search.sequence import SequenceSharding
 from jaxpar.planning.search.space import Space, tensor_dims
 from jaxpar.planning.search.traced import workload
 from jaxpar.planning.search.workload import Workload
@@ -89,7 +90,8 @@ def plan(
     planner = ModelPlanner.of(make_model, loss_fn, batch, tx, names)
     space = Space(
         tensor=tensor_dims(planner.workload),
-        sequence_parallel=planner.annotated and SEQ in planner.workload.sizes,
+        axes=planner.axes,
+        sequence_parallel=planner.sequence_parallel,
         remat=planner.workload.policies,
         offload=True,
         fixed=fixed or {},
@@ -99,7 +101,7 @@ def plan(
     chosen = chosen_space(request, planner.trace, model, space)
     measures = CompilerMeasures(planner.run_of, topology)
     searched = find(model, chosen.space, measures, options, progress=progress)
-    searched.notes = (*chosen.notes, *searched.notes)
+    searched.notes = (*chosen.notes, *searched.notes, *planner.notes)
     return PlanReport(searched, planner)
 
 
@@ -113,6 +115,7 @@ class ModelPlanner:
       tx: the optimizer.
       annotated: whether the names were found, so that the loss has constraints.
       step: keyword arguments of :func:`jaxpar.train_step` that every plan has.
+      reduce_bytes: bytes of an element of reduced gradients.
     """
 
     make_model: MakeModel
@@ -121,6 +124,7 @@ class ModelPlanner:
     tx: optax.GradientTransformation
     annotated: bool
     step: Mapping[str, Any] = field(default_factory=dict)
+    reduce_bytes: int = 4
 
     @classmethod
     def of(
@@ -141,7 +145,31 @@ class ModelPlanner:
     @cached_property
     def workload(self) -> Workload:
         """What one step computes and keeps."""
-        return workload(self.make_model, self.loss_fn, self.batch, self.tx, remat=True)
+        sequence = self._sequence
+        return replace(self._traced, flash=sequence.flash, causal=sequence.causal)
+
+    @cached_property
+    def _traced(self) -> Workload:
+        return workload(self.make_model, self.loss_fn, self.batch, self.tx, remat=True, reduce_bytes=self.reduce_bytes)
+
+    @cached_property
+    def _sequence(self) -> SequenceSharding:
+        return SequenceSharding.of(self.trace(), self._traced, annotated=self.annotated)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes that plans may use."""
+        return ("replica", "data", *self._sequence.axes, "model")
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether plans may shard the residual stream over ``model``."""
+        return self.annotated and SEQ in self._traced.sizes
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Which plans were not tried, and why."""
+        return tuple(note for note in (self._sequence.note,) if note)
 
     def trace(self) -> NamedProgram:
         """Returns the traced loss."""

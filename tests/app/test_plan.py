@@ -69,14 +69,19 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_an_own_model_is_planned_with_recomputed_layers(own: Path) -> None:
     planner = RunPlanner(own)
     every = list(plans(planner.workload, 8, planner.space(), Counter()))
-    assert {plan.remat for plan in every} == {"none", "dots", "full"}
+    assert {plan.remat for plan in every} == {"none", "dots", "full"} and planner.notes == ()
+    assert {(plan.context, plan.ulysses) for plan in every if plan.data == 4} == {(1, 1), (2, 1), (1, 2)}
     plan = next(p for p in every if p.remat == "dots")
     own.write_text(yaml.safe_dump(planner.config_of(plan)))
     again = RunPlanner(own)
     assert again.given(8)["remat"] == "dots" and has_values(plan, again.given(8))
 
 
-OWN_PLANS = [Plan(data=4, model=2, tensor=("mlp",), zero=3, remat="dots")]
+OWN_PLANS = [
+    Plan(data=4, model=2, tensor=("mlp",), zero=3, remat="dots"),
+    Plan(data=2, context=2, ulysses=2, zero=3, remat="full"),
+    Plan(data=2, context=2, model=2, tensor=("heads", "mlp", "vocab"), sequence_parallel=True, zero=1, remat="none"),
+]
 
 
 @pytest.mark.slow

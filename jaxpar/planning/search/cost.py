@@ -217,7 +217,7 @@ class CostModel:
         once, back = self._once(self._forward, plan), w.backward[plan.remat]
         again = plan.checkpoint_stages  # a stage's forward pass runs once more, before its backward pass
         layers = once.layer_flops * (back.weight_passes + again)
-        layers += once.attention_flops * (self._attention_passes(back) + again)
+        layers += once.attention_flops * (self._attention_passes(plan, back) + again)
         flops = layers * plan.ticks + 3.0 * once.head_flops
         state, kept = self._state(plan), self._once(self._kept, plan, plan.remat, None)
         traffic = fitted.matmul_traffic * once.traffic * (back.weight_passes + again) * plan.ticks
@@ -240,9 +240,13 @@ class CostModel:
         found: CostModel = self._known["batch", batch]
         return found
 
-    def _attention_passes(self, back: Backward) -> float:
+    def _in_tiles(self, plan: Plan) -> bool:
+        """Whether attention runs in tiles: if it does without a mesh, and where the sequence is sharded."""
+        return self.workload.flash or plan.context * plan.ulysses > 1
+
+    def _attention_passes(self, plan: Plan, back: Backward) -> float:
         """Attention's work in a step, in forward passes; in tiles, the backward pass computes scores again."""
-        if not self.workload.flash:
+        if not self._in_tiles(plan):
             return back.attention_passes
         return 3.5 + (back.attention_passes > 3.75)
 
@@ -280,12 +284,12 @@ class CostModel:
                 )
             )
             if m.attends:
-                sums["attention_flops"] += flops * self._unmasked()
+                sums["attention_flops"] += flops * self._unmasked(plan)
                 # Scores are [.., queries, keys]; the other three arrays of the two matmuls are the small ones.
                 small = sorted((left, right, out))[:2]
                 sums["keys"] += min(small)
                 sums["queries"] += max(small)
-                sums["traffic"] += sum(small) if w.flash else left + right + out
+                sums["traffic"] += sum(small) if self._in_tiles(plan) else left + right + out
                 continue
             sums["layer_flops" if m.layered else "head_flops"] += flops
             sums["traffic"] += left + right + out
@@ -300,10 +304,11 @@ class CostModel:
         sums["residual"] = outside.local(tokens) * w.compute_bytes
         return _Forward(**sums)
 
-    def _unmasked(self) -> float:
+    def _unmasked(self, plan: Plan) -> float:
         """The fraction of the pairs of queries and keys that causal attention in tiles computes."""
         seq = self.workload.sizes.get(SEQ, 1)
-        return (seq + _TILE) / (2 * seq) if self.workload.flash and seq > _TILE else 1.0
+        skips = self._in_tiles(plan) and self.workload.causal
+        return (seq + _TILE) / (2 * seq) if skips and seq > _TILE else 1.0
 
     def _transfers(self, plan: Plan, once: _Forward, back: Backward) -> Iterator[Transfer]:
         """What a plan sends: for tensor, context and pipeline parallelism, and for the weights and their gradients."""
@@ -313,7 +318,7 @@ class CostModel:
             yield self._transfer(plan, "tensor", "all-reduce", ("model",), layers)
             lookup = 1.5 * once.residual if VOCAB in plan.tensor else 0.0
             yield self._transfer(plan, "tensor", "all-reduce", ("model",), once.head + lookup)
-        attended = 2.0 + (self._attention_passes(back) > 4.0)
+        attended = 2.0 + (self._attention_passes(plan, back) > 4.0)
         if plan.ulysses > 1:
             arrays = (once.queries + once.keys) * attended
             yield self._transfer(plan, "exchange", "all-to-all", ("ulysses",), arrays)
@@ -407,7 +412,7 @@ class CostModel:
 
     def _kept_bytes(self, plan: Plan, held: KeptArray) -> float:
         names = [name for name, _ in held.factors]
-        if self.workload.flash and (names.count(SEQ) > 1 or names.count(None) > 2):
+        if self._in_tiles(plan) and (names.count(SEQ) > 1 or names.count(None) > 2):
             return 0.0  # scores and their mask, which no tile writes
         shards, size = Shards(plan), held.itemsize
         split = plan.model if plan.sequence_parallel and "model" not in shards.axes(held.factors) else 1

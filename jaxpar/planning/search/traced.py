@@ -92,7 +92,18 @@ def workload(
     separate = max((found.count for found in layers if not found.stacked), default=0)
     if separate > sizes.get(LAYERS, 1):
         sizes[LAYERS] = separate
-    return Workload(matmuls, params, backward, state / total, sizes, names, layers, flash, items, reduce_bytes)
+    return Workload(
+        matmuls,
+        params,
+        backward,
+        state / total,
+        sizes,
+        names,
+        layers,
+        flash,
+        compute_bytes=items,
+        reduce_bytes=reduce_bytes,
+    )
 
 
 def _recomputing(policy: str) -> Rewrite:
@@ -120,7 +131,7 @@ def _matmuls(program: NamedProgram, inside: frozenset[int] = frozenset()) -> Ite
     steps = (
         found
         for number, step in enumerate(program.visited)
-        for found in _walk(program, (step,), layered=number in inside)
+        for found in walk(program, (step,), layered=number in inside)
     )
     for step, times, layered in steps:
         if step.eqn.primitive.name not in _PRODUCTS:
@@ -154,7 +165,7 @@ def _parts(step: Visited, swapped: bool) -> tuple[list[Any], list[Any], list[Any
     return [left.dims[i] for i in left_batch], rows, columns, [left.dims[i] for i in left_sum]
 
 
-def _walk(
+def walk(
     program: NamedProgram, visited: Iterable[Visited], times: int = 1, layered: bool = False
 ) -> Iterator[tuple[Visited, int, bool]]:
     """Every equation, how often it runs, and whether it is inside the scan over layers."""
@@ -163,7 +174,7 @@ def _walk(
         scan = step.eqn.primitive.name == "scan"
         inside = layered or (scan and _scans_layers(program, step))
         for _, _, inner in step.inner:
-            yield from _walk(program, inner, times * (step.eqn.params["length"] if scan else 1), inside)
+            yield from walk(program, inner, times * (step.eqn.params["length"] if scan else 1), inside)
 
 
 def _scans_layers(program: NamedProgram, step: Visited) -> bool:
@@ -207,7 +218,8 @@ def _backward(
     """What the backward pass keeps and does, from the traces of the loss's linearization and of its gradient."""
     kept = trace_loss(make_model, loss_fn, batch, transform=lambda run: _residuals(rewrite(run)))
     outputs = zip(kept.outputs, kept.jaxpr.out_avals, strict=True)
-    activations = {id(value): (value, aval) for value, aval in outputs if not value.weight and value.shape}
+    # What does not depend on the batch, such as a mask, is computed again or not at all.
+    activations = {id(value): (value, aval) for value, aval in outputs if value.data and value.shape}
     inside = _inside(_layers(kept))
     layered = {id(value) for number in inside for value in kept.visited[number].makes}
     held = tuple(

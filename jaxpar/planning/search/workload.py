@@ -101,7 +101,9 @@ class Workload:
       sizes: logical dim → its largest size.
       names: all logical dims, those of hints included.
       layers: the repeated layers.
-      flash: whether attention runs in tiles, which skip masked pairs and write no scores.
+      flash: whether attention runs in tiles, which skip masked pairs and write no scores. It does so in any case where
+        the sequence is sharded.
+      causal: whether no query sees later keys.
       compute_bytes: bytes of an element of activations and gathered weights.
       reduce_bytes: bytes of an element of reduced gradients.
     """
@@ -114,6 +116,7 @@ class Workload:
     names: tuple[str, ...] = ()
     layers: tuple[RepeatedLayers, ...] = ()
     flash: bool = False
+    causal: bool = True
     compute_bytes: int = 2
     reduce_bytes: int = 4
 
