@@ -58,7 +58,6 @@ if TYPE_CHECKING:
     from jaxpar.parallel.zero.gather import gather_weight as gather_weight
     from jaxpar.parallel.zero.gather import sharded_dot as sharded_dot
     from jaxpar.parallel.zero.stages import Zero as Zero
-    from jaxpar.planning.layers.remat import remat_layers as remat_layers
     from jaxpar.planning.names.annotate import annotate as annotate
     from jaxpar.planning.parallelize import parallelize as parallelize
     from jaxpar.planning.plan import plan as plan

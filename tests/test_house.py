@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -47,6 +48,12 @@ def test_every_folder_says_what_it_is_for() -> None:
 
 def test_a_type_name_is_defined_once(package: house.Package) -> None:
     assert house.types_twice(package) == {}
+
+
+def test_no_two_test_files_have_the_same_name() -> None:
+    """Pytest imports a test file by its name alone, so a run of all tests leaves one of two namesakes out."""
+    names = Counter(file.name for file in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_no_file_uses_private_jax() -> None:

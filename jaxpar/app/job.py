@@ -282,7 +282,7 @@ def _factory_job(loaded: Loaded) -> Job:
     model = factory_model(table, batch, dims, (loaded.layout["rules"] or {}).keys())
     if parallel.remat is not None:
         policy = jp.RematPolicy.of(_remat(parallel.remat))
-        model = replace(model, loss_fn=jp.remat_layers(model.loss_fn, policy), remat=policy)
+        model = replace(model, loss_fn=jp.models.remat_layers(model.loss_fn, policy), remat=policy)
     tx = make_optimizer(config.optimizer, config.train.steps)
     run = (model.make_model, model.loss_fn, tx, loaded.layout)
     return Job(loaded.name, config, model, *run, zero, precision, fusion, data=data)

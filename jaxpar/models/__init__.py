@@ -19,5 +19,6 @@ if TYPE_CHECKING:
     from jaxpar.models.vit import ViTConfig as ViTConfig
     from jaxpar.models.vit import make_vit as make_vit
     from jaxpar.models.vit import vit_loss as vit_loss
+    from jaxpar.planning.layers.remat import remat_layers as remat_layers
 else:
     __getattr__, __dir__, __all__ = public_names(__name__, __file__)

@@ -54,7 +54,7 @@ def remat_layers(loss_fn: LossFn, policy: str | RematPolicy) -> LossFn:
     ...     return (x**2).mean()
     >>> layout = jp.Layout(jp.MeshSpec(data=-1).build(), jp.Rules(batch="data", embed="data", mlp=None))
     >>> state = jp.init(layout, make_model, optax.sgd(0.1))
-    >>> step = jp.train_step(layout, jp.remat_layers(loss_fn, "full"))
+    >>> step = jp.train_step(layout, jp.models.remat_layers(loss_fn, "full"))
     >>> state, metrics = step(state, {"x": jnp.ones((8, 8))})
     >>> round(float(metrics["loss"]), 4)
     2.1366

@@ -123,7 +123,7 @@ def _trace(loss: Any, make_model: Any = None) -> Any:
 
 def test_layers_are_selected_by_number_and_tensors_by_name() -> None:
     policy = jp.RematPolicy("save_names", save_names=("hidden",), layers=(1, 2))
-    assert _recomputed(_trace(jp.remat_layers(_named_loss, policy))) == 3
+    assert _recomputed(_trace(jp.models.remat_layers(_named_loss, policy))) == 3
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_layers_are_selected_by_number_and_tensors_by_name() -> None:
 )
 def test_what_a_policy_cannot_do(policy: jp.RematPolicy, text: str) -> None:
     with pytest.raises(ConfigError) as error:
-        _trace(jp.remat_layers(_named_loss, policy))
+        _trace(jp.models.remat_layers(_named_loss, policy))
     assert str(error.value) == text
 
 
@@ -152,7 +152,7 @@ def test_layers_of_a_scan_are_not_selected() -> None:
 
     make_model = lambda key: {"blocks": jp.tag(jnp.ones((4, 8, 8)), None, "embed", "mlp")}
     with pytest.raises(ConfigError) as error:
-        _trace(jp.remat_layers(loss, jp.RematPolicy("full", layers=(2,))), make_model)
+        _trace(jp.models.remat_layers(loss, jp.RematPolicy("full", layers=(2,))), make_model)
     assert str(error.value) == (
         "remat: layers selects some of 4 layers in a scan, which all run the same code. Remedy: leave layers out, or "
         "keep the layers in a list."
@@ -161,7 +161,7 @@ def test_layers_of_a_scan_are_not_selected() -> None:
 
 def test_a_loss_without_layers() -> None:
     with pytest.raises(ConfigError) as error:
-        _trace(jp.remat_layers(_named_loss, "full"), _blocks(1))
+        _trace(jp.models.remat_layers(_named_loss, "full"), _blocks(1))
     assert str(error.value) == (
         "remat: the loss has no repeated layers that 'full' could recompute: no scan over stacked weights, and no "
         "equal modules with numbers in their paths. Remedy: leave remat out, or call jax.checkpoint in the model."
@@ -174,7 +174,7 @@ def test_dropout_and_keys() -> None:
     tokens = {"tokens": np.random.default_rng(0).integers(0, 32, (8, 8), dtype=np.int32)}
     layout = jp.Layout(jp.MeshSpec(data=8).build(), jp.Rules(batch="data", unannotated="replicate"))
     state = jp.init(layout, own_models.make_encoder, optax.sgd(0.1))
-    losses = (own_models.copy_loss, jp.remat_layers(own_models.copy_loss, "full"))
+    losses = (own_models.copy_loss, jp.models.remat_layers(own_models.copy_loss, "full"))
     plain, again = (jp.train_step(layout, loss, donate=False)(state, tokens)[1] for loss in losses)
     np.testing.assert_allclose(again["loss"], plain["loss"], rtol=1e-6)
     np.testing.assert_allclose(again["grad_norm"], plain["grad_norm"], rtol=1e-5)
