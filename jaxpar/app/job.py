@@ -33,6 +33,7 @@ from jaxpar.models.moe import config as moe_config
 from jaxpar.models.moe.model import make_decoder
 from jaxpar.parallel.attention.context import BALANCED, Context
 from jaxpar.parallel.experts.bias import balanced_bias
+from jaxpar.planning.search.pipeline import StagedModel
 from jaxpar.sharding.names import Names
 from jaxpar.training.batch import tag_batch
 from jaxpar.training.one_bit_adam import NAME as ONE_BIT
@@ -225,7 +226,7 @@ def make_job(loaded: Loaded, *, training: bool = True) -> Job:
     """
     config = loaded.config
     if "factory" in config.model:
-        return _factory_job(loaded)
+        return _factory_job(loaded, training=training)
     if config.data.factory is not None:
         raise ConfigError(
             f"data.factory names data of your own, but model.family: {config.model.get('family')} trains on text. "
@@ -256,10 +257,10 @@ def make_job(loaded: Loaded, *, training: bool = True) -> Job:
     return Job(loaded.name, config, model, make_model, loss, tx, loaded.layout, zero, precision, fusion, pipeline)
 
 
-def _factory_job(loaded: Loaded) -> Job:
+def _factory_job(loaded: Loaded, *, training: bool) -> Job:
     """The job of a model of the user's own, which itself decides how attention runs."""
     config, parallel, default = loaded.config, loaded.config.parallel, ParallelConfig()
-    for key in ("context", "reshard_after_forward", "overlap", "pipeline", "offload"):
+    for key in ("context", "reshard_after_forward", "overlap", "offload"):
         if getattr(parallel, key) != getattr(default, key):
             raise ConfigError(
                 f"parallel.{key} is for built-in models, but model.factory names one of your own. Remedy: leave it "
@@ -280,12 +281,25 @@ def _factory_job(loaded: Loaded) -> Job:
         batch = data.shapes()
         dims = check_dims(config.data.dims, batch)
     model = factory_model(table, batch, dims, (loaded.layout["rules"] or {}).keys())
-    if parallel.remat is not None:
-        policy = jp.RematPolicy.of(_remat(parallel.remat))
+    policy = jp.RematPolicy.of("none" if parallel.remat is None else _remat(parallel.remat))
+    pipeline = None
+    if parallel.pipeline is not None and training:
+        staged = StagedModel.of(model.make_model, model.loss_fn)
+        if staged is None:
+            raise ConfigError(
+                f"parallel.pipeline runs the layers that a jaxpar.pipeline.PipelineLoss names, but model.loss: "
+                f"{table.loss} is none. Remedy: a PipelineLoss(layers=..., embed=..., layer=..., head=...), or leave "
+                "parallel.pipeline out."
+            )
+        pipeline = make_pipeline(parallel.pipeline, loaded.layout["mesh"] or {}, staged.count)
+        loss = staged.staged(policy if parallel.remat is not None else "")
+        own_eval = model.eval_loss_fn if table.eval_loss is not None else loss
+        model = replace(model, make_model=staged.make_model, loss_fn=loss, eval_loss_fn=own_eval, remat=policy)
+    elif parallel.remat is not None:
         model = replace(model, loss_fn=jp.models.remat_layers(model.loss_fn, policy), remat=policy)
     tx = make_optimizer(config.optimizer, config.train.steps)
     run = (model.make_model, model.loss_fn, tx, loaded.layout)
-    return Job(loaded.name, config, model, *run, zero, precision, fusion, data=data)
+    return Job(loaded.name, config, model, *run, zero, precision, fusion, pipeline, data=data)
 
 
 @contextmanager

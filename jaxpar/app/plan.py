@@ -25,6 +25,7 @@ from jaxpar.planning.operators.given import rules_given
 from jaxpar.planning.plan import ModelPlanner
 from jaxpar.planning.search.compiled import PlannedRun
 from jaxpar.planning.search.cost import CostModel
+from jaxpar.planning.search.pipeline import pipeline_table
 from jaxpar.planning.search.plan import EMBED, Plan
 from jaxpar.planning.search.report import PlanReport
 from jaxpar.planning.search.search import CompilerMeasures, Objective, SearchOptions, find, has_values
@@ -191,7 +192,8 @@ class RunPlanner:
             remat = [name for name in (self._own_remat(),) if name in self.workload.backward]
             remat = [*dict.fromkeys((*self.workload.policies, *remat))]
             sequence_parallel = self._own.sequence_parallel
-            return replace(space, axes=self._own.axes, remat=tuple(remat), sequence_parallel=sequence_parallel)
+            own = replace(space, own_model=True, axes=self._own.axes, remat=tuple(remat))
+            return replace(own, sequence_parallel=sequence_parallel)
         offload = self.job.config.parallel.offload.optimizer is None
         return replace(space, axes=_LLAMA_AXES, sequence_parallel=True, remat=_REMAT, copies=(1, 2), offload=offload)
 
@@ -280,13 +282,7 @@ def _parallel(own: Mapping[str, Any], plan: Plan, *, own_model: bool, shards_emb
     if plan.context_impl is not None and not own_model:
         table["context"] = {**(own.get("context") or {}), "impl": plan.context_impl}
     if plan.pipeline > 1:
-        table["pipeline"] = {
-            "schedule": "1f1b" if plan.virtual_stages == 1 else "interleaved",
-            "microbatches": plan.microbatches,
-            "virtual_stages": plan.virtual_stages,
-            "activation_checkpointing": "full" if plan.checkpoint_stages else "none",
-            "grad_reduction": "per_chunk" if plan.virtual_stages > 1 else "per_step",
-        }
+        table["pipeline"] = dict(pipeline_table(plan))
     if plan.copies > 1:
         table["overlap"] = {"ways": plan.copies}
     if plan.offload:

@@ -20,6 +20,7 @@ from jaxpar.planning.operators.choose import SearchName, SearchRequest, chosen_s
 from jaxpar.planning.operators.given import Shardings
 from jaxpar.planning.search.compiled import PlannedRun
 from jaxpar.planning.search.cost import CostModel
+from jaxpar.planning.search.pipeline import StagedModel, pipeline_of, pipeline_table
 from jaxpar.planning.search.plan import BATCH, EMBED, SEQ, Plan
 from jaxpar.planning.search.report import PlanReport
 from jaxpar.planning.search.search import FASTEST, CompilerMeasures, SearchOptions, find
@@ -91,6 +92,7 @@ def plan(
     space = Space(
         tensor=tensor_dims(planner.workload),
         axes=planner.axes,
+        own_model=True,
         sequence_parallel=planner.sequence_parallel,
         remat=planner.workload.policies,
         offload=True,
@@ -150,7 +152,13 @@ class ModelPlanner:
 
     @cached_property
     def _traced(self) -> Workload:
-        return workload(self.make_model, self.loss_fn, self.batch, self.tx, remat=True, reduce_bytes=self.reduce_bytes)
+        make_model = self.make_model if self.staged is None else self.staged.make_model
+        return workload(make_model, self.loss_fn, self.batch, self.tx, remat=True, reduce_bytes=self.reduce_bytes)
+
+    @cached_property
+    def staged(self) -> StagedModel | None:
+        """The model as a pipeline runs it; ``None`` if its loss does not say how."""
+        return StagedModel.of(self.make_model, self.loss_fn)
 
     @cached_property
     def _sequence(self) -> SequenceSharding:
@@ -159,7 +167,8 @@ class ModelPlanner:
     @property
     def axes(self) -> tuple[str, ...]:
         """The mesh axes that plans may use."""
-        return ("replica", "data", *self._sequence.axes, "model")
+        stages = () if self.staged is None else ("pipeline",)
+        return (*stages, "replica", "data", *self._sequence.axes, "model")
 
     @property
     def sequence_parallel(self) -> bool:
@@ -169,7 +178,14 @@ class ModelPlanner:
     @property
     def notes(self) -> tuple[str, ...]:
         """Which plans were not tried, and why."""
-        return tuple(note for note in (self._sequence.note,) if note)
+        found = self._traced.layers
+        note = ""
+        if self.staged is None and found:
+            note = (
+                f"left out: pipelines, because the loss does not say what runs beside its {found[0]}; to plan them, "
+                "give a jp.pipeline.PipelineLoss(layers=..., embed=..., layer=..., head=...)"
+            )
+        return tuple(note for note in (self._sequence.note, note) if note)
 
     def trace(self) -> NamedProgram:
         """Returns the traced loss."""
@@ -182,6 +198,8 @@ class ModelPlanner:
         parallel: dict[str, Any] = {"optimizer": {"stage": own, "axis": list(plan.zero_axes)}} if own else {}
         if plan.remat:
             parallel["remat"] = plan.remat
+        if plan.pipeline > 1:
+            parallel["pipeline"] = dict(pipeline_table(plan))
         if parallel:
             data["parallel"] = parallel
         if plan.grad_accum_steps > 1:
@@ -196,8 +214,13 @@ class ModelPlanner:
         w = self.workload
         tokens = w.sizes.get(BATCH, 1) * w.sizes.get(SEQ, 0)  # 0, which is unknown, for a model without a sequence
         about = About(tokens, w.model_flops, w.sizes.get("vocab", 0), w.sizes.get(SEQ, 0), plan.remat or "none")
-        loss_fn = remat_layers(self.loss_fn, plan.remat) if plan.remat else self.loss_fn
-        return PlannedRun(layout, self.make_model, tx, loss_fn, self.batch, options, about=about)
+        make_model, loss_fn = self.make_model, self.loss_fn
+        if self.staged is not None and plan.pipeline > 1:
+            make_model, loss_fn = self.staged.make_model, self.staged.staged(plan.remat)
+            options["pipeline"] = pipeline_of(plan)
+        elif plan.remat:
+            loss_fn = remat_layers(loss_fn, plan.remat)
+        return PlannedRun(layout, make_model, tx, loss_fn, self.batch, options, about=about)
 
 
 def _first_dim_is_batch(batch: Any) -> Any:

@@ -190,6 +190,16 @@ def next_byte(model: GPT, batch: Any) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(model(batch["tokens"]), batch["targets"]).mean()
 
 
+staged_next_byte = jp.pipeline.PipelineLoss(
+    layers="blocks",
+    embed=lambda model, batch: model.embed(batch["tokens"]),
+    layer=lambda block, x, side: block(x),
+    head=lambda model, x, batch: optax.softmax_cross_entropy_with_integer_labels(
+        model.head(model.norm(x)), batch["targets"]
+    ).mean(),
+)
+
+
 def gpt_decoder(**args: Any) -> jp.inference.DecoderFns:
     """Keeps the tokens and runs the full model for each new one; a causal model ignores slots that are empty."""
 

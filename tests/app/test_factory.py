@@ -110,6 +110,11 @@ WRONG = {
         "parallel.offload is for built-in models, but model.factory names one of your own. Remedy: leave it out; the "
         "model itself can do this, with the functions of jaxpar."
     ),
+    "parallel.pipeline.microbatches=2": (
+        "parallel.pipeline runs the layers that a jaxpar.pipeline.PipelineLoss names, but model.loss: "
+        "language_model:loss is none. Remedy: a PipelineLoss(layers=..., embed=..., layer=..., head=...), or leave "
+        "parallel.pipeline out."
+    ),
     "parallel.remat=full": (
         "remat: the loss has no repeated layers that 'full' could recompute: no scan over stacked weights, and no "
         "equal modules with numbers in their paths. Remedy: leave remat out, or call jax.checkpoint in the model."

@@ -69,7 +69,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_an_own_model_is_planned_with_recomputed_layers(own: Path) -> None:
     planner = RunPlanner(own)
     every = list(plans(planner.workload, 8, planner.space(), Counter()))
-    assert {plan.remat for plan in every} == {"none", "dots", "full"} and planner.notes == ()
+    assert {plan.remat for plan in every} == {"none", "dots", "full"} and len(planner.notes) == 1
     assert {(plan.context, plan.ulysses) for plan in every if plan.data == 4} == {(1, 1), (2, 1), (1, 2)}
     plan = next(p for p in every if p.remat == "dots")
     own.write_text(yaml.safe_dump(planner.config_of(plan)))
@@ -80,8 +80,17 @@ def test_an_own_model_is_planned_with_recomputed_layers(own: Path) -> None:
 OWN_PLANS = [
     Plan(data=4, model=2, tensor=("mlp",), zero=3, remat="dots"),
     Plan(data=2, context=2, ulysses=2, zero=3, remat="full"),
-    Plan(data=2, context=2, model=2, tensor=("heads", "mlp", "vocab"), sequence_parallel=True, zero=1, remat="none"),
+    Plan(data=2, context=2, model=2, tensor=("heads", "mlp", "vocab"), sequence_parallel=True, zero=3, remat="none"),
 ]
+
+
+@pytest.mark.slow
+def test_a_pipeline_of_an_own_model_computes_what_one_device_does(own: Path) -> None:
+    own.write_text(OWN.replace("next_byte", "staged_next_byte").replace("layers: 3", "layers: 4"))
+    plan = Plan(pipeline=2, data=4, zero=3, remat="dots", microbatches=2, virtual_stages=2)
+    own.write_text(yaml.safe_dump(RunPlanner(own).config_of(plan)))
+    assert RunPlanner(own).given(8)["microbatches"] == 2
+    assert main(["verify", str(own), "--steps", "1"]) == 0
 
 
 @pytest.mark.slow

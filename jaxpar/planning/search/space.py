@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from jaxpar.errors import PlanError, did_you_mean, listing
-from jaxpar.planning.search.plan import BATCH, EMBED, LAYERS, SEQ, Plan
+from jaxpar.planning.search.plan import BATCH, EMBED, LAYERS, SEQ, VOCAB, Plan
 from jaxpar.planning.search.workload import Workload
 from jaxpar.sharding.hardware.torus import take
 from jaxpar.sharding.mesh import AXES
@@ -35,6 +35,8 @@ class Space:
       offload: whether the optimizer state may be stored in host memory.
       batches: sequences of a step; empty for the run's.
       fixed: a field of :class:`Plan` → the only value that it may have.
+      own_model: whether the model is one of the user's own. Its sequence is not sharded in a pipeline, nor where each
+        device computes the gradient of its own rows: XLA's partitioner aborts on the attention of such steps.
       slices: slices or hosts that the network joins. An axis of exposed collectives crosses them only if it is fixed.
     """
 
@@ -48,6 +50,7 @@ class Space:
     offload: bool = False
     batches: tuple[int, ...] = ()
     fixed: Mapping[str, Any] = field(default_factory=dict)
+    own_model: bool = False
     slices: int = 1
 
     def __post_init__(self) -> None:
@@ -104,7 +107,12 @@ def meshes(
 
 def step_options(mesh: Plan, workload: Workload, space: Space) -> Iterator[Plan]:
     """Returns every plan on a mesh of :func:`meshes`."""
-    return (p for p in _options(mesh, workload, space) if _as_fixed(p, space))
+    return (p for p in _options(mesh, workload, space) if _as_fixed(p, space) and _can_run(p, space))
+
+
+def _can_run(plan: Plan, space: Space) -> bool:
+    own_rows = plan.zero == 1 or plan.pipeline > 1 or (plan.zero == 0 and plan.grad_accum_steps > 1)
+    return not (space.own_model and own_rows and plan.context * plan.ulysses > 1)
 
 
 def _as_fixed(plan: Plan, space: Space) -> bool:
@@ -135,6 +143,8 @@ def _problem(plan: Plan, workload: Workload, tensor: tuple[str, ...]) -> str | N
             return f"{size[name]} {name} do not divide over ulysses {plan.ulysses}"
         if plan.model > 1 and name in size and name in tensor and size[name] % (plan.ulysses * plan.model):
             return f"{size[name]} {name} do not divide over {plan.ulysses * plan.model} devices"
+    if plan.pipeline > 1 and size.get(VOCAB, plan.pipeline) % plan.pipeline:
+        return f"a vocab of {size[VOCAB]} does not divide over {plan.pipeline} stages"
     if size.get(LAYERS, 1) % plan.pipeline:
         return f"{size.get(LAYERS, 1)} layers do not divide over {plan.pipeline} stages"
     if (batch // rows) % plan.pipeline:

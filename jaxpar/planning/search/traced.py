@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -59,7 +59,7 @@ def workload(
     layers = _layers(program)
     matmuls = tuple(_matmuls(program, _inside(layers)))
     params = tuple(
-        _kept_array(program, path, value, aval.dtype.itemsize, separate=_separate(layers, path))
+        _kept_array(program, path, value, aval.dtype.itemsize, layers=int(_separate(layers, path)))
         for (path, value), aval in zip(program.inputs.items(), program.jaxpr.in_avals, strict=True)
         if path.startswith("params/")
     )
@@ -114,10 +114,14 @@ def _layers(program: NamedProgram) -> tuple[RepeatedLayers, ...]:
     return find_layers(opened(program.jaxpr), list(program.inputs))
 
 
-def _inside(layers: Sequence[RepeatedLayers]) -> frozenset[int]:
-    """The numbers of the equations in separate layers."""
-    spans = (span for found in layers if not found.stacked for span in found.spans)
-    return frozenset(number for start, end in spans for number in range(start, end))
+def _inside(layers: Sequence[RepeatedLayers]) -> dict[int, int]:
+    """The numbers of the equations in layers, and of a scan the number of its layers, else 1."""
+    return {
+        number: found.count if found.stacked else 1
+        for found in layers
+        for start, end in found.spans
+        for number in range(start, end)
+    }
 
 
 def _separate(layers: Sequence[RepeatedLayers], path: str) -> bool:
@@ -125,8 +129,8 @@ def _separate(layers: Sequence[RepeatedLayers], path: str) -> bool:
     return any(path.startswith(found.path[:-1]) for found in layers if not found.stacked)
 
 
-def _matmuls(program: NamedProgram, inside: frozenset[int] = frozenset()) -> Iterator[Matmul]:
-    """The matmuls of a traced program, in order; ``inside`` has the numbers of equations in separate layers."""
+def _matmuls(program: NamedProgram, inside: Container[int] = ()) -> Iterator[Matmul]:
+    """The matmuls of a traced program, in order; ``inside`` has the numbers of equations in layers."""
     sources: dict[int, int] = {}
     steps = (
         found
@@ -197,14 +201,16 @@ def _factors(program: NamedProgram, dims: Iterable[Any]) -> Factors:
     return tuple(found)
 
 
-def _kept_array(program: NamedProgram, path: str, value: TracedValue, itemsize: int, *, separate: bool) -> KeptArray:
+def _kept_array(program: NamedProgram, path: str, value: TracedValue, itemsize: int, *, layers: int) -> KeptArray:
     own = program.given.get(path)
     if own is not None:
         factors = tuple(zip(own[0], value.shape, strict=True))
     else:
         factors = _factors(program, value.dims)
-    if separate:
+    if layers == 1:
         factors = (_ONE_LAYER, *factors)
+    elif layers and factors and factors[0][1] == layers:  # also of layers that the model keeps apart
+        factors = ((LAYERS, layers), *factors[1:])
     return KeptArray(path.removeprefix("params/"), factors, itemsize)
 
 
@@ -221,9 +227,11 @@ def _backward(
     # What does not depend on the batch, such as a mask, is computed again or not at all.
     activations = {id(value): (value, aval) for value, aval in outputs if value.data and value.shape}
     inside = _inside(_layers(kept))
-    layered = {id(value) for number in inside for value in kept.visited[number].makes}
+    layered = {
+        id(value): count for number, count in inside.items() for value in _of_layers(kept.visited[number], count)
+    }
     held = tuple(
-        _kept_array(kept, "", value, aval.dtype.itemsize, separate=id(value) in layered)
+        _kept_array(kept, "", value, aval.dtype.itemsize, layers=layered.get(id(value), 0))
         for value, aval in activations.values()
     )
     passes = trace_loss(make_model, loss_fn, batch, transform=lambda run: _gradient(rewrite(run)))
@@ -238,6 +246,16 @@ def _backward(
     pairs = {kind: (total[kind] - 3.0 * outside[kind], once[kind] - outside[kind]) for kind in total}
     ratio = {kind: more / least if least else 3.0 for kind, (more, least) in pairs.items()}
     return Backward(held, ratio[True], ratio[False])
+
+
+def _of_layers(step: Visited, count: int) -> list[TracedValue]:
+    """The results of an equation in a layer; of a scan over layers those that have a row for each."""
+    if count == 1:
+        return step.makes
+    inner = opened(step.eqn.params["jaxpr"]).outvars
+    rank = lambda atom: len(getattr(atom.aval, "shape", ()))
+    pairs = zip(step.makes, step.eqn.outvars, inner, strict=True)
+    return [value for value, var, one in pairs if rank(var) > rank(one)]
 
 
 def _residuals(run: LossProgram) -> LossProgram:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from flax import nnx
 import jaxpar as jp
 from jaxpar.planning.plan import ModelPlanner
 from jaxpar.planning.search.plan import Plan
+from jaxpar.planning.search.space import Space, plans
 from jaxpar.training.model import leaves_with_paths, show
 from tests.planning.names import models
 
@@ -52,17 +54,21 @@ def planner(*calls: bool, annotated: bool = True) -> ModelPlanner:
     return found if annotated else ModelPlanner(found.make_model, models.text_loss, found.batch, found.tx, False)
 
 
+def _about_attention(found: ModelPlanner) -> list[str]:
+    return [note for note in found.notes if "attention" in note]
+
+
 def test_attention_that_is_recognised_or_called_may_be_split() -> None:
     for calls in ((True, True), (True, False), (False, False)):
         found = planner(*calls)
-        assert found.axes == ("replica", "data", "context", "ulysses", "model") and found.notes == ()
+        assert found.axes == ("replica", "data", "context", "ulysses", "model") and _about_attention(found) == []
         assert found.workload.causal is all(calls) and not found.workload.flash
     assert planner(True, True, annotated=False).axes == ("replica", "data", "context", "ulysses", "model")
 
 
 def test_attention_that_would_gather_is_reported() -> None:
     found = planner(True, False, False, annotated=False)
-    (note,) = found.notes
+    (note,) = _about_attention(found)
     assert found.axes == ("replica", "data", "model")
     assert note == (
         "left out: context and ulysses, because 2 of 3 attentions would gather the sequence; to shard it, call "
@@ -72,12 +78,19 @@ def test_attention_that_would_gather_is_reported() -> None:
     assert ModelPlanner.of(make_model, loss_fn, batch, optax.sgd(0.1)).axes == ("replica", "data", "model")
 
 
+def test_no_plan_shards_the_sequence_where_each_device_has_gradients_of_its_own_rows() -> None:
+    work = planner(True, True).workload
+    space = Space(axes=("data", "context"), remat=("none",), own_model=True)
+    every = [plan for plan in plans(work, 8, space, Counter()) if plan.context > 1]
+    assert {(plan.zero, plan.grad_accum_steps > 1) for plan in every} == {(0, False), (3, False), (3, True)}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "plan",
     [
         Plan(data=2, context=2, ulysses=2, zero=3, remat="full"),
-        Plan(data=2, context=4, zero=1, remat="none"),
+        Plan(data=2, context=4, remat="none"),
         Plan(data=2, ulysses=2, model=2, tensor=("mlp",), zero=3, remat="dots"),
     ],
     ids=Plan.describe,
