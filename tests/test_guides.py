@@ -18,6 +18,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from small_tokenizer import save_tokenizer, sentences, write_jsonl
 
 import jaxpar as jp
 from jaxpar.app.cli import main
@@ -166,6 +167,15 @@ def test_huggingface(readme: dict[str, Any], tmp_path: Path, monkeypatch: pytest
     assert "models/Llama-3.1-8B" in code
     found = run(code.replace("models/Llama-3.1-8B", str(ROOT / "tests/golden/huggingface/llama2")), {"jp": jp} | readme)
     assert found["logits"].shape == (8, 16, 32) and (tmp_path / "models/tuned/model.safetensors").is_file()
+
+
+def test_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_tokenizer(tmp_path)
+    write_jsonl(tmp_path / "corpus/rows.jsonl", [*sentences(200), ""])
+    (code,) = blocks("docs/guides/text.md")
+    assert next(run(code, {})["stream"])["tokens"].shape == (8, 16)
+    assert "200 1 bad row skipped: corpus/rows.jsonl row 201: its field 'text' is empty" in capsys.readouterr().out
 
 
 def test_experts() -> None:

@@ -239,7 +239,7 @@ class Generate:
       prompt: text to continue
       prompts: file of further prompts, one per line (.jsonl: a JSON string per line; -: standard input)
       checkpoint: folder of the run's checkpoints, of which the newest undamaged one is used, or of one checkpoint
-      max_new_tokens: maximum number of tokens (bytes) to generate for each prompt
+      max_new_tokens: maximum number of tokens to generate for each prompt
       temperature: 0 takes the most likely token; above 0, tokens are sampled
       top_k: sample from the K most likely tokens
       top_p: sample from the most likely tokens with this total probability

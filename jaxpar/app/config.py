@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from jaxpar.data.documents import ReadOptions
+from jaxpar.data.tokenizer import TokenizerConfig
 from jaxpar.errors import ConfigError
 from jaxpar.sharding.mesh import AxisSize, LayoutData
 from jaxpar.utils.checks import INT32, Range
@@ -28,7 +30,11 @@ class DataConfig:
     """The data to train on: a text, cut into batches of ``batch`` sequences of ``seq`` tokens; or data of your own.
 
     Attributes:
-      source: ``stdlib``, ``synthetic``, or a folder of text.
+      source: ``stdlib``, ``synthetic``, or a folder or file of text, relative to the current directory.
+      tokenizer: a ``tokenizer.json``, or ``{file, eos, special}`` (:class:`jaxpar.data.TokenizerConfig`); by default a
+        token is a byte.
+      format, text_field, bad_rows, patterns: how files are read (:class:`jaxpar.data.ReadOptions`).
+      heldout_fraction: the fraction of the documents that is held out for evaluation.
       factory: instead of a text, ``module:function`` that returns the data (:class:`jaxpar.app.own_data.OwnData`).
       args: keyword arguments of the factory.
       dims: the logical dims of the batch's arrays, such as ``{image: [batch, height, width, channels]}``; without them
@@ -40,6 +46,12 @@ class DataConfig:
     """
 
     source: str = "stdlib"
+    tokenizer: str | TokenizerConfig | None = None
+    format: Literal["auto", "text", "jsonl"] = "auto"
+    text_field: str = "text"
+    bad_rows: Literal["error", "skip"] = "error"
+    patterns: tuple[str, ...] | None = None
+    heldout_fraction: Annotated[float, Range(0, 0.999, above=True)] = 0.05
     factory: str | None = None
     args: dict[str, Any] = field(default_factory=dict)
     dims: dict[str, tuple[str | None, ...]] = field(default_factory=dict)
@@ -47,6 +59,11 @@ class DataConfig:
     seq: Annotated[int, Range(1, 2**24)] = 128
     seed: int = 0
     packing: bool = False
+
+    @property
+    def read_options(self) -> ReadOptions:
+        """How the files of a text are read."""
+        return ReadOptions(self.format, self.text_field, self.bad_rows, self.patterns)
 
 
 @dataclass(frozen=True)

@@ -139,11 +139,13 @@ def run_text(command: ImportCommand, config: LlamaConfig, model: dict[str, Any])
     rules |= dict.fromkeys(("embed", "norm", "heads", "kv_heads", "head_dim", "mlp", "vocab"))
     if isinstance(config, MoEConfig):
         rules |= dict.fromkeys(("experts", "expert_mlp", "latent", "dense_layers"))
+    tokenizer = command.directory / "tokenizer.json"
+    own = {"tokenizer": str(tokenizer)} if tokenizer.is_file() else {}
     run = {
         "model": model,
         "mesh": {"data": -1},
         "rules": {**rules, "params": {"embed": "data"}},
-        "data": {"source": "stdlib", "batch": 8, "seq": 128},
+        "data": {"source": "stdlib", **own, "batch": 8, "seq": 128},
         "optimizer": {"name": "adamw", "learning_rate": 1e-5},
         "train": {"steps": 100, "init_from": str(command.out / CHECKPOINT)},
         "output": str(command.out / "run"),

@@ -24,7 +24,7 @@ from jaxpar.app.factory import FactoryConfig, FactoryModel, factory_model
 from jaxpar.app.optimizer_config import make_optimizer
 from jaxpar.app.own_data import OwnData, check_dims, own_data, tokens_of
 from jaxpar.app.pipeline_config import check_recompute, make_pipeline
-from jaxpar.data.sources import SEPARATOR
+from jaxpar.data.tokenizer import Tokenizer, load_tokenizer
 from jaxpar.errors import ConfigError, JaxparError, did_you_mean
 from jaxpar.models import llama
 from jaxpar.models.llama.pipeline import staged_next_token_loss, staged_token_loss
@@ -152,6 +152,22 @@ class Job:
             }
         return {"precision": self.step_options()["precision"], "pipeline": self.pipeline}
 
+    @functools.cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of a text.
+
+        Raises:
+          DataError: it cannot be read.
+          ConfigError: the model's vocabulary is smaller than the tokenizer's.
+        """
+        found, vocab = load_tokenizer(self.config.data.tokenizer), self.model.vocab
+        if vocab is not None and found.vocab > vocab:
+            raise ConfigError(
+                f"model: vocab must be at least {found.vocab}, the number of tokens of the tokenizer ({found.name}), "
+                f"got {vocab}. Remedy: model: {{vocab: {found.vocab}}}."
+            )
+        return found
+
     def batch_names(self) -> tuple[str, ...]:
         """The names of a batch's arrays, each ``[batch, seq]``."""
         packed = ("segment_ids",) if self.config.data.packing else ()
@@ -176,7 +192,7 @@ class Job:
         Raises:
           ConfigError: the sequence cannot be cut into pieces to balance.
         """
-        data, options = self.config.data, {"separator": SEPARATOR[0] if self.config.data.packing else None}
+        data, options = self.config.data, {"separator": self.tokenizer.eos if self.config.data.packing else None}
         if self.model.context.load_balance != BALANCED or isinstance(self.model, FactoryModel):
             return options
         with layout:

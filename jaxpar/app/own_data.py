@@ -142,6 +142,9 @@ class OwnData:
 _RETURNS = "Remedy: a sequence of examples, a mapping of arrays, or an iterable with get_state and set_state."
 
 
+_OF_TEXT = ("source", "packing", "tokenizer", "format", "text_field", "bad_rows", "patterns", "heldout_fraction")
+
+
 def own_data(config: DataConfig) -> OwnData | None:
     """Returns the data that a configuration names; ``None`` if it names a text.
 
@@ -159,7 +162,7 @@ def own_data(config: DataConfig) -> OwnData | None:
     function = load_function(config.factory, "data.factory")
     takes = frozenset(_OFFERED) & inspect.signature(function).parameters.keys() - config.args.keys()
     default = DataConfig()
-    for key in ("source", "packing", *(() if "seq" in takes else ("seq",))):
+    for key in (*_OF_TEXT, *(() if "seq" in takes else ("seq",))):
         if getattr(config, key) != getattr(default, key):
             why = f"{config.factory} takes no argument `seq`" if key == "seq" else "data.factory names data of your own"
             raise ConfigError(f"data.{key} is set, but {why}. Remedy: leave data.{key} out.")

@@ -1,6 +1,6 @@
-"""Byte-level text data: sources of text, resumable batches over them, and entropy baselines.
+"""Text data: sources of text, tokenizers, resumable batches over them, and entropy baselines.
 
-Importing this package imports numpy only; the first call of :func:`batches` imports ``grain``.
+Importing this package imports numpy only; ``grain`` and ``tokenizers`` are imported when they are needed.
 
 >>> from jaxpar.data import eval_batches, load_text
 >>> text = load_text("synthetic")
@@ -9,9 +9,24 @@ Importing this package imports numpy only; the first call of :func:`batches` imp
 [((4, 32), (4, 32)), ((4, 32), (4, 32))]
 """
 
+from jaxpar.data.documents import ReadOptions
 from jaxpar.data.entropy import bigram_entropy, unigram_entropy
 from jaxpar.data.loader import Batches, batches, eval_batches
 from jaxpar.data.sources import Text, load_text
+from jaxpar.data.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
 from jaxpar.data.windows import Batch
 
-__all__ = ["Batch", "Batches", "Text", "batches", "bigram_entropy", "eval_batches", "load_text", "unigram_entropy"]
+__all__ = [
+    "Batch",
+    "Batches",
+    "ReadOptions",
+    "Text",
+    "Tokenizer",
+    "TokenizerConfig",
+    "batches",
+    "bigram_entropy",
+    "eval_batches",
+    "load_text",
+    "load_tokenizer",
+    "unigram_entropy",
+]

@@ -1,10 +1,8 @@
-"""Text sources: the interpreter's standard library, a generated text, or a folder of files.
-
-Text is bytes and the vocabulary has 256 tokens, so there is no tokenizer to train or to download.
+"""``load_text``: a text as tokens, split into a training part and a held-out part.
 
 >>> from jaxpar.data import load_text
 >>> text = load_text("synthetic")
->>> text.vocab, text.files, text.train.dtype.name
+>>> text.vocab, text.documents, text.train.dtype.name
 (256, 256, 'uint8')
 """
 
@@ -12,39 +10,36 @@ from __future__ import annotations
 
 import hashlib
 import os
-import sysconfig
-from bisect import bisect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from pathlib import Path
-from random import Random
+from typing import NamedTuple
 
 import numpy as np
 
-from jaxpar.errors import DataError, did_you_mean, listing
+from jaxpar.data.bad_rows import BadRow, BadRows
+from jaxpar.data.documents import Document, DocumentFiles, ReadOptions, find_documents
+from jaxpar.data.tokenizer import ByteTokenizer, Tokenizer, id_dtype
+from jaxpar.errors import DataError
 
-DEFAULT_PATTERNS = ("*.txt", "*.md", "*.rst", "*.py")
-NAMED_SOURCES = ("stdlib", "synthetic")
-
-# Inserted between two files, so that the end of one is not read as context of the next. Text hardly ever contains it.
-SEPARATOR = b"\0"
-
-# Third-party packages live below the stdlib folder but differ from machine to machine. Caches are not text.
-_SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
+_DEFAULT = ReadOptions()
+# Documents encoded in one call: enough for all cores, and little memory.
+_MOST_DOCUMENTS, _MOST_BYTES = 1024, 1 << 22
 
 
 @dataclass(frozen=True, eq=False)
 class Text:
-    """A text, split into a training part and a held-out part.
+    """A text, split into a training part and a held-out part. A token ends each document.
 
     Attributes:
-        name: name of the source: ``"stdlib"``, ``"synthetic"``, or that of the folder.
-        train: training bytes, uint8 ``[n]``, read-only.
-        heldout: held-out bytes, uint8 ``[m]``, read-only.
-        vocab: number of possible tokens: 256.
-        files: total number of files, held-out ones included.
-        heldout_files: number of held-out files.
+        name: name of the source: ``"stdlib"``, ``"synthetic"``, or that of the folder or file.
+        train: training tokens, ``[n]``, read-only.
+        heldout: held-out tokens, ``[m]``, read-only.
+        vocab: number of possible tokens: 256 for bytes.
+        documents: total number of documents, held-out ones included.
+        heldout_documents: number of held-out documents.
+        unit: what a document is: ``files`` or ``rows``.
+        eos: the token that ends a document: 0 for bytes.
+        bad: the rows that were left out, in words; empty if there are none.
 
     >>> text = load_text("synthetic")
     >>> text.name, text.train.dtype, text.vocab
@@ -55,24 +50,29 @@ class Text:
     train: np.ndarray
     heldout: np.ndarray
     vocab: int
-    files: int
-    heldout_files: int
+    documents: int
+    heldout_documents: int
+    unit: str = "files"
+    eos: int = 0
+    bad: str = ""
 
 
 def load_text(
     source: str | os.PathLike[str],
     *,
+    tokenizer: Tokenizer | None = None,
+    options: ReadOptions = _DEFAULT,
     heldout_fraction: float = 0.05,
-    patterns: Sequence[str] = DEFAULT_PATTERNS,
     seed: int = 0,
 ) -> Text:
-    """Returns a text as bytes, split file by file into training and held-out parts.
+    """Returns a text as tokens, split document by document into training and held-out parts.
 
-    A file is held out when the hash of ``seed`` and of its path relative to the folder falls in the lowest
-    ``heldout_fraction`` of the hash's range. No other file affects this, so adding or removing files never moves a file
-    between the parts. The fraction counts files, not bytes, and is met on average.
+    A document is held out when the hash of ``seed`` and of its key falls in the lowest ``heldout_fraction`` of the
+    hash's range. The key is the file's path relative to the folder, and for a row the row's number too. No other
+    document affects this, so adding or removing files never moves a document between the parts. The fraction counts
+    documents, not tokens, and is met on average. A single file of plain text is cut in two at the end of a line.
 
-    Non-empty files are joined by a byte 0, in sorted order of their relative paths.
+    Non-empty documents are joined by ``eos``, in sorted order of the relative paths of their files.
 
     Args:
         source: one of
@@ -82,130 +82,149 @@ def load_text(
             - ``"synthetic"``: 1 MiB of sentences generated from ``seed``, in which the next word depends on the current
               one;
             - a folder, searched recursively; write ``"./stdlib"`` for a folder of that name. Hidden files and folders
-              are skipped, and symbolic links to folders are not followed.
-        heldout_fraction: expected fraction of the files to hold out, strictly between 0 and 1.
-        patterns: shell patterns of the file names to read from a folder; the two named sources ignore them.
-        seed: determines the held-out files and the words of the synthetic text.
+              are skipped, and symbolic links to folders are not followed;
+            - a file.
+        tokenizer: of :func:`jaxpar.data.load_tokenizer`; by default bytes.
+        options: formats of the files, and what to do with rows that have no text.
+        heldout_fraction: expected fraction of the documents to hold out, strictly between 0 and 1.
+        seed: determines the held-out documents and the words of the synthetic text.
 
     Returns:
         The text; see :class:`Text` for shapes.
 
     Raises:
-        DataError: the source is unknown or is not a folder, no file matches, the fraction is not between 0 and 1, or
-            the split leaves one part without files.
+        DataError: the source is unknown, no file matches, a row has no text, the fraction is not between 0 and 1, or
+            the split leaves one part without documents.
         OSError: a file or folder cannot be read.
 
     >>> text = load_text("synthetic", heldout_fraction=0.1)
-    >>> text.train.size + text.heldout.size, text.heldout_files
+    >>> text.train.size + text.heldout.size, text.heldout_documents
     (1048830, 28)
     """
-    if not 0.0 < heldout_fraction < 1.0:
-        raise DataError(f"heldout_fraction must be strictly between 0 and 1, got {heldout_fraction}.")
-    name, documents = _documents(source, (patterns,) if isinstance(patterns, str) else tuple(patterns), seed)
-    train: list[bytes] = []
-    heldout: list[bytes] = []
-    for path, content in documents:
-        (heldout if _is_heldout(path, heldout_fraction, seed) else train).append(content)
+    tokenizer = ByteTokenizer() if tokenizer is None else tokenizer
+    check_fraction(heldout_fraction)
+    files, bad = find_documents(source, options, seed), BadRows(options.bad_rows)
+    parts: dict[bool, list[np.ndarray]] = {False: [], True: []}
+    for document in split_documents(files, bad, tokenizer, fraction=heldout_fraction, seed=seed):
+        parts[document.heldout].append(document.ids)
+    train, heldout = parts[False], parts[True]
+    check_parts(files.name, len(train), len(heldout), fraction=heldout_fraction, seed=seed, unit=files.unit)
+    dtype = id_dtype(tokenizer.vocab)
+    return Text(
+        files.name,
+        _joined(train, dtype),
+        _joined(heldout, dtype),
+        vocab=tokenizer.vocab,
+        documents=len(train) + len(heldout),
+        heldout_documents=len(heldout),
+        unit=files.unit,
+        eos=tokenizer.eos,
+        bad=bad.describe(),
+    )
+
+
+class EncodedDocument(NamedTuple):
+    """The ids [n] of a document, its ``eos`` included, and whether it is held out."""
+
+    ids: np.ndarray
+    heldout: bool
+
+
+def split_documents(
+    files: DocumentFiles,
+    bad: BadRows,
+    tokenizer: Tokenizer,
+    *,
+    fraction: float,
+    seed: int,
+    progress: Callable[[int], object] | None = None,
+) -> Iterator[EncodedDocument]:
+    """Yields all documents of a source as ids, in their order.
+
+    Args:
+      files: the source.
+      bad: counts documents without text, or raises an error.
+      tokenizer: makes the ids.
+      fraction, seed: which documents are held out; see :func:`load_text`.
+      progress: called with the number of bytes of the files that are read.
+
+    Raises:
+      DataError: as :meth:`DocumentFiles.read`; or a file is no UTF-8, which a tokenizer other than bytes needs.
+    """
+    documents: Iterable[Document] = files.read(bad, progress)
+    if len(files.files) == 1 and files.format == "text":
+        documents = _halves(documents, fraction)
+        held_out = lambda document: document.key == _TAIL
+    else:
+        held_out = lambda document: is_heldout(document.key, fraction, seed)
+    if not isinstance(tokenizer, ByteTokenizer):
+        documents = _only_utf8(documents, bad)
+    for batch in _batched(documents):
+        ids = tokenizer.encode([document.content for document in batch])
+        for document, found in zip(batch, ids, strict=True):
+            yield EncodedDocument(found, held_out(document))
+
+
+_TAIL = "tail"
+
+
+def _halves(documents: Iterable[Document], fraction: float) -> Iterator[Document]:
+    """The beginning and the end of a single document, cut at the end of a line where there is one."""
+    for _, content, place in documents:
+        at = max(1, int(len(content) * (1 - fraction)))
+        at = content.rfind(b"\n", 0, at) + 1 or at
+        yield Document("head", content[:at], place)
+        if content[at:]:
+            yield Document(_TAIL, content[at:], place)
+
+
+def _only_utf8(documents: Iterable[Document], bad: BadRows) -> Iterator[Document]:
+    for document in documents:
+        try:
+            document.content.decode()
+        except UnicodeDecodeError as error:
+            bad.add(document.place, BadRow(f"byte {error.start} is not valid UTF-8", "save the file as UTF-8"))
+        else:
+            yield document
+
+
+def _batched(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    batch, size = list[Document](), 0
+    for document in documents:
+        batch.append(document)
+        size += len(document.content)
+        if len(batch) == _MOST_DOCUMENTS or size >= _MOST_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def check_fraction(fraction: float) -> None:
+    """Raise a DataError unless the held-out fraction is strictly between 0 and 1."""
+    if not 0.0 < fraction < 1.0:
+        raise DataError(f"heldout_fraction must be strictly between 0 and 1, got {fraction}.")
+
+
+def check_parts(name: str, train: int, heldout: int, *, fraction: float, seed: int, unit: str) -> None:
+    """Raise a DataError if one of the parts has no documents."""
     if not train or not heldout:
         raise DataError(
-            f"text {name!r}: the split left {len(train)} training and {len(heldout)} held-out files of "
-            f"{len(documents)} (heldout_fraction={heldout_fraction}, seed={seed}), and both parts need at least one. "
-            f"Remedy: {'raise' if train else 'lower'} heldout_fraction, change seed, or split the text into more files."
+            f"text {name!r}: the split left {train} training and {heldout} held-out {unit} of {train + heldout} "
+            f"(heldout_fraction={fraction}, seed={seed}), and both parts need at least one. Remedy: "
+            f"{'raise' if train else 'lower'} heldout_fraction, change seed, or split the text into more {unit}."
         )
-    files, heldout_files = len(documents), len(heldout)
-    return Text(name, _joined(train), _joined(heldout), vocab=256, files=files, heldout_files=heldout_files)
 
 
-def _documents(
-    source: str | os.PathLike[str], patterns: tuple[str, ...], seed: int
-) -> tuple[str, list[tuple[str, bytes]]]:
-    """Returns the text's name and its ``(relative path, content)`` pairs, sorted and without empty files."""
-    if source == "synthetic":
-        return "synthetic", list(_synthetic(seed))
-    if source == "stdlib":
-        return "stdlib", _read(Path(sysconfig.get_path("stdlib")), ("*.py",))
-    folder = _folder(os.fspath(source))
-    return folder.resolve().name, _read(folder, patterns)
-
-
-def _folder(source: str) -> Path:
-    """Returns the folder ``source``, or raise a DataError that tells a mistyped name from a wrong path."""
-    folder = Path(source).expanduser()
-    if source and folder.is_dir():
-        return folder
-    if folder.is_file():
-        raise DataError(f"text source {source!r} is a file, not a folder. Remedy: pass the folder that contains it.")
-    if folder.name == source or not source:
-        raise DataError(
-            f"unknown text source {source!r}: neither a folder here nor one of {listing(NAMED_SOURCES)}."
-            f"{did_you_mean(source, NAMED_SOURCES)} Remedy: use one of these names, or the path of a folder."
-        )
-    raise DataError(f"text source {source!r}: this folder does not exist. Remedy: check the path.")
-
-
-def _read(folder: Path, patterns: tuple[str, ...]) -> list[tuple[str, bytes]]:
-    """Returns every non-empty file below ``folder`` whose name matches, sorted by relative POSIX path."""
-    paths = sorted(_matching(folder, patterns), key=lambda found: found[0])
-    documents = [(relative, content) for relative, path in paths if (content := path.read_bytes())]
-    if not documents:
-        found = "every matching file is empty" if paths else "no file matches"
-        raise DataError(
-            f"text source {str(folder)!r}: {found} (patterns: {listing(patterns)}; subfolders were searched, hidden "
-            "ones were not). Remedy: pass patterns=(...) that match your files."
-        )
-    return documents
-
-
-def _matching(folder: Path, patterns: tuple[str, ...]) -> Iterator[tuple[str, Path]]:
-    """Yield ``(relative POSIX path, path)`` of each file below ``folder`` whose name matches a pattern, unsorted."""
-    # By default os.walk skips folders that it cannot list, and a text without a subfolder would look complete.
-    for parent, folders, names in os.walk(folder, onerror=_reraise):
-        folders[:] = [f for f in folders if f not in _SKIPPED_FOLDERS and not f.startswith(".")]
-        for name in names:
-            path = Path(parent, name)
-            if not name.startswith(".") and any(fnmatchcase(name, p) for p in patterns) and path.is_file():
-                yield path.relative_to(folder).as_posix(), path
-
-
-def _reraise(error: OSError) -> None:
-    raise error
-
-
-def _is_heldout(path: str, fraction: float, seed: int) -> bool:
-    """Whether to hold out the file at this relative path; depends only on the arguments, not on machine or run."""
+def is_heldout(key: str, fraction: float, seed: int) -> bool:
+    """Whether to hold out the document with this key; depends only on the arguments, not on machine or run."""
     # Not hash(): Python salts it per process. surrogateescape: a path on disk need not be valid Unicode.
-    digest = hashlib.sha256(f"{seed}:{path}".encode("utf-8", "surrogateescape")).digest()
+    digest = hashlib.sha256(f"{seed}:{key}".encode("utf-8", "surrogateescape")).digest()
     return int.from_bytes(digest[:8], "big") < fraction * 2.0**64
 
 
-def _joined(documents: list[bytes]) -> np.ndarray:
-    """Join the documents with separators into one uint8 array [n]; it is read-only because it views bytes."""
-    return np.frombuffer(SEPARATOR.join(documents), np.uint8)
-
-
-_SYNTHETIC_DOCUMENTS = 256
-_SYNTHETIC_BYTES = 4096  # of each document
-_SYNTHETIC_WORDS = 96
-# Cumulative probabilities of a word's first three successors; the fourth has the rest. This gives about 1.1 nats per
-# word, far less than a model without context sees in its letters.
-_SUCCESSOR_BOUNDS = (0.55, 0.80, 0.93)
-
-
-def _synthetic(seed: int) -> Iterator[tuple[str, bytes]]:
-    """Yield ``(path, content)`` of each generated document: sentences from one random first-order chain over words."""
-    # Only Random.random(): Python guarantees its sequence for a given seed, unlike that of Random.choice or of numpy's
-    # generators. The seed is a string because Random(-1) equals Random(1).
-    draw = Random(f"jaxpar synthetic text {seed}").random
-    letters = "etaoinshrdlu"
-    words = ["".join(letters[int(draw() * len(letters))] for _ in range(2 + i % 6)) for i in range(_SYNTHETIC_WORDS)]
-    written = [word + (".\n" if i % 12 == 0 else " ") for i, word in enumerate(words)]
-    successors = [[int(draw() * len(words)) for _ in range(len(_SUCCESSOR_BOUNDS) + 1)] for _ in words]
-    for document in range(_SYNTHETIC_DOCUMENTS):
-        state = int(draw() * len(words))
-        pieces: list[str] = []
-        size = 0
-        while size < _SYNTHETIC_BYTES:
-            pieces.append(written[state])
-            size += len(written[state])
-            state = successors[state][bisect(_SUCCESSOR_BOUNDS, draw())]
-        yield f"{document:03d}.txt", "".join(pieces).encode("ascii")[:_SYNTHETIC_BYTES]
+def _joined(documents: list[np.ndarray], dtype: np.dtype) -> np.ndarray:
+    """Join the documents into one array [n], without the ``eos`` of the last."""
+    array = np.concatenate(documents, dtype=dtype)[:-1]
+    array.flags.writeable = False
+    return array

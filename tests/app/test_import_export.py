@@ -31,6 +31,7 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("imported")
     state = jp.init(spread(CONFIG), make_decoder(CONFIG), optax.identity())
     huggingface.export(folder / "source", state.params, CONFIG, fields={"eos_token_id": 7})
+    (folder / "source" / "tokenizer.json").write_text("{}")  # an import only names it
     assert main(["import", str(folder / "source"), str(folder / "out")]) == 0
     return folder
 
@@ -52,7 +53,7 @@ def test_an_import_is_exported_bitwise(imported: Path, tmp_path: Path, capsys: p
 
 def test_a_run_starts_from_an_import(imported: Path) -> None:
     job = make_job(load_run(imported / "out" / "run.yaml"))
-    assert job.model == CONFIG
+    assert job.model == CONFIG and job.config.data.tokenizer == str(imported / "source" / "tokenizer.json")
     state = StepPrograms(job, job.layout()).first_state()
     wanted = huggingface.load(job.layout(), imported / "source")
     jax.tree.map(lambda x, y: np.testing.assert_array_equal(np.asarray(x), np.asarray(y)), state.params, wanted)

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from interpreters import python
 
-from jaxpar.data import Text, bigram_entropy, load_text, sources, unigram_entropy
+from jaxpar.data import ReadOptions, Text, bigram_entropy, load_text, unigram_entropy
+from jaxpar.data.documents import NAMED_SOURCES
 from jaxpar.errors import DataError
 
 
@@ -44,7 +45,7 @@ def test_a_folder_is_read_whole_in_sorted_order_with_a_separator(tmp_path: Path)
     assert text.heldout.tobytes() == b"\0".join(c for c in in_order if c in heldout)
     assert train | heldout == set(in_order)
     assert not train & heldout
-    assert (text.name, text.vocab, text.files, text.heldout_files) == ("corpus", 256, 40, len(heldout))
+    assert (text.name, text.vocab, text.documents, text.heldout_documents) == ("corpus", 256, 40, len(heldout))
     assert text.train.dtype == text.heldout.dtype == np.uint8
 
 
@@ -81,21 +82,20 @@ def test_hidden_cached_installed_and_empty_files_are_left_out(tmp_path: Path) ->
         "other.bin": b"no match",
     }
     text = load_text(write(tmp_path, numbered(40) | left_out), heldout_fraction=0.3)
-    assert text.files == 40
+    assert text.documents == 40
     assert not set().union(*parts(text)) & set(left_out.values())
 
 
-def test_patterns_choose_the_files_and_one_pattern_needs_no_tuple(tmp_path: Path) -> None:
+def test_patterns_choose_the_files(tmp_path: Path) -> None:
     write(tmp_path, {f"{i}.log": f"log {i}".encode() for i in range(40)} | numbered(5))
-    assert load_text(tmp_path, patterns=("*.log",), heldout_fraction=0.3).files == 40
-    assert load_text(tmp_path, patterns="*.log", heldout_fraction=0.3).files == 40
+    assert load_text(tmp_path, options=ReadOptions(patterns=("*.log",)), heldout_fraction=0.3).documents == 40
 
 
 def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "corpus", numbered(40))
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("USERPROFILE", str(tmp_path))
-    assert load_text("~/corpus", heldout_fraction=0.3).files == 40
+    assert load_text("~/corpus", heldout_fraction=0.3).documents == 40
 
 
 def test_bytes_that_are_no_text_encoding_are_kept(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_the_stdlib_is_the_interpreters_own_source(stdlib: Text) -> None:
     assert Path(os.__file__).read_bytes() in train | heldout
     assert stdlib.name == "stdlib"
     assert stdlib.train.size > 5_000_000
-    assert 0.02 < stdlib.heldout_files / stdlib.files < 0.08
+    assert 0.02 < stdlib.heldout_documents / stdlib.documents < 0.08
 
 
 def test_the_stdlib_has_structure_to_learn(stdlib: Text) -> None:
@@ -135,7 +135,7 @@ def test_the_synthetic_text_is_the_same_on_every_machine() -> None:
     text = load_text("synthetic")
     digest = hashlib.sha256(text.train.tobytes() + text.heldout.tobytes()).hexdigest()
     assert digest == "70ef054d1d8b5af4f7b16e9e68313b159067034d8049b4781c14e9b8e0a7380e"
-    assert (text.name, text.files) == ("synthetic", 256)
+    assert (text.name, text.documents) == ("synthetic", 256)
     assert 2**20 <= text.train.size + text.heldout.size < 2**20 + 256
 
 
@@ -165,7 +165,7 @@ def test_texts_are_read_only() -> None:
         ("stdlb", "unknown text source 'stdlb'.*'stdlib', 'synthetic'.*Did you mean 'stdlib'"),
         ("sinthetic", "Did you mean 'synthetic'"),
         ("", "unknown text source ''"),
-        ("no/such/folder", "'no/such/folder'.*does not exist"),
+        ("no/such/folder", "'no/such/folder': there is no such folder or file"),
     ],
 )
 def test_an_unknown_source_is_named(source: str, words: str) -> None:
@@ -173,10 +173,12 @@ def test_an_unknown_source_is_named(source: str, words: str) -> None:
         load_text(source)
 
 
-def test_a_file_is_not_a_folder(tmp_path: Path) -> None:
-    write(tmp_path, {"a.txt": b"a"})
-    with pytest.raises(DataError, match=r"a\.txt' is a file.*pass the folder"):
-        load_text(tmp_path / "a.txt")
+def test_a_single_file_of_text_is_cut_in_two_at_the_end_of_a_line(tmp_path: Path) -> None:
+    lines = b"".join(b"line %d\n" % i for i in range(100))
+    text = load_text(write(tmp_path, {"a.txt": lines}) / "a.txt", heldout_fraction=0.25)
+    train, heldout = text.train.tobytes(), text.heldout.tobytes()
+    assert train + heldout == lines and train.endswith(b"\n") and abs(len(heldout) / len(lines) - 0.25) < 0.02
+    assert (text.name, text.documents, text.heldout_documents) == ("a.txt", 2, 1)
 
 
 def test_no_matching_file_names_the_patterns(tmp_path: Path) -> None:
@@ -211,4 +213,4 @@ def test_importing_the_package_brings_in_neither_grain_nor_jax() -> None:
 
 
 def test_every_named_source_loads() -> None:
-    assert [load_text(name).name for name in sources.NAMED_SOURCES] == list(sources.NAMED_SOURCES)
+    assert [load_text(name).name for name in NAMED_SOURCES] == list(NAMED_SOURCES)

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 
 import jaxpar as jp
-from jaxpar.app.generate.prompts import BYTES, Answer, Page, as_bytes
+from jaxpar.app.generate.prompts import Answer, Page, as_tokens
 from jaxpar.app.job import Job
 from jaxpar.app.launch import heartbeat
 from jaxpar.app.train.checkpointing import config_changes, config_values, flatten
@@ -27,7 +27,6 @@ from jaxpar.app.train.signals import Stop, signal_name
 from jaxpar.checkpoint.leftovers import leftovers_in
 from jaxpar.checkpoint.manifest import NAME, read
 from jaxpar.checkpoint.verify import steps_in
-from jaxpar.data.sources import SEPARATOR
 from jaxpar.errors import CheckpointError, ConfigError, DamagedError
 from jaxpar.inference.cached_model import CACHE_SEQ, DecoderFns
 from jaxpar.inference.generator import shards_of, with_cache
@@ -51,7 +50,7 @@ class GenerateOptions:
     """The options of a generation.
 
     Attributes:
-      most: maximum number of bytes to generate; the document separator ends a text earlier.
+      most: maximum number of tokens to generate; the token that ends a document ends a text earlier.
       sampling: how tokens are sampled.
       seed: seed of the first prompt's key; the following prompts get the following seeds.
       slots: size of the cache in tokens; by default as many as are needed.
@@ -80,15 +79,16 @@ def generator(job: Job, texts: Sequence[Sequence[int]], options: GenerateOptions
       options: the options.
 
     Raises:
-      ConfigError: a prompt is empty or does not fit the cache, the vocabulary lacks bytes, the batch is empty, or a
+      ConfigError: a prompt is empty or does not fit the cache, the vocabulary lacks tokens, the batch is empty, or a
         stop string is empty.
       LayoutError: the mesh does not divide parameters or cache.
     """
     cached = _decoder(job, options)
-    if cached.vocab < BYTES:
+    tokenizer = job.tokenizer
+    if cached.vocab < tokenizer.vocab:
         raise ConfigError(
-            f"model: vocab must be at least {BYTES}, the number of byte values, got {cached.vocab}. Remedy: the "
-            f"model.vocab of the training run, at least {BYTES}."
+            f"model: vocab must be at least {tokenizer.vocab}, the number of tokens of the tokenizer "
+            f"({tokenizer.name}), got {cached.vocab}. Remedy: the model.vocab of the training run."
         )
     if "" in options.stop:
         raise ConfigError("generate: a stop string is empty, so no text could be generated. Remedy: leave it out.")
@@ -114,7 +114,7 @@ def generator(job: Job, texts: Sequence[Sequence[int]], options: GenerateOptions
         batch=_rounded(rows, num_shards["batch"] * stages_of(layout, cached)),
         slots=slots,
         sampling=options.sampling,
-        stop=tuple(SEPARATOR),
+        stop=(tokenizer.eos,),
     )
 
 
@@ -150,9 +150,9 @@ def generate(
     """
     remedy = "use the same command and configuration in every process."
     check_same("generate", _shared_facts(job, prompts, options), remedy)
-    texts = [list(as_bytes(number, prompt)) for number, prompt in enumerate(prompts)]
+    texts = [as_tokens(number, prompt, job.tokenizer) for number, prompt in enumerate(prompts)]
     model = settled(lambda: generator(job, texts, options))
-    answers = [Answer(prompt, options.stop) for prompt in prompts]
+    answers = [Answer(prompt, options.stop, decoder=job.tokenizer.decoder()) for prompt in prompts]
     seconds, later_tokens = 0.0, 0
     with Stop() as stop:
         heartbeat.begin("restore")
@@ -184,7 +184,11 @@ def _shared_facts(job: Job, prompts: Sequence[str], options: GenerateOptions) ->
         start, digest = f"{text[:20]!r}{'...' if len(text) > 20 else ''}", _digest(text.encode(errors="surrogatepass"))
         texts[f"prompt {number}"] = f"{start} of {len(text)} characters (sha256 {digest})"
     own = {name: getattr(options, name) for name in ("most", "seed", "slots", "batch", "stop", "int8")}
-    own |= {"sampling": repr(options.sampling), "checkpoint": "one" if options.checkpoint else "none"}
+    own |= {
+        "tokenizer": job.tokenizer.digest,
+        "sampling": repr(options.sampling),
+        "checkpoint": "one" if options.checkpoint else "none",
+    }
     values = flatten(config_values(job)).items()
     config = {f"{name} in the configuration": value for name, value in values if name.startswith(_SAME)}
     return {"the number of prompts": len(prompts), **texts, **own, **config}
@@ -286,7 +290,7 @@ def _parameters(job: Job, model: jp.Generator, checkpoint: Path | None, console:
 def _streamed(
     steps: Iterator[list[int]], model: jp.Generator, most: int, answers: Sequence[Answer], page: Page
 ) -> tuple[int, float]:
-    """Show bytes as they are generated, invalid UTF-8 as U+FFFD.
+    """Show tokens as they are generated, invalid UTF-8 as U+FFFD.
 
     Returns:
       The number of tokens after the first ones, and the seconds that they took.

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from jaxpar.app.config import Loaded, load_run
-from jaxpar.app.generate.prompts import STDIN, as_bytes, read_prompts, write_answers
+from jaxpar.app.generate.prompts import STDIN, as_tokens, read_prompts, write_answers
 from jaxpar.app.launch import heartbeat
 from jaxpar.app.launch.cluster_detection import Cluster
 from jaxpar.app.launch.exit_codes import ExitCode
@@ -70,7 +70,7 @@ def _explain(command: Any, loaded: Loaded) -> int:
     from jaxpar.app.job import make_job
 
     job, prompts = make_job(loaded, training=False), _read(command)
-    texts = [list(as_bytes(number, prompt)) for number, prompt in enumerate(prompts or [" "])]
+    texts = [as_tokens(number, prompt, job.tokenizer) for number, prompt in enumerate(prompts or [" "])]
     print(generator(job, texts, _options(command)).explain().to_text(), end="")
     return 0
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import json
 import sys
 from collections.abc import Sequence
@@ -14,10 +13,9 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
+from jaxpar.data.tokenizer import TextDecoder, Tokenizer, load_tokenizer
 from jaxpar.errors import ConfigError
 
-BYTES = 256
-"""Number of tokens of the only tokenizer: text is bytes (:mod:`jaxpar.data.sources`)."""
 STDIN = "-"
 """File name of prompts that stands for standard input."""
 # Control characters could move the cursor, or worse. They are shown as Unicode control pictures.
@@ -54,8 +52,8 @@ def read_prompts(file: Path, stdin: BinaryIO | None = None) -> list[str]:
     return [_string(file, *one) for one in found] if file.suffix == ".jsonl" else [line for _, line in found]
 
 
-def as_bytes(number: int, prompt: str) -> bytes:
-    """Returns a prompt as the bytes that the model takes.
+def as_tokens(number: int, prompt: str, tokenizer: Tokenizer) -> list[int]:
+    """Returns a prompt as the tokens that the model takes.
 
     Raises:
       ConfigError: it is empty, or has a lone surrogate, which a command line in another encoding can produce.
@@ -63,12 +61,13 @@ def as_bytes(number: int, prompt: str) -> bytes:
     if not prompt:
         raise ConfigError(f"generate: prompt {number} is empty. Remedy: write at least one byte.")
     try:
-        return prompt.encode()
+        prompt.encode()
     except UnicodeEncodeError as error:
         raise ConfigError(
             f"generate: prompt {number} has {prompt[error.start]!r} at character {error.start}, which is not valid "
             "text. Remedy: encode the prompt as UTF-8."
         ) from error
+    return tokenizer.encode_prompt(prompt)
 
 
 def write_answers(file: Path, answers: Sequence[Answer]) -> None:
@@ -105,7 +104,7 @@ class Answer:
       stop: strings that end the text and are not part of it.
       why: why it ended: ``stop``, ``length`` (the maximum number of tokens), or ``interrupted``; empty before.
       count: number of tokens so far.
-      reader: the incremental UTF-8 decoder.
+      decoder: turns tokens into text; by default they are bytes.
     """
 
     prompt: str
@@ -113,13 +112,13 @@ class Answer:
     text: str = ""
     why: str = ""
     count: int = 0
-    reader: codecs.IncrementalDecoder = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace"))
+    decoder: TextDecoder = field(default_factory=lambda: load_tokenizer().decoder())
 
     def add(self, token: int) -> str:
         """Add a token and return the newly settled text, which excludes any possible beginning of a stop string."""
         self.count += 1
         before = self.settled()
-        self.text += self.reader.decode(bytes([token])) if token < BYTES else "\ufffd"
+        self.text += self.decoder.add(token)
         ends = [self.text.find(stop) for stop in self.stop if stop in self.text]
         if ends:
             self.text, self.why = self.text[: min(ends)], "stop"
@@ -128,7 +127,7 @@ class Answer:
     def end(self, why: str) -> str:
         """End the text and return the rest of it."""
         before = self.settled()
-        self.text += self.reader.decode(b"", final=True)
+        self.text += self.decoder.end()
         self.why = why
         return self.text[len(before) :]
 

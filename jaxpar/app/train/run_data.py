@@ -10,9 +10,9 @@ import jax
 
 import jaxpar as jp
 from jaxpar.app.job import Job
-from jaxpar.data import batches, bigram_entropy, eval_batches, load_text
+from jaxpar.data import Text, batches, bigram_entropy, eval_batches, load_text
+from jaxpar.data.entropy import MAX_BIGRAM_VOCAB
 from jaxpar.data.loader import Stream
-from jaxpar.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -37,27 +37,23 @@ def open_data(job: Job, layout: jp.Layout) -> RunData:
     """Returns the batches of this process, with those for evaluation.
 
     Raises:
-      ConfigError: the vocabulary of the model is smaller than that of the text.
+      ConfigError: the vocabulary of the model is smaller than that of the tokenizer.
       DataError: the data does not fit the batch, or cannot be read.
     """
     config, process = job.config, _process()
     if job.data is not None:
         heldout = job.data.heldout(config.train.eval_batches, **process)
         return RunData(job.data.stream(**process), heldout, "data", job.data.describe())
-    text = load_text(config.data.source)
-    if job.model.vocab is not None and text.vocab > job.model.vocab:
-        raise ConfigError(
-            f"model: vocab must be at least {text.vocab}, the vocabulary of the text, got {job.model.vocab}. "
-            f"Remedy: model: {{vocab: {text.vocab}}}."
-        )
+    text = _text(job)
     cut: dict[str, Any] = {"batch": config.data.batch, "seq": config.data.seq, **process, **job.reading(layout)}
     line = (
         f"{text.name}: {text.train.size:,} tokens to train on, {text.heldout.size:,} held out "
-        f"({text.heldout_files} of {text.files} files); batch {config.data.batch} × {config.data.seq} tokens"
+        f"({text.heldout_documents} of {text.documents} {text.unit}); batch {config.data.batch} × {config.data.seq} "
+        f"tokens{text.bad and '; '}{text.bad}"
     )
     heldout = eval_batches(text.heldout, max_batches=config.train.eval_batches, **cut)
     stream = batches(text.train, seed=config.data.seed, **cut)
-    return RunData(stream, heldout, "text", line, bigram_entropy(text.heldout))
+    return RunData(stream, heldout, "text", line, _bigram(text))
 
 
 def global_stream(job: Job, layout: jp.Layout) -> Stream:
@@ -66,7 +62,19 @@ def global_stream(job: Job, layout: jp.Layout) -> Stream:
         return job.data.stream()
     data = job.config.data
     cut: dict[str, Any] = {"batch": data.batch, "seq": data.seq, "seed": data.seed, **job.reading(layout)}
-    return batches(load_text(data.source).train, **cut)
+    return batches(_text(job).train, **cut)
+
+
+def _text(job: Job) -> Text:
+    data = job.config.data
+    return load_text(
+        data.source, tokenizer=job.tokenizer, options=data.read_options, heldout_fraction=data.heldout_fraction
+    )
+
+
+def _bigram(text: Text) -> float:
+    """The bigram entropy of the held-out text; NaN where a table of its pairs would be too large."""
+    return bigram_entropy(text.heldout, text.vocab) if text.vocab <= MAX_BIGRAM_VOCAB else math.nan
 
 
 def _process() -> dict[str, int]:

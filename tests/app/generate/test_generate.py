@@ -338,8 +338,8 @@ def test_what_keeps_it_from_it(config: Path, tmp_path: Path, capsys: pytest.Capt
         "cache has 16 slots. Remedy: set --cache 24 or more, shorten the prompt, or set --max-new-tokens 12.\n"
     )
     assert said("--prompt", "abc", "--set", "model.vocab=208") == (
-        "ConfigError: model: vocab must be at least 256, the number of byte values, got 208. Remedy: the model.vocab "
-        "of the training run, at least 256.\n"
+        "ConfigError: model: vocab must be at least 256, the number of tokens of the tokenizer (bytes), got 208. "
+        "Remedy: model: {vocab: 256}.\n"
     )
     assert said("--prompt", "abc", "--temperature", "-1") == (
         "ConfigError: sampling: temperature must be 0 (greedy) or a finite positive number, got -1.0.\n"

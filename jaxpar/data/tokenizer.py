@@ -1,0 +1,264 @@
+"""Tokenizers: bytes, or a ``tokenizer.json`` of the package ``tokenizers``.
+
+>>> from jaxpar.data.tokenizer import load_tokenizer
+>>> tokenizer = load_tokenizer()
+>>> tokenizer.name, tokenizer.vocab, tokenizer.eos, tokenizer.encode_prompt("hi")
+('bytes', 256, 0, [104, 105])
+"""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import importlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from jaxpar.errors import DataError, did_you_mean, listing, need
+
+BYTES = 256
+"""Number of tokens without a tokenizer: text is bytes."""
+SEPARATOR = 0
+"""The byte that ends a document. Text hardly ever contains it."""
+_KNOWN_EOS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<|eot_id|>")
+"""Names of the token that ends a text, in the order in which they are looked up."""
+
+
+@dataclass(frozen=True)
+class TokenizerConfig:
+    """A ``tokenizer.json``, and how it is used.
+
+    Attributes:
+      file: path of the file.
+      eos: the token that ends a document, such as ``</s>``. By default ``eos_token`` of the ``tokenizer_config.json``
+        beside the file, else a token with one of the usual names.
+      special: ``text`` reads the name of a special token inside a document as ordinary text; ``parse`` reads it as
+        that token, which is for documents that were rendered with a chat template.
+    """
+
+    file: str
+    eos: str | None = None
+    special: Literal["text", "parse"] = "text"
+
+
+class TextDecoder(Protocol):
+    """Turns tokens into text, one token at a time."""
+
+    def add(self, token: int) -> str:
+        """Returns the text that this token completes; empty in the middle of a character."""
+
+    def end(self) -> str:
+        """Returns the rest, with U+FFFD for an incomplete character."""
+
+
+class Tokenizer(Protocol):
+    """Turns text into token ids and back.
+
+    Attributes:
+      name: ``bytes``, or the file.
+      vocab: number of ids; each id is below it.
+      eos: the id that ends a document.
+      digest: a hash of everything that determines the ids.
+    """
+
+    name: str
+    vocab: int
+    eos: int
+    digest: str
+
+    def encode(self, documents: Sequence[bytes]) -> list[np.ndarray]:
+        """Returns the ids [n] of each document of UTF-8 text, ``eos`` included."""
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Returns the ids of the beginning of a document."""
+
+    def decoder(self) -> TextDecoder:
+        """Returns a decoder for one text."""
+
+
+def load_tokenizer(config: str | os.PathLike[str] | TokenizerConfig | None = None) -> Tokenizer:
+    """Returns a tokenizer: that of a ``tokenizer.json``, or bytes.
+
+    Args:
+      config: the file, or the file with options; ``None`` for bytes.
+
+    Raises:
+      DataError: there is no such file, it is not a tokenizer, or its token that ends a document is not known.
+      MissingExtraError: the package ``tokenizers`` is not installed.
+    """
+    if config is None:
+        return ByteTokenizer()
+    return FileTokenizer(config if isinstance(config, TokenizerConfig) else TokenizerConfig(os.fspath(config)))
+
+
+def id_dtype(vocab: int) -> np.dtype[Any]:
+    """Returns the smallest dtype that holds the ids: uint8, uint16 or int32.
+
+    >>> [id_dtype(vocab).name for vocab in (256, 50_257, 128_256)]
+    ['uint8', 'uint16', 'int32']
+    """
+    return np.dtype(np.uint8 if vocab <= 2**8 else np.uint16 if vocab <= 2**16 else np.int32)
+
+
+class ByteTokenizer:
+    """Text as its UTF-8 bytes; byte 0 ends a document.
+
+    >>> ByteTokenizer().encode([b"ab"])[0].tolist()
+    [97, 98, 0]
+    """
+
+    name, vocab, eos, digest = "bytes", BYTES, SEPARATOR, "bytes"
+
+    def encode(self, documents: Sequence[bytes]) -> list[np.ndarray]:
+        """Returns the bytes of each document, and byte 0."""
+        return [np.frombuffer(document + bytes([SEPARATOR]), np.uint8) for document in documents]
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Returns the bytes of a text."""
+        return list(text.encode())
+
+    def decoder(self) -> TextDecoder:
+        """Returns a decoder for one text."""
+        return _ByteDecoder()
+
+
+class FileTokenizer:
+    """The tokenizer of a ``tokenizer.json``; :func:`load_tokenizer` makes it.
+
+    Its own post-processor adds what it adds for any text, such as a token at the beginning. Truncation and padding that
+    the file asks for are turned off.
+
+    Raises:
+      DataError: as :func:`load_tokenizer`.
+      MissingExtraError: the package ``tokenizers`` is not installed.
+    """
+
+    def __init__(self, config: TokenizerConfig):
+        file = Path(config.file).expanduser()
+        content = _read(file)
+        self.name = str(file)
+        self._inner = _parsed(file, content)
+        self._inner.no_truncation()
+        self._inner.no_padding()
+        self._inner.encode_special_tokens = config.special == "text"
+        ids = self._inner.get_vocab(with_added_tokens=True)
+        # Ids may have gaps, so their number is not what an embedding needs.
+        self.vocab = max(ids.values(), default=-1) + 1
+        self.eos = _eos(file, config.eos, ids)
+        digest = hashlib.sha256(content)
+        digest.update(f"eos {self.eos} special {config.special}".encode())
+        self.digest = f"sha256:{digest.hexdigest()[:32]}"
+        self._dtype = id_dtype(self.vocab)
+
+    def encode(self, documents: Sequence[bytes]) -> list[np.ndarray]:
+        """Returns the ids of each document, encoded on all cores, each with ``eos`` at its end."""
+        texts = [document.decode() for document in documents]
+        found = []
+        for encoded in self._inner.encode_batch_fast(texts, add_special_tokens=True):
+            ids = encoded.ids
+            ended = ids if ids and ids[-1] == self.eos else [*ids, self.eos]
+            found.append(np.asarray(ended, self._dtype))
+        return found
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Returns the ids of a text, without an ``eos`` that the post-processor adds."""
+        ids = list(self._inner.encode(text, add_special_tokens=True).ids)
+        return ids[:-1] if ids and ids[-1] == self.eos else ids
+
+    def decoder(self) -> TextDecoder:
+        """Returns a decoder for one text. Special tokens have no text."""
+        return _IdDecoder(self._inner)
+
+
+class _ByteDecoder:
+    def __init__(self) -> None:
+        self._reader = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, token: int) -> str:
+        return self._reader.decode(bytes([token])) if token < BYTES else "\ufffd"
+
+    def end(self) -> str:
+        return self._reader.decode(b"", final=True)
+
+
+class _IdDecoder:
+    """Decodes a growing list of ids. The text of an id may depend on its left neighbor, so one is decoded again."""
+
+    def __init__(self, inner: Any):
+        self._inner, self._ids = inner, list[int]()
+        self._context = self._settled = (
+            0  # the ids from `_context` are decoded; the text before `_settled` was returned
+        )
+
+    def add(self, token: int) -> str:
+        self._ids.append(token)
+        before, now = self._text(self._settled), self._text(len(self._ids))
+        if now.endswith("\ufffd"):  # the middle of a character
+            return ""
+        self._context, self._settled = self._settled, len(self._ids)
+        return now[len(before) :]
+
+    def end(self) -> str:
+        before, now = self._text(self._settled), self._text(len(self._ids))
+        self._context = self._settled = len(self._ids)
+        return now[len(before) :]
+
+    def _text(self, stop: int) -> str:
+        return str(self._inner.decode(self._ids[self._context : stop], skip_special_tokens=True))
+
+
+def _read(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        folder = file / "tokenizer.json"
+        remedy = f"pass {str(folder)!r}" if folder.is_file() else "the path of a tokenizer.json"
+        raise DataError(f"tokenizer {str(file)!r} cannot be read: {error.strerror}. Remedy: {remedy}.") from error
+
+
+def _parsed(file: Path, content: bytes) -> Any:
+    try:
+        tokenizers = importlib.import_module("tokenizers")
+    except ModuleNotFoundError as error:
+        raise need("tokenizers", "text", f"the tokenizer {file.name}") from error
+    try:
+        return tokenizers.Tokenizer.from_str(content.decode())
+    except Exception as error:  # the package raises no narrower class
+        raise DataError(
+            f"tokenizer {str(file)!r} is not a tokenizer.json: {error}. Remedy: the file that the package tokenizers "
+            "or transformers saves under this name."
+        ) from error
+
+
+def _eos(file: Path, given: str | None, ids: dict[str, int]) -> int:
+    """Returns the id that ends a document."""
+    name = given or _configured_eos(file.with_name("tokenizer_config.json"))
+    if name is None:
+        name = next((known for known in _KNOWN_EOS if known in ids), None)
+    if name is None:
+        raise DataError(
+            f"tokenizer {str(file)!r} does not say which token ends a document, and has none of {listing(_KNOWN_EOS)}. "
+            "Remedy: tokenizer: {file: tokenizer.json, eos: '</s>'} with the name of its token."
+        )
+    if name not in ids:
+        raise DataError(
+            f"tokenizer {str(file)!r} has no token {name!r} to end a document.{did_you_mean(name, ids)} Remedy: eos: "
+            "the name of a token in its vocabulary."
+        )
+    return ids[name]
+
+
+def _configured_eos(file: Path) -> str | None:
+    """``eos_token`` of a ``tokenizer_config.json``; ``None`` without such a file or token."""
+    try:
+        token = json.loads(file.read_bytes())["eos_token"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    token = token.get("content") if isinstance(token, dict) else token
+    return token if isinstance(token, str) else None

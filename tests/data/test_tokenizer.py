@@ -1,0 +1,118 @@
+"""Tokenizers: what is encoded, what text comes back token by token, and what their errors say."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from small_tokenizer import BEGIN, EOS, save_tokenizer
+from tokenizers import Tokenizer
+
+from jaxpar.data import TokenizerConfig, load_tokenizer
+from jaxpar.errors import DataError, MissingExtraError
+
+TEXTS = ["the cat sat", "naïve 日本語 🙂 text", "a" * 50, f"a {EOS} inside"]
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def test_documents_are_encoded_as_the_package_encodes_them_and_end_with_eos(file: Path) -> None:
+    inner, ours = Tokenizer.from_file(str(file)), load_tokenizer(file)
+    for text, ids in zip(TEXTS[:3], ours.encode([text.encode() for text in TEXTS[:3]]), strict=True):
+        assert ids.tolist() == [*inner.encode(text).ids, inner.token_to_id(EOS)]
+        assert ids.dtype == np.uint16
+    assert (ours.vocab, ours.eos) == (inner.get_vocab_size(), inner.token_to_id(EOS))
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("kind", ["bytes", "file"])
+def test_tokens_become_the_text_again_one_at_a_time(text: str, kind: str, file: Path) -> None:
+    tokenizer = load_tokenizer(None if kind == "bytes" else file)
+    decoder, seen = tokenizer.decoder(), ""
+    for token in tokenizer.encode_prompt(text):
+        new = decoder.add(token)
+        assert "\ufffd" not in new
+        seen += new
+    assert seen + decoder.end() == text
+
+
+@pytest.mark.parametrize("kind", ["bytes", "file"])
+def test_an_incomplete_character_ends_as_a_replacement(kind: str, file: Path) -> None:
+    tokenizer = load_tokenizer(None if kind == "bytes" else file)
+    decoder = tokenizer.decoder()
+    ids = tokenizer.encode_prompt("a日")
+    assert "".join(map(decoder.add, ids[:-1])) + decoder.end() in ("a\ufffd", "a")
+    assert decoder.end() == ""
+
+
+def test_a_special_token_in_a_document_is_text_unless_it_is_to_be_parsed(file: Path) -> None:
+    text, parsed = load_tokenizer(file), load_tokenizer(TokenizerConfig(str(file), special="parse"))
+    document = f"a {EOS} b".encode()
+    assert text.encode([document])[0].tolist().count(text.eos) == 1
+    assert parsed.encode([document])[0].tolist().count(text.eos) == 2
+    assert text.digest != parsed.digest
+
+
+def test_a_token_at_the_beginning_stays_and_truncation_and_padding_do_not(tmp_path: Path) -> None:
+    file = save_tokenizer(tmp_path, begin=True)
+    inner = Tokenizer.from_file(str(file))
+    inner.enable_truncation(4)
+    inner.enable_padding(length=64)
+    inner.save(str(file))
+    ours = load_tokenizer(file)
+    long = "the cat sat on the mat and the dog lay on the log"
+    (ids,) = ours.encode([long.encode()])
+    assert ids[0] == inner.token_to_id(BEGIN) and ids[-1] == ours.eos and 8 < len(ids) < 64
+    assert ours.encode_prompt(long) == ids[:-1].tolist()
+
+
+def test_eos_is_the_configured_the_files_or_a_usual_name(tmp_path: Path) -> None:
+    file = save_tokenizer(tmp_path)
+    ids = Tokenizer.from_file(str(file)).get_vocab()
+    assert load_tokenizer(file).eos == ids[EOS]
+    for token in (BEGIN, {"content": BEGIN, "lstrip": False}):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": token}))
+        assert load_tokenizer(file).eos == ids[BEGIN]
+    assert load_tokenizer(TokenizerConfig(str(file), eos=EOS)).eos == ids[EOS]
+
+
+def test_errors_name_the_file(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def error(config: TokenizerConfig | Path, kind: type[Exception] = DataError) -> str:
+        with pytest.raises(kind) as caught:
+            load_tokenizer(config)
+        return str(caught.value)
+
+    none = tmp_path / "none.json"
+    assert error(none) == (
+        f"tokenizer {str(none)!r} cannot be read: No such file or directory. Remedy: the path of a tokenizer.json."
+    )
+    assert error(file.parent) == (
+        f"tokenizer {str(file.parent)!r} cannot be read: Is a directory. Remedy: pass {str(file)!r}."
+    )
+    for content in (b"", b"{}", b"[1]", b"\xff", b'{"version": "1.0", "model": null}'):
+        none.write_bytes(content)
+        text = f"tokenizer {str(none)!r} is not a tokenizer.json: "
+        assert re.fullmatch(f"{re.escape(text)}.*transformers saves under this name.", error(none), re.DOTALL)
+    assert error(TokenizerConfig(str(file), eos="<|endoftxt|>")) == (
+        f"tokenizer {str(file)!r} has no token '<|endoftxt|>' to end a document. Did you mean '<|endoftext|>'? Remedy: "
+        "eos: the name of a token in its vocabulary."
+    )
+    plain = Tokenizer.from_file(str(file)).to_str().replace("endoftext", "finis")
+    none.write_text(plain)
+    assert error(none) == (
+        f"tokenizer {str(none)!r} does not say which token ends a document, and has none of '<|endoftext|>', "
+        "'<|end_of_text|>', '</s>', '<eos>', '<|im_end|>', '<|eot_id|>'. Remedy: tokenizer: {file: tokenizer.json, "
+        "eos: '</s>'} with the name of its token."
+    )
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    assert error(file, MissingExtraError) == (
+        "the tokenizer tokenizer.json needs the package 'tokenizers', which is not installed. Remedy: pip install "
+        "'jaxpar[text]'."
+    )
