@@ -68,14 +68,22 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """An optax optimizer by name, or ``one_bit_adam``, with a warmup-cosine schedule.
+    """An optax optimizer by name, or ``one_bit_adam``, with a schedule of its learning rate.
 
-    ``options`` holds the optimizer's other keyword arguments.
+    Attributes:
+      name: the optimizer.
+      learning_rate: the highest rate, reached after ``warmup`` steps of linear growth from 0.
+      warmup: number of steps.
+      schedule: how the rate decays until ``train.steps``: by a ``cosine``, ``linear``, or not at all (``constant``).
+      final_lr_ratio: the last rate, as a fraction of the highest; a ``constant`` schedule ignores it.
+      clip_norm: gradients are scaled down to this norm over all parameters; ``None`` keeps them.
+      options: the optimizer's other keyword arguments.
     """
 
     name: str = "adamw"
     learning_rate: float = 1e-3
     warmup: _Natural = 20
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
     final_lr_ratio: float = 0.1
     clip_norm: _Positive | None = 1.0
     options: dict[str, Option | None] = field(default_factory=dict)

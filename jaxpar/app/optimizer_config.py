@@ -18,7 +18,7 @@ from jaxpar.training.one_bit_adam import NAME as ONE_BIT
 
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """Returns the named optax optimizer, or ``one_bit_adam``, with linear warmup and cosine decay over ``steps``.
+    """Returns the named optax optimizer, or ``one_bit_adam``, with its schedule over ``steps``.
 
     Raises:
       ConfigError: there is no such optimizer, it lacks one of ``options``, fails with them, or ``one_bit_adam`` lacks
@@ -46,16 +46,8 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
             f"optimizer: {ONE_BIT} requires options.warmup, the number of steps of ordinary Adam at the start. Remedy: "
             f"options: {{warmup: {max(steps // 5, 1)}}}, a fifth of train.steps."
         )
-    warmup = min(config.warmup, max(steps - 1, 0))
-    schedule = optax.warmup_cosine_decay_schedule(
-        0.0 if warmup else config.learning_rate,
-        config.learning_rate,
-        warmup,
-        max(steps, warmup + 1),
-        config.learning_rate * config.final_lr_ratio,
-    )
     try:
-        tx = make(learning_rate=schedule, **config.options)
+        tx = make(learning_rate=learning_rate(config, steps), **config.options)
         if config.name != ONE_BIT:  # it requires a layout
             jax.eval_shape(functools.partial(_one_update, tx), {"w": jnp.zeros((2, 2))})
     except JaxparError:
@@ -66,6 +58,18 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
             f"{str(error).partition(chr(10))[0]}. Remedy: correct or leave out the options, or use another optimizer."
         ) from error
     return tx
+
+
+def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
+    """Returns the learning rate at each of ``steps`` steps: linear growth from 0, then the configured decay."""
+    warmup = min(config.warmup, max(steps - 1, 0))
+    first, peak, last = 0.0 if warmup else config.learning_rate, config.learning_rate, max(steps, warmup + 1)
+    final = peak * config.final_lr_ratio
+    if config.schedule == "cosine":
+        return optax.warmup_cosine_decay_schedule(first, peak, warmup, last, final)
+    growth = optax.linear_schedule(first, peak, warmup)
+    decay = optax.linear_schedule(peak, peak if config.schedule == "constant" else final, last - warmup)
+    return optax.join_schedules([growth, decay], [warmup])
 
 
 def _one_update(tx: optax.GradientTransformation, params: Any) -> Any:

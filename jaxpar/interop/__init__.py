@@ -1,4 +1,4 @@
-"""Weights of other libraries: Hugging Face checkpoints in and out."""
+"""Weights and configurations of other libraries: Hugging Face checkpoints in and out, MindFormers YAML files in."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from jaxpar.utils.public_names import public_names
 
 if TYPE_CHECKING:
+    from jaxpar.interop import configurations as configurations
     from jaxpar.interop import huggingface as huggingface
 else:
     __getattr__, __dir__, __all__ = public_names(__name__, __file__)

@@ -1,0 +1,140 @@
+"""``jaxpar import-mindformers``: configurations of other systems as configurations of runs."""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from tyro.conf import Positional, UseAppendAction, arg
+
+from jaxpar.errors import ConfigError, JaxparError
+from jaxpar.interop.configurations.keys import ImportOptions
+from jaxpar.interop.configurations.report import ImportedRun, ImportReport
+
+type Count = Annotated[int | None, arg(metavar="N")]
+type Output = Annotated[Path | None, arg(metavar="FILE")]
+type Ignored = Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="KEY")]
+type Importer = Callable[[Mapping[str, Any], ImportOptions], ImportedRun]
+
+Source = Annotated[Path, Positional, arg(metavar="FILE")]
+Out = Annotated[Path, Positional, arg(metavar="OUT")]
+
+
+@dataclass(frozen=True)
+class ImportMindFormersCommand:
+    """Convert a MindFormers YAML file to a run's configuration, with a report about every key.
+
+    Attributes:
+      file: the MindFormers configuration
+      out: the configuration to write
+      devices: number of devices (default: the product of the sizes in the file)
+      steps: number of training steps, if the file does not say it
+      base: configuration of a run to extend: its model and data, unless the file has them
+      ignore: leave out a key that has no counterpart
+      json: also write the report as JSON
+    """
+
+    file: Source
+    out: Out
+    devices: Count = None
+    steps: Count = None
+    base: Output = None
+    ignore: Ignored = ()
+    json: Output = None
+
+    def run(self) -> int:
+        from jaxpar.interop.configurations.mindformers.translate import import_mindformers
+        from jaxpar.utils.yaml_config import load_yaml
+
+        return convert(self, load_yaml(self.file), import_mindformers)
+
+
+def convert(command: ImportMindFormersCommand, data: Mapping[str, Any], importer: Importer) -> int:
+    """Translates ``data``, prints the report, checks that the result builds a job, and writes it.
+
+    Raises:
+      ConfigError: the configuration is wrong, has a key that cannot be translated, or ``out`` exists.
+    """
+    if command.out.exists():
+        raise ConfigError(f"{command.out} exists. Remedy: delete it, or write another file.")
+    base = _base(command.base)
+    family = None if base is None else base["model"]["family"]
+    options = ImportOptions(str(command.file), command.devices, command.steps, frozenset(command.ignore), family)
+    found = importer(data, options)
+    _show(found.report)
+    if command.json is not None:
+        command.json.write_text(found.report.to_json() + "\n", encoding="utf-8")
+    found.report.check()
+    config = found.config if base is None else _merged(base, found.config)
+    _write(command, config, found.devices)
+    print(f"wrote {command.out}, for {found.devices} device{'' if found.devices == 1 else 's'}")
+    return 0
+
+
+def _base(file: Path | None) -> dict[str, Any] | None:
+    """Returns ``model`` and ``data`` of a run's configuration."""
+    if file is None:
+        return None
+    from jaxpar.utils.yaml_config import load_yaml
+
+    data = load_yaml(file)
+    model = data.get("model")
+    if not isinstance(model, dict) or not isinstance(model.get("family"), str):
+        raise ConfigError(f"--base {file}: model.family must be set. Remedy: the configuration of a built-in model.")
+    return {"model": model, "data": data.get("data") or {}}
+
+
+def _merged(base: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    from jaxpar.utils.yaml_config import merge
+
+    data = {key: value for key, value in config["data"].items() if key != "source"}
+    return {**config, "model": merge(base["model"], config.get("model", {})), "data": merge(base["data"], data)}
+
+
+def _show(report: ImportReport) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = Console(highlight=False, soft_wrap=True)
+    if not console.is_terminal:  # rich would cut the table to 80 columns
+        print(report.to_text())
+        return
+    table = Table("key", "value", "status", "becomes")
+    colors = {"translated": "green", "ignored": "yellow", "refused": "red"}
+    for row, (key, value, status, text) in zip(report.rows, report.table(), strict=True):
+        table.add_row(escape(key), escape(value), f"[{colors[row.status]}]{status}[/]", escape(text))
+    Console(highlight=False).print(table)
+    print(report.headline())
+
+
+def _write(command: ImportMindFormersCommand, config: dict[str, Any], devices: int) -> None:
+    """Writes the configuration after it has been explained, so that what is written loads, builds and is sharded."""
+    import yaml
+
+    import jaxpar as jp
+    from jaxpar.app.config import load_run
+    from jaxpar.app.job import make_job
+
+    text = yaml.safe_dump(config, sort_keys=False, default_flow_style=None, width=110)
+    head = f"# Written by: jaxpar {_NAMES[type(command)]} {command.file} {command.out}\n"
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / command.out.name
+        file.write_text(head + text, encoding="utf-8")
+        try:
+            job = make_job(load_run(file))
+            how: dict[str, Any] = {"batch": job.batch_spec(), "loss_fn": job.loss_fn, "step": job.step_options()}
+            with warnings.catch_warnings():  # about this machine, not about the run's
+                warnings.simplefilter("ignore", UserWarning)
+                jp.explain(job.layout(devices), job.make_model, job.tx, **how)
+        except JaxparError as error:
+            problem = str(error).replace(str(file), str(command.out))
+            raise ConfigError(f"{command.file}: its translation is not a valid run: {problem}") from error
+    command.out.write_text(head + text, encoding="utf-8")
+
+
+_NAMES: Mapping[type, str] = {ImportMindFormersCommand: "import-mindformers"}

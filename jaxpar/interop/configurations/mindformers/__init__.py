@@ -1,0 +1,1 @@
+"""MindFormers configurations: their keys, their validation rules, and what each becomes."""

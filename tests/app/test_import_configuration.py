@@ -1,0 +1,122 @@
+"""``jaxpar import-mindformers``: configurations of other systems that build a job, are explained and train."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jaxpar.app.cli import main
+from jaxpar.app.config import load_run
+from jaxpar.app.job import make_job
+
+MODEL = """
+model:
+  model_config: {hidden_size: 64, num_layers: 4, num_heads: 4, n_kv_heads: 4, vocab_size: 256, seq_length: 64,
+                 intermediate_size: 96, compute_dtype: bfloat16, param_init_type: float32, %s}
+lr_schedule: {type: LinearWithWarmUpLR, learning_rate: 1.e-3, warmup_steps: 2, total_steps: 4}
+optimizer: {type: AdamW, weight_decay: 0.1}
+runner_wrapper: {scale_sense: 1.0, use_clip_grad: true}
+"""
+PIPELINE = """
+parallel: {enable_parallel_optimizer: true, parallel_optimizer_config: {parallel_optimizer_threshold: 1}}
+parallel_config: {data_parallel: 2, model_parallel: 2, pipeline_stage: 2, micro_batch_num: 2, use_seq_parallel: true}
+recompute_config: {recompute: [1, 0]}
+runner_config: {batch_size: 2}
+"""
+CONTEXT = """
+parallel_config: {data_parallel: 2, context_parallel: 4, context_parallel_algo: hybrid_cp, ulysses_degree_in_cp: 2}
+parallel: {enable_parallel_optimizer: true, parallel_optimizer_config: {parallel_optimizer_threshold: 1}}
+recompute_config: {recompute: true, parallel_optimizer_comm_recompute: true}
+"""
+EXPERTS = """
+moe_config: {expert_num: 4, num_experts_chosen: 2, capacity_factor: 1.5, aux_loss_factor: 0.01}
+parallel_config: {data_parallel: 4, model_parallel: 2, expert_parallel: 2, use_seq_parallel: true, vocab_emb_dp: false}
+parallel: {enable_parallel_optimizer: true, parallel_optimizer_config: {gradient_accumulation_shard: true}}
+runner_config: {gradient_accumulation_steps: 2}
+"""
+GROUPS = """
+parallel_config: {data_parallel: 8}
+parallel:
+  enable_parallel_optimizer: true
+  parallel_optimizer_config: {optimizer_weight_shard_size: 4, parallel_optimizer_threshold: 1}
+swap_config: {swap: true}
+runner_wrapper: {scale_sense: {type: DynamicLossScaleUpdateCell, loss_scale_value: 65536}}
+"""
+
+
+def convert(folder: Path, text: str, *options: str) -> int:
+    (folder / "source.yaml").write_text(text, encoding="utf-8")
+    return main(["import-mindformers", str(folder / "source.yaml"), str(folder / "run.yaml"), *options])
+
+
+@pytest.mark.parametrize(
+    ("text", "mesh"),
+    [
+        pytest.param(
+            PIPELINE + MODEL % "fine_grain_interleave: 2", {"pipeline": 2, "data": 2, "model": 2}, id="pipeline"
+        ),
+        pytest.param(CONTEXT + MODEL % "qk_layernorm: true", {"data": 2, "context": 2, "ulysses": 2}, id="context"),
+        pytest.param(EXPERTS + MODEL % "rms_norm_eps: 1.e-6", {"data": 2, "expert": 2, "model": 2}, id="experts"),
+        pytest.param(GROUPS + (MODEL % "qkv_has_bias: true").replace("runner_wrapper", "#"), {"data": 8}, id="groups"),
+    ],
+)
+def test_a_translation_builds_a_job(
+    text: str, mesh: dict[str, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert convert(tmp_path, text, "--json", str(tmp_path / "report.json")) == 0
+    out = capsys.readouterr().out
+    assert out.endswith(f"wrote {tmp_path / 'run.yaml'}, for 8 devices\n") and " 0 refused" in out
+    job = make_job(load_run(tmp_path / "run.yaml"))
+    assert job.layout_data["mesh"] == mesh and job.abstract_devices() == 8
+    rows = json.loads((tmp_path / "report.json").read_text())["rows"]
+    assert {row["status"] for row in rows} <= {"translated", "ignored"}
+    if "expert" in mesh:
+        assert main(["check", str(tmp_path / "run.yaml")]) == 0  # no rule is unused
+
+
+@pytest.mark.slow  # compiles the step of a pipeline with tensor and data parallelism
+@pytest.mark.parametrize("text", [PIPELINE, EXPERTS], ids=["pipeline", "experts"])
+def test_a_translation_trains(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert convert(tmp_path, text + MODEL % "qkv_has_bias: false") == 0
+    run = [str(tmp_path / "run.yaml"), "--set", "train.eval_every=4", "--set", "train.eval_batches=1"]
+    assert main(["train", *run]) == 0
+    losses = [json.loads(line) for line in (tmp_path / "output" / "metrics.jsonl").read_text().splitlines()]
+    assert any("loss" in line for line in losses)
+
+
+def test_a_refused_key_stops_the_import(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = PIPELINE + MODEL % "hidden_act: gelu"
+    assert convert(tmp_path, text) != 0
+    error = capsys.readouterr().err
+    assert error == (
+        f"ConfigError: {tmp_path / 'source.yaml'}: 1 key cannot be translated:\n"
+        "- model.model_config.hidden_act: gelu: the MLP is a SwiGLU\n"
+        "Remedy: change or remove them, or import without them: --ignore KEY.\n"
+    )
+    assert not (tmp_path / "run.yaml").exists()
+    assert convert(tmp_path, text, "--ignore", "model.model_config.hidden_act") == 0
+    assert convert(tmp_path, text) != 0
+    assert capsys.readouterr().err == (
+        f"ConfigError: {tmp_path / 'run.yaml'} exists. Remedy: delete it, or write another file.\n"
+    )
+
+
+def test_a_base_has_the_model_and_the_data(tmp_path: Path) -> None:
+    base = tmp_path / "base.yaml"
+    base.write_text("model: {family: llama, preset: tiny, layers: 6}\ndata: {source: stdlib, batch: 4, seq: 32}\n")
+    assert convert(tmp_path, PIPELINE, "--base", str(base), "--steps", "3") == 0
+    config = load_run(tmp_path / "run.yaml").config
+    assert config.model == {"family": "llama", "preset": "tiny", "layers": 6}
+    assert (config.data.source, config.data.batch, config.data.seq, config.train.steps) == ("stdlib", 8, 32, 3)
+
+
+def test_a_base_needs_a_built_in_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = tmp_path / "base.yaml"
+    base.write_text("model: {factory: mine:make}\n")
+    assert convert(tmp_path, PIPELINE, "--base", str(base)) != 0
+    assert capsys.readouterr().err == (
+        f"ConfigError: --base {base}: model.family must be set. Remedy: the configuration of a built-in model.\n"
+    )

@@ -1,0 +1,30 @@
+"""The learning rates of a run's schedules."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+import pytest
+
+from jaxpar.app.config import OptimizerConfig
+from jaxpar.app.optimizer_config import learning_rate
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rates"),
+    [
+        ("cosine", [0, 0.5, 1, 0.853553, 0.5, 0.146447, 0]),
+        ("linear", [0, 0.5, 1, 0.75, 0.5, 0.25, 0]),
+        ("constant", [0, 0.5, 1, 1, 1, 1, 1]),
+    ],
+)
+def test_a_rate_grows_and_decays(schedule: Literal["cosine", "linear", "constant"], rates: list[float]) -> None:
+    rate = learning_rate(OptimizerConfig(learning_rate=2.0, warmup=2, schedule=schedule, final_lr_ratio=0.0), 6)
+    np.testing.assert_allclose([rate(step) for step in range(7)], 2 * np.array(rates), atol=1e-6)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear"])
+def test_a_rate_ends_at_its_final_ratio(schedule: Literal["cosine", "linear"]) -> None:
+    rate = learning_rate(OptimizerConfig(learning_rate=2.0, warmup=0, schedule=schedule, final_lr_ratio=0.25), 4)
+    np.testing.assert_allclose([rate(0), rate(4), rate(9)], [2.0, 0.5, 0.5], rtol=1e-6)
