@@ -1,9 +1,9 @@
 """jaxpar: explained and proven parallelism for Flax models.
 
 The names that most programs need stand here; the others are in the modules ``pipeline``, ``context``, ``offload``,
-``overlap``, ``moe``, ``inference``, ``interop``, ``analysis``, ``models``, ``data``, ``nnx``, ``linen``, ``testing``
-and ``errors``. All load on first use, so ``import jaxpar`` imports no jax. If jax is already loaded, it creates
-jaxpar's jax contexts, so that none is created while jax traces (:mod:`jaxpar.utils.contexts`).
+``overlap``, ``moe``, ``lora``, ``inference``, ``interop``, ``analysis``, ``models``, ``data``, ``nnx``, ``linen``,
+``testing`` and ``errors``. All load on first use, so ``import jaxpar`` imports no jax. If jax is already loaded, it
+creates jaxpar's jax contexts, so that none is created while jax traces (:mod:`jaxpar.utils.contexts`).
 
 >>> import jaxpar as jp
 >>> jp.MeshSpec(data=-1, model=2).sizes(8)["data"]
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from jaxpar import inference as inference
     from jaxpar import interop as interop
     from jaxpar import linen as linen
+    from jaxpar import lora as lora
     from jaxpar import models as models
     from jaxpar import moe as moe
     from jaxpar import nnx as nnx

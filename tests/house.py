@@ -18,7 +18,7 @@ FLOORS = (
     ("training",),
     ("checkpoint", "analysis"),
     ("inference", "testing", "planning"),
-    ("pipeline", "context", "moe", "offload", "overlap"),
+    ("pipeline", "context", "moe", "offload", "overlap", "lora"),
     ("models",),
     ("interop",),
     ("app",),

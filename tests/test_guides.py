@@ -55,6 +55,13 @@ def test_zero(readme: dict[str, Any]) -> None:
     assert np.isfinite(metrics["loss"])
 
 
+def test_finetune(readme: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = run("\n".join(blocks("docs/guides/finetune.md")), readme)
+    assert {path for path in found["state"].params["up"]["kernel"]} == {"lora_a", "lora_b"}
+    assert found["params"]["down"]["kernel"].shape == (256, 64)
+
+
 def test_precision(readme: dict[str, Any]) -> None:
     (code,) = blocks("docs/guides/precision.md")
     _, metrics = run(code, readme)["step"](

@@ -31,7 +31,7 @@ from jaxpar.training.manual_gradients import manual_gradients, spec_of
 from jaxpar.training.microbatches import GradientResult, StepConfig
 from jaxpar.training.model import show, to_path
 from jaxpar.training.pipeline.gradients import pipeline_gradients
-from jaxpar.training.state import TrainState
+from jaxpar.training.state import TrainState, place
 from jaxpar.utils.jaxprs import has_checkpoint_name
 
 
@@ -231,9 +231,9 @@ def place_gradients(layout: Layout, state: TrainState, grads: Any) -> Any:
 
 
 def _sharded(layout: Layout, state: TrainState) -> bool:
-    """Whether an axis of the batch also shards parameters, so that a device holds only parts of them."""
-    axes, found = set(batch_axes(layout)), microbatches.resolved_tree(layout, state, state.params, "params")
-    return any(axes.intersection(dim) for resolved in jax.tree.leaves(found) for dim in resolved.axes)
+    """Whether an axis of the batch also shards weights, so that a device holds only parts of them."""
+    axes, weights = set(batch_axes(layout)), (tensor for tensor in place(layout, state) if tensor.is_weight)
+    return any(axes.intersection(dim) for tensor in weights for dim in tensor.resolved.axes)
 
 
 def _whole(layout: Layout, w: jax.Array, stored: Resolved, used: Resolved, precision: Precision) -> jax.Array:

@@ -15,7 +15,9 @@ from jaxpar.errors import JaxparError, LayoutError, ModelError, listing
 from jaxpar.parallel.offload.host_weights import waiting
 from jaxpar.sharding.names import Names
 from jaxpar.training.arguments import check_loss
+from jaxpar.training.lora.program import with_adapters
 from jaxpar.training.model import Kind, Path
+from jaxpar.training.model.lora import LoraKind
 from jaxpar.training.state import TrainState
 
 Metrics = dict[str, Any]
@@ -40,9 +42,12 @@ def loss_of(loss_fn: LossFn, state: TrainState, batch: Any) -> Callable[[Any], t
       ModelError: ``loss_fn`` needs other arguments.
     """
     check_loss(loss_fn)
-    run = loss_program(loss_fn, state.metadata.kind, dict(state.metadata.dims))
+    kind, dims = state.metadata.kind, state.metadata.dims
+    adapted = kind if isinstance(kind, LoraKind) else None
+    run = loss_program(loss_fn, adapted.kind if adapted else kind, dict(adapted.dims if adapted else dims))
     rewrite = getattr(loss_fn, "rewrite", None)  # an annotated loss adds constraints
     run = run if rewrite is None else rewrite(run)
+    run = with_adapters(run, adapted) if adapted else run
     extra = {"key": key_of(state)} if wants_key(loss_fn) else {}
     return lambda params: run(params, state.variables, batch, extra)
 

@@ -31,6 +31,7 @@ from jaxpar.sharding.resolve import Resolved, ResolvedDim
 from jaxpar.training.arguments import check_layout, check_optimizer
 from jaxpar.training.model import Kind, MakeModel, Path, build_with_or_without_mesh, leaves_with_paths, show
 from jaxpar.training.model.fixed_order import FIXED, ONE_CODE, Causes
+from jaxpar.training.model.parts import FROZEN
 from jaxpar.training.optimizers import with_slow_parameters
 from jaxpar.training.self_reducing import SelfReducing
 from jaxpar.utils.contexts import hint_observer
@@ -121,6 +122,11 @@ class PlacedLeaf:
     @property
     def problems(self) -> tuple[str, ...]:
         return self.resolved.problems
+
+    @property
+    def is_weight(self) -> bool:
+        """Whether the leaf is a parameter, trained or frozen."""
+        return self.role == "params" or self.path.startswith(f"variables/{FROZEN}/")
 
 
 def init(
@@ -358,7 +364,7 @@ def problems_of(layout: Layout, tensors: Sequence[PlacedLeaf]) -> list[str]:
     All parameters without annotations are one problem, and so are all stacks of layers that the pipeline's stages do
     not divide.
     """
-    unannotated = {t.path: t.shape for t in tensors if t.role == "params" and t.names is None and t.problems}
+    unannotated = {t.path: t.shape for t in tensors if t.is_weight and t.names is None and t.problems}
     grouped = (_unannotated(list(unannotated.items())),) if unannotated else ()
     stages = layout.sizes.get(AXIS, 1)
     stacks: dict[ResolvedDim, list[str]] = {}
@@ -393,7 +399,7 @@ def _model_tensor(layout: Layout, path: Path, names: Names | None, leaf: Any, tx
         resolved = layout.resolve(names, shape, role="params", dtype=dtype, path=full)
         host, why = hosted_layers(tx, names, shape, dtype) if part == "params" else (False, "")
         return PlacedLeaf(part, full, shape, dtype, names, resolved, why, host)
-    if part == "params":
+    if part == "params" or path[:2] == ("variables", FROZEN):
         # Only an `over` rule can shard a parameter without annotations.
         resolved = layout.resolve((None,) * len(shape), shape, role="params", dtype=dtype, path=full)
         if shape and layout.rules.unannotated == "error":

@@ -19,6 +19,7 @@ from jax.sharding import AbstractMesh
 from jaxpar.errors import JaxparError, ModelError
 from jaxpar.training.model import pytree
 from jaxpar.training.model.fixed_order import Causes, in_fixed_order
+from jaxpar.training.model.lora import AdaptedModel, LoraModel, adapted_parts
 from jaxpar.training.model.parts import (
     Kind,
     MakeModel,
@@ -66,6 +67,8 @@ def read(model: Any) -> ModelParts:
         return replace(parts, dims=tuple((dict(parts.dims) | dict(model.dims)).items()))
     if isinstance(model, StackedModel):
         return stack_parts(read(model.model), model.path)
+    if isinstance(model, AdaptedModel):
+        return adapted_parts(model, read(model.model))
     if _is_module(model, "nnx"):
         from jaxpar.training.model import nnx_module
 
@@ -164,6 +167,8 @@ def _takes_key(kind: Any) -> bool:
 def _call(make_model: MakeModel, key: jax.Array) -> Any:
     if isinstance(make_model, StackLayers):
         return StackedModel(_call(make_model.make_model, key), make_model.path)
+    if isinstance(make_model, LoraModel):
+        return AdaptedModel(_call(make_model.make_model, key), make_model.config, key)
     if isinstance(make_model, type) and not _takes_key(make_model):
         name = make_model.__name__
         made = (

@@ -13,6 +13,9 @@ from jaxpar.sharding.names import Names, check_names
 
 Path = tuple[str, ...]
 
+FROZEN = "frozen_params"
+"""The entry of the carried variables that holds weights without gradients, which are sharded as parameters are."""
+
 MakeModel = Callable[[jax.Array], Any]
 """``make_model(key)`` builds the model: an NNX module, Linen variables or a pytree."""
 

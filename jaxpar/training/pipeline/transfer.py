@@ -27,6 +27,7 @@ from jaxpar.sharding.resolve import Resolved
 from jaxpar.sharding.rules import Axes
 from jaxpar.training.microbatches import pieces_of, resolved_tree
 from jaxpar.training.model import Path, show, to_path
+from jaxpar.training.model.lora import LoraKind
 from jaxpar.training.state import TrainState
 
 
@@ -247,6 +248,11 @@ class ModelSplit:
     """A state's parameters, as the stack of layers and all others, and the loss that reads them."""
 
     def __init__(self, state: TrainState, loss_fn: PipelineLoss):
+        if isinstance(state.metadata.kind, LoraKind):
+            raise ConfigError(
+                "pipeline: the model has adapters (jaxpar.lora.adapt), whose weights the stages of a pipeline do not "
+                "hold. Remedy: leave the pipeline out, and shard the weights over data and model."
+            )
         self.state, self.loss_fn, self.path = state, loss_fn, loss_fn.path
         self.shapes = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, w.dtype), state.params)
         self.model = lambda params: state.metadata.kind.merge(params, state.variables)

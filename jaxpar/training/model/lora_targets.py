@@ -1,0 +1,176 @@
+"""Which weights of a model get low-rank adapters, and the shapes of these."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar.errors import ConfigError, listing
+from jaxpar.sharding.names import LAYERS, Names
+from jaxpar.training.model.parts import Path, show
+from jaxpar.utils.arrays import at_least_fp32
+from jaxpar.utils.checks import is_count
+
+STACKED = (LAYERS, "dense_layers", "experts")
+"""Logical dims along which a parameter holds separate weights, each with an adapter of its own."""
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Which weights get adapters, and of which rank.
+
+    Attributes:
+      rank: the rank of the adapters.
+      alpha: the product of an adapter is multiplied by ``alpha / rank``.
+      targets: patterns of the weights' paths, with ``*`` and ``?``; a pattern may begin anywhere in a path, after a
+        slash: ``attention/q`` is ``blocks/attention/q``.
+      inputs: pattern → the number of dims that the weight sums over, where it is not found: by default the number with
+        which the adapter is smallest.
+
+    Raises:
+      ConfigError: the rank is below 1, ``alpha`` is not above 0, or there are no targets.
+
+    >>> LoraConfig(rank=4, alpha=8, targets=("attention/q",)).scale
+    2.0
+    """
+
+    rank: int = 8
+    alpha: float = 16.0
+    targets: tuple[str, ...] = ("*",)
+    inputs: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not is_count(self.rank):
+            raise ConfigError(f"lora: rank must be an integer of at least 1, got {self.rank!r}. Remedy: rank: 8.")
+        if not (isinstance(self.alpha, int | float) and 0 < self.alpha < math.inf):
+            raise ConfigError(f"lora: alpha must be a number above 0, got {self.alpha!r}. Remedy: alpha: 16.")
+        if isinstance(self.targets, str) or not self.targets or not all(isinstance(t, str) for t in self.targets):
+            raise ConfigError(
+                f"lora: targets must be a list of patterns, got {self.targets!r}. Remedy: targets: [attention/q], or "
+                "['*'] for all weights."
+            )
+
+    @property
+    def scale(self) -> float:
+        """The factor of an adapter's product."""
+        return self.alpha / self.rank
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The adapter of one weight.
+
+    Attributes:
+      path: of the weight in the parameters.
+      shape: of the weight.
+      stacked: the number of its first dims along which it holds separate weights.
+      inputs: the number of the following dims, which it sums over.
+    """
+
+    path: Path
+    shape: tuple[int, ...]
+    stacked: int
+    inputs: int
+
+    @property
+    def middle(self) -> int:
+        """The number of dims before those of the outputs."""
+        return self.stacked + self.inputs
+
+    def shapes(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Returns the shapes of ``lora_a`` and ``lora_b``."""
+        return (*self.shape[: self.middle], rank), (*self.shape[: self.stacked], rank, *self.shape[self.middle :])
+
+    def names(self, names: Names) -> tuple[Names, Names]:
+        """Returns the logical dims of ``lora_a`` and ``lora_b``, from those of the weight."""
+        return (*names[: self.middle], None), (*names[: self.stacked], None, *names[self.middle :])
+
+    def labels(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Returns a label for each dim of ``lora_a`` and ``lora_b``: the weight's dim, or ``rank``."""
+        dims = tuple(range(len(self.shape)))
+        return (*dims[: self.middle], rank), (*dims[: self.stacked], rank, *dims[self.middle :])
+
+    def product(self, a: jax.Array, b: jax.Array, scale: float) -> jax.Array:
+        """Returns what the adapter adds to the weight, in fp32 or wider."""
+        dims = tuple(range(len(self.shape)))
+        ours, theirs = self.labels(len(dims))
+        return scale * jnp.einsum(at_least_fp32(a), ours, at_least_fp32(b), theirs, dims)
+
+
+def find_adapters(
+    config: LoraConfig, shapes: Mapping[Path, tuple[int, ...]], names: Mapping[Path, Names | None]
+) -> Iterator[Adapter]:
+    """Yields the adapters of a model's weights.
+
+    Args:
+      config: rank and targets.
+      shapes: the shapes of the parameters, by path.
+      names: their logical dims.
+
+    Raises:
+      ConfigError: as for :func:`adapt`.
+    """
+    stacked = {path: _stacked(names[path], shape) for path, shape in shapes.items()}
+    chosen: dict[Path, None] = {}
+    for pattern in config.targets:
+        matched = [path for path in shapes if matches(path, pattern)]
+        fitting = [path for path in matched if len(shapes[path]) - stacked[path] >= 2]
+        if not matched:
+            raise ConfigError(_no_match("targets", pattern, shapes))
+        if not fitting:
+            first = matched[0]
+            raise ConfigError(
+                f"lora: targets: {pattern!r} matches only vectors, such as {show(first)} {list(shapes[first])}, which "
+                "have no adapters. Remedy: patterns of weights with inputs and outputs."
+            )
+        chosen |= dict.fromkeys(fitting)
+    for pattern in config.inputs:
+        if not any(matches(path, pattern) for path in chosen):
+            raise ConfigError(_no_match("inputs", pattern, chosen))
+    for path in shapes:
+        if path in chosen:
+            yield Adapter(path, shapes[path], stacked[path], _inputs(config, path, shapes[path], stacked[path]))
+
+
+def matches(path: Path, pattern: str) -> bool:
+    """Whether a pattern matches a path, or its end after a slash.
+
+    >>> matches(("blocks", "attention", "q"), "attention/?"), matches(("blocks", "mlp", "up"), "lp/up")
+    (True, False)
+    """
+    text = show(path)
+    return fnmatch.fnmatchcase(text, pattern) or fnmatch.fnmatchcase(text, f"*/{pattern}")
+
+
+def _stacked(names: Names | None, shape: tuple[int, ...]) -> int:
+    count = 0
+    while names is not None and len(names) == len(shape) and count < len(shape) and names[count] in STACKED:
+        count += 1
+    return count
+
+
+def _inputs(config: LoraConfig, path: Path, shape: tuple[int, ...], stacked: int) -> int:
+    dims = shape[stacked:]
+    given = next((count for pattern, count in config.inputs.items() if matches(path, pattern)), None)
+    if given is None:
+        return min(range(1, len(dims)), key=lambda n: math.prod(dims[:n]) + math.prod(dims[n:]))
+    if not is_count(given) or given >= len(dims):
+        raise ConfigError(
+            f"lora: inputs of {show(path)} {list(shape)} must be from 1 to {len(dims) - 1}, the number of dims that it "
+            f"sums over, got {given!r}."
+        )
+    return given
+
+
+def _no_match(key: str, pattern: str, paths: Any) -> str:
+    ends = {"/".join(path[i:]): show(path) for path in paths for i in range(len(path))}
+    near = [ends[end] for end in difflib.get_close_matches(pattern, ends, n=6, cutoff=0.4)]
+    nearest = list(dict.fromkeys(near))[:3] or [show(path) for path in paths][:3]
+    return f"lora: {key}: no weight matches {pattern!r}. The nearest are {listing(nearest)}. Remedy: one of these."
