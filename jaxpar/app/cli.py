@@ -8,7 +8,7 @@
     jaxpar verify-checkpoint DIR
     jaxpar schedule NAME
     jaxpar import DIR OUT | export CKPT DIR
-    jaxpar import-mindformers FILE.yaml OUT.yaml
+    jaxpar import-mindformers FILE.yaml OUT.yaml | import-deepspeed FILE.json OUT.yaml
     jaxpar doctor [--checkpoint DIR]
 
 Each command imports jax only when it runs, so ``jaxpar --help`` is fast.
@@ -27,7 +27,7 @@ import tyro
 from tyro.conf import Positional, UseAppendAction, arg
 
 from jaxpar.app.huggingface import ExportCommand, ImportCommand
-from jaxpar.app.import_configuration import ImportMindFormersCommand
+from jaxpar.app.import_configuration import ImportDeepSpeedCommand, ImportMindFormersCommand
 from jaxpar.app.launch import heartbeat
 from jaxpar.app.launch.exit_codes import ExitCode, last_line, report
 from jaxpar.errors import ConfigError
@@ -478,6 +478,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         | Annotated[ImportCommand, tyro.conf.subcommand("import")]
         | Annotated[ExportCommand, tyro.conf.subcommand("export")]
         | Annotated[ImportMindFormersCommand, tyro.conf.subcommand("import-mindformers")]
+        | Annotated[ImportDeepSpeedCommand, tyro.conf.subcommand("import-deepspeed")]
         | Doctor,
         prog="jaxpar",
         description="Explained and proven parallelism for Flax models.",

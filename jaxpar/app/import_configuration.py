@@ -20,6 +20,9 @@ type Output = Annotated[Path | None, arg(metavar="FILE")]
 type Ignored = Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="KEY")]
 type Importer = Callable[[Mapping[str, Any], ImportOptions], ImportedRun]
 
+_MOST_BYTES = 1 << 18
+"""Bytes in a JSON configuration."""
+
 Source = Annotated[Path, Positional, arg(metavar="FILE")]
 Out = Annotated[Path, Positional, arg(metavar="OUT")]
 
@@ -33,7 +36,7 @@ class ImportMindFormersCommand:
       out: the configuration to write
       devices: number of devices (default: the product of the sizes in the file)
       steps: number of training steps, if the file does not say it
-      base: configuration of a run to extend: its model and data, unless the file has them
+      base: configuration of a run whose model and data are used, unless the file has them
       ignore: leave out a key that has no counterpart
       json: also write the report as JSON
     """
@@ -50,10 +53,48 @@ class ImportMindFormersCommand:
         from jaxpar.interop.configurations.mindformers.translate import import_mindformers
         from jaxpar.utils.yaml_config import load_yaml
 
-        return convert(self, load_yaml(self.file), import_mindformers)
+        return convert(self, "import-mindformers", load_yaml(self.file), import_mindformers)
 
 
-def convert(command: ImportMindFormersCommand, data: Mapping[str, Any], importer: Importer) -> int:
+@dataclass(frozen=True)
+class ImportDeepSpeedCommand(ImportMindFormersCommand):
+    """Convert a DeepSpeed JSON file to a run's configuration, with a report about every key.
+
+    Attributes:
+      file: the DeepSpeed configuration
+      devices: number of devices (default: that of the batch sizes in the file)
+      base: configuration of a run whose model and data are used; required
+    """
+
+    def run(self) -> int:
+        from jaxpar.interop.configurations.deepspeed.translate import import_deepspeed
+
+        return convert(self, "import-deepspeed", _read_json(self.file), import_deepspeed)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """Returns the object in a JSON file.
+
+    Raises:
+      ConfigError: the file cannot be read, is too large, or is no JSON object.
+    """
+    from jaxpar.interop.safetensors import parse_json
+
+    try:
+        with file.open("rb") as opened:
+            text = opened.read(_MOST_BYTES + 1)
+        if len(text) > _MOST_BYTES:
+            raise ConfigError(f"{file}: more than {_MOST_BYTES:,} bytes, the limit for a configuration.")
+        data = parse_json(text, str(file))
+    except OSError as error:
+        problem = error if isinstance(error, JaxparError) else f"{file}: cannot be read: {error.strerror}."
+        raise ConfigError(str(problem)) from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{file} must be a JSON object, got {type(data).__name__}.")
+    return data
+
+
+def convert(command: ImportMindFormersCommand, name: str, data: Mapping[str, Any], importer: Importer) -> int:
     """Translates ``data``, prints the report, checks that the result builds a job, and writes it.
 
     Raises:
@@ -70,13 +111,13 @@ def convert(command: ImportMindFormersCommand, data: Mapping[str, Any], importer
         command.json.write_text(found.report.to_json() + "\n", encoding="utf-8")
     found.report.check()
     config = found.config if base is None else _merged(base, found.config)
-    _write(command, config, found.devices)
+    _write(command, name, config, found.devices)
     print(f"wrote {command.out}, for {found.devices} device{'' if found.devices == 1 else 's'}")
     return 0
 
 
 def _base(file: Path | None) -> dict[str, Any] | None:
-    """Returns ``model`` and ``data`` of a run's configuration."""
+    """Returns the parts of a run's configuration that an import may use."""
     if file is None:
         return None
     from jaxpar.utils.yaml_config import load_yaml
@@ -85,14 +126,28 @@ def _base(file: Path | None) -> dict[str, Any] | None:
     model = data.get("model")
     if not isinstance(model, dict) or not isinstance(model.get("family"), str):
         raise ConfigError(f"--base {file}: model.family must be set. Remedy: the configuration of a built-in model.")
-    return {"model": model, "data": data.get("data") or {}}
+    parts = {name: data.get(name) or {} for name in ("data", "optimizer", "train", "parallel")}
+    wrong = next((name for name, value in parts.items() if not isinstance(value, dict)), None)
+    if wrong is not None:
+        raise ConfigError(f"--base {file}: {wrong} must be a mapping, got {parts[wrong]!r:.80}.")
+    return {"model": model, **parts}
 
 
 def _merged(base: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    """The run with the base's model and data, and with its optimizer, steps and remat where the import sets none."""
     from jaxpar.utils.yaml_config import merge
 
     data = {key: value for key, value in config["data"].items() if key != "source"}
-    return {**config, "model": merge(base["model"], config.get("model", {})), "data": merge(base["data"], data)}
+    optimizer = config["optimizer"] if "name" in config["optimizer"] else merge(base["optimizer"], config["optimizer"])
+    kept = lambda part, key: {key: base[part][key]} if key in base[part] else {}
+    return {
+        "model": merge(base["model"], config.get("model", {})),
+        **{key: value for key, value in config.items() if key != "model"},
+        "data": merge(base["data"], data),
+        "optimizer": optimizer,
+        "train": {**kept("train", "steps"), **config.get("train", {})},
+        "parallel": {**kept("parallel", "remat"), **config["parallel"]},
+    }
 
 
 def _show(report: ImportReport) -> None:
@@ -112,7 +167,7 @@ def _show(report: ImportReport) -> None:
     print(report.headline())
 
 
-def _write(command: ImportMindFormersCommand, config: dict[str, Any], devices: int) -> None:
+def _write(command: ImportMindFormersCommand, name: str, config: dict[str, Any], devices: int) -> None:
     """Writes the configuration after it has been explained, so that what is written loads, builds and is sharded."""
     import yaml
 
@@ -120,8 +175,9 @@ def _write(command: ImportMindFormersCommand, config: dict[str, Any], devices: i
     from jaxpar.app.config import load_run
     from jaxpar.app.job import make_job
 
-    text = yaml.safe_dump(config, sort_keys=False, default_flow_style=None, width=110)
-    head = f"# Written by: jaxpar {_NAMES[type(command)]} {command.file} {command.out}\n"
+    plain = _copied(config)
+    text = yaml.safe_dump(plain, sort_keys=False, default_flow_style=None, width=110)
+    head = f"# Written by: jaxpar {name} {command.file} {command.out}\n"
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / command.out.name
         file.write_text(head + text, encoding="utf-8")
@@ -137,4 +193,8 @@ def _write(command: ImportMindFormersCommand, config: dict[str, Any], devices: i
     command.out.write_text(head + text, encoding="utf-8")
 
 
-_NAMES: Mapping[type, str] = {ImportMindFormersCommand: "import-mindformers"}
+def _copied(value: Any) -> Any:
+    """A copy in which no list occurs twice, because YAML would write the second one as an alias."""
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    return [_copied(item) for item in value] if isinstance(value, list | tuple) else value

@@ -1,4 +1,4 @@
-"""Weights and configurations of other libraries: Hugging Face checkpoints in and out, MindFormers YAML files in."""
+"""Weights and configurations of other libraries: Hugging Face checkpoints in and out, MindFormers and DeepSpeed in."""
 
 from __future__ import annotations
 

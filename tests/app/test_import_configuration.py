@@ -13,7 +13,7 @@ from jaxpar.app.job import make_job
 
 MODEL = """
 model:
-  model_config: {hidden_size: 64, num_layers: 4, num_heads: 4, n_kv_heads: 4, vocab_size: 256, seq_length: 64,
+  model_config: {hidden_size: 64, num_layers: 2, num_heads: 4, n_kv_heads: 4, vocab_size: 256, seq_length: 64,
                  intermediate_size: 96, compute_dtype: bfloat16, param_init_type: float32, %s}
 lr_schedule: {type: LinearWithWarmUpLR, learning_rate: 1.e-3, warmup_steps: 2, total_steps: 4}
 optimizer: {type: AdamW, weight_decay: 0.1}
@@ -72,7 +72,7 @@ def test_a_translation_builds_a_job(
     assert job.layout_data["mesh"] == mesh and job.abstract_devices() == 8
     rows = json.loads((tmp_path / "report.json").read_text())["rows"]
     assert {row["status"] for row in rows} <= {"translated", "ignored"}
-    if "expert" in mesh:
+    if "context" in mesh:
         assert main(["check", str(tmp_path / "run.yaml")]) == 0  # no rule is unused
 
 
@@ -120,3 +120,24 @@ def test_a_base_needs_a_built_in_model(tmp_path: Path, capsys: pytest.CaptureFix
     assert capsys.readouterr().err == (
         f"ConfigError: --base {base}: model.family must be set. Remedy: the configuration of a built-in model.\n"
     )
+
+
+def test_a_deepspeed_file_builds_a_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base, source, out = tmp_path / "base.yaml", tmp_path / "ds.json", tmp_path / "run.yaml"
+    base.write_text(
+        "model: {family: llama, preset: tiny, layers: 2}\ndata: {source: stdlib, seq: 32}\n"
+        "optimizer: {name: lion}\ntrain: {steps: 7}\nparallel: {remat: dots}\n"
+    )
+    source.write_text(
+        '{"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}, "fp16": {"enabled": true}}'
+    )
+    run = ["import-deepspeed", str(source), str(out), "--base", str(base)]
+    assert main([*run, "--devices", "8"]) == 0
+    job = make_job(load_run(out))
+    assert job.zero.stage == 3 and job.precision.scale is not None and job.llama.dtype == "float16"
+    assert (job.config.optimizer.name, job.config.train.steps, job.config.parallel.remat) == ("lion", 7, "dots")
+    assert "&id" not in out.read_text()
+    source.write_text("[1]")
+    out.unlink()
+    assert main(run) != 0
+    assert capsys.readouterr().err == f"ConfigError: {source} must be a JSON object, got list.\n"

@@ -385,6 +385,9 @@ def test_experts() -> None:
         "capacity_factor": None,
     }
     assert {key: model[key] for key in wanted} == wanted
+    alone = {key: EXPERTS["moe_config"][key] for key in ("expert_num", "num_experts_chosen")}
+    rules = run_of(**(EXPERTS | {"moe_config": alone})).config["rules"]
+    assert not {"mlp", "dense_layers", "latent"} & rules.keys()  # the model has no such dims
 
 
 def test_latent_attention_and_keys_of_hugging_face() -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from jaxpar.utils.public_names import public_names
 
 if TYPE_CHECKING:
+    from jaxpar.interop.configurations.deepspeed.translate import import_deepspeed as import_deepspeed
     from jaxpar.interop.configurations.keys import ImportOptions as ImportOptions
     from jaxpar.interop.configurations.mindformers.translate import import_mindformers as import_mindformers
     from jaxpar.interop.configurations.report import ImportedRun as ImportedRun

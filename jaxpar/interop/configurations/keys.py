@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from jaxpar.errors import ConfigError, did_you_mean
 from jaxpar.interop.configurations.report import ImportReport, KeyRow, KeyStatus
-from jaxpar.utils.checks import is_count, shown
+from jaxpar.utils.checks import INT32, is_count, shown
 
 type ValueKind = Literal["count", "natural", "integer", "number", "bool", "text", "list", "mapping"]
 
@@ -83,7 +83,8 @@ class ConfigKeys:
             return default
         what, fits = _KINDS[kind]
         if not fits(value):
-            raise self.error(path, f"must be {what}, got {shown(value)}")
+            auto = "the value that another program fills in" if value == "auto" else ""
+            raise self.error(path, f"must be {what}, got {shown(value)}", auto)
         return value
 
     def first(self, paths: Sequence[str]) -> str:
@@ -198,3 +199,8 @@ def put(config: dict[str, Any], path: str, value: Any) -> None:
     for part in parents:
         config = config.setdefault(part, {})
     config[last] = value
+
+
+def fixed_scale(value: float) -> dict[str, float]:
+    """Returns a loss scale that never changes: it neither grows nor shrinks below its first value."""
+    return {"initial": value, "minimum": value, "interval": INT32}

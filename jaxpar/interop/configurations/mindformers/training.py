@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxpar.interop.configurations.keys import ConfigKeys, put
+from jaxpar.interop.configurations.keys import ConfigKeys, fixed_scale, put
 from jaxpar.interop.configurations.layout import AxisSizes
 from jaxpar.interop.configurations.mindformers.model import ImportedModel
-from jaxpar.utils.checks import INT32
 
 _RUNNER = {"sink_mode": "steps run one by one", "sink_size": "steps run one by one", "num_classes": "for classifiers"}
 _ADAMW = ("AdamW", "AdamWeightDecay", "FusedAdamWeightDecay", "FP32StateAdamWeightDecay", "FusedCastAdamWeightDecay")
@@ -188,7 +187,7 @@ def _warmup(keys: ConfigKeys, steps: int) -> int:
     return int(steps * ratio)
 
 
-def write_wrapper(keys: ConfigKeys, model: ImportedModel, config: dict[str, Any]) -> None:
+def write_wrapper(keys: ConfigKeys, config: dict[str, Any]) -> None:
     """Writes gradient clipping and the loss scale.
 
     Raises:
@@ -209,13 +208,6 @@ def write_wrapper(keys: ConfigKeys, model: ImportedModel, config: dict[str, Any]
     scale = _loss_scale(keys, f"{at}scale_sense")
     if scale is not None:
         put(config, "precision", {"scale": scale})
-    elif model.fields.get("dtype") == "float16":
-        put(config, "precision", {"compute": "fp16", "scale": fixed_scale(1.0)})
-
-
-def fixed_scale(value: float) -> dict[str, float]:
-    """Returns a loss scale that never changes: it neither grows nor shrinks below its first value."""
-    return {"initial": value, "minimum": value, "interval": INT32}
 
 
 def _loss_scale(keys: ConfigKeys, path: str) -> dict[str, float] | None:

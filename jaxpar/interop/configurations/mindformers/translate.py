@@ -70,7 +70,7 @@ def import_mindformers(data: Mapping[str, Any], options: ImportOptions) -> Impor
     batch = write_batch(keys, model, sizes, config)
     steps = read_steps(keys, batch)
     write_optimizer(keys, steps, config)
-    write_wrapper(keys, model, config)
+    write_wrapper(keys, config)
     write_run(keys, config)
     config["train"]["steps"] = steps
     return ImportedRun(config, keys.report(_KNOWN), sizes.devices)

@@ -1,0 +1,1 @@
+"""DeepSpeed configurations: ZeRO, precision, batch, optimizer and schedule."""
