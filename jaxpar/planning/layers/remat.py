@@ -165,7 +165,7 @@ class _Part:
       jaxpr: the whole program.
       eqns: the equations.
       reads, makes: the variables that they need, and those of theirs that are needed later.
-      layer: what they are: ``""`` for no layer, ``layer``, or ``scan``.
+      layer: what they are: ``""`` for no layer, ``layer``, ``scan``, or ``kept`` for a layer that keeps everything.
     """
 
     jaxpr: Jaxpr
@@ -178,7 +178,7 @@ class _Part:
         """Returns the equations as a function of arrays, recomputed by a policy of ``jax.checkpoint``."""
         eqns = [_scan(eqn, rule) for eqn in self.eqns] if self.layer == "scan" else list(self.eqns)
         body = self.jaxpr.replace(eqns=eqns, invars=self.reads, outvars=self.makes, constvars=())
-        if self.layer == "layer":
+        if self.layer in ("layer", "kept"):
             body = with_inlined(body, remat=True)
         function: Callable[..., Any] = jaxpr_as_fun(_closed(body))
         return jax.checkpoint(function, policy=rule) if self.layer == "layer" else function
@@ -194,7 +194,8 @@ def _parts(jaxpr: Jaxpr, layers: Sequence[RepeatedLayers], policy: RematPolicy) 
                 "keep the layers in a list."
             )
         recomputes = [on for a, b, on in policy.segments(found.count) for _ in range(a, b)]
-        kind = "scan" if found.stacked else "layer"
+        # Between separate layers, the barriers of jax.checkpoint would make XLA store what it computes again for less.
+        kind = "scan" if found.stacked else "kept" if policy.policy == "none" else "layer"
         spans += [(a, b, kind if on else "") for (a, b), on in zip(found.spans, recomputes, strict=False)]
     cuts, at = list[tuple[int, int, str]](), 0
     for start, end, kind in sorted(spans):
