@@ -18,7 +18,7 @@ FLOORS = (
     ("training",),
     ("checkpoint", "analysis"),
     ("inference", "testing", "planning"),
-    ("pipeline", "context", "moe", "offload", "overlap", "lora"),
+    ("pipeline", "context", "moe", "offload", "overlap", "lora", "spatial"),
     ("models",),
     ("interop",),
     ("app",),
