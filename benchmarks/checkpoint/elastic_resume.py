@@ -74,10 +74,9 @@ def child(folder: Path) -> int:
     from jaxpar.app.cli import main
     from jaxpar.app.train import run_data
 
-    made = run_data.batches
-    run_data.batches = lambda *args, **options: Noted(  # type: ignore[assignment]
-        made(*args, **options), folder / "batches"
-    )
+    module: Any = run_data
+    made = module.Batches
+    module.Batches = lambda *args, **options: Noted(made(*args, **options), folder / "batches")
     return main(["train", str(folder / "run.yaml")])
 
 

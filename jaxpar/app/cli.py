@@ -9,6 +9,7 @@
     jaxpar schedule NAME
     jaxpar import DIR OUT | export CKPT DIR
     jaxpar import-mindformers FILE.yaml OUT.yaml | import-deepspeed FILE.json OUT.yaml
+    jaxpar tokenize SOURCE OUT | verify-tokens FILE
     jaxpar doctor [--checkpoint DIR]
 
 Each command imports jax only when it runs, so ``jaxpar --help`` is fast.
@@ -30,6 +31,8 @@ from jaxpar.app.huggingface import ExportCommand, ImportCommand
 from jaxpar.app.import_configuration import ImportDeepSpeedCommand, ImportMindFormersCommand
 from jaxpar.app.launch import heartbeat
 from jaxpar.app.launch.exit_codes import ExitCode, last_line, report
+from jaxpar.app.schedule import ScheduleCommand
+from jaxpar.app.tokenize import TokenCommands
 from jaxpar.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -333,39 +336,6 @@ class VerifyCheckpoint:
         return 0
 
 
-@dataclass(frozen=True)
-class ScheduleCommand:
-    """Print a pipeline schedule: ticks, bubble, memory, timeline; several: a table. Needs neither devices nor jax.
-
-    Attributes:
-      names: a schedule such as 1f1b, or several
-      stages: number of pipeline stages
-      microbatches: number of microbatches of a batch
-      virtual_stages: pieces of the model on each stage, for schedules that support several
-      sequence_chunks: chunks of each sequence, for schedules that support them
-      costs: durations: F forward, B backward, W weight gradient
-      draw: also draw the schedule to this file (extra plots)
-      timing: what each operation waits for in the picture
-      width: characters per line of text
-    """
-
-    names: Annotated[tuple[str, ...], Positional, arg(metavar="NAME...")]
-    stages: int
-    microbatches: int
-    virtual_stages: int | None = None
-    sequence_chunks: int = 1
-    costs: Annotated[str, arg(metavar="F=1,B=1,W=1")] = ""
-    draw: File = None
-    timing: Literal["ticks", "neighbours", "stages"] = "ticks"
-    width: int = 120
-
-    def run(self) -> int:
-        from jaxpar.parallel.pipeline.schedules.describe import answer
-
-        print(answer(**vars(self)))
-        return 0
-
-
 def _job(command: Explain) -> Job:
     from jaxpar.app.config import load_run
     from jaxpar.app.job import make_job
@@ -479,6 +449,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         | Annotated[ExportCommand, tyro.conf.subcommand("export")]
         | Annotated[ImportMindFormersCommand, tyro.conf.subcommand("import-mindformers")]
         | Annotated[ImportDeepSpeedCommand, tyro.conf.subcommand("import-deepspeed")]
+        | TokenCommands
         | Doctor,
         prog="jaxpar",
         description="Explained and proven parallelism for Flax models.",

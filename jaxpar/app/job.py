@@ -24,6 +24,7 @@ from jaxpar.app.factory import FactoryConfig, FactoryModel, factory_model
 from jaxpar.app.optimizer_config import make_optimizer
 from jaxpar.app.own_data import OwnData, check_dims, own_data, tokens_of
 from jaxpar.app.pipeline_config import check_recompute, make_pipeline
+from jaxpar.data.token_file import TokenFile, is_token_file
 from jaxpar.data.tokenizer import Tokenizer, load_tokenizer
 from jaxpar.errors import ConfigError, JaxparError, did_you_mean
 from jaxpar.models import llama
@@ -157,16 +158,22 @@ class Job:
         """The tokenizer of a text.
 
         Raises:
-          DataError: it cannot be read.
+          DataError: it cannot be read, or the text is a token file of another tokenizer.
           ConfigError: the model's vocabulary is smaller than the tokenizer's.
         """
-        found, vocab = load_tokenizer(self.config.data.tokenizer), self.model.vocab
-        if vocab is not None and found.vocab > vocab:
-            raise ConfigError(
-                f"model: vocab must be at least {found.vocab}, the number of tokens of the tokenizer ({found.name}), "
-                f"got {vocab}. Remedy: model: {{vocab: {found.vocab}}}."
-            )
+        found = load_tokenizer(self.config.data.tokenizer)
+        if is_token_file(self.config.data.source):
+            TokenFile(self.config.data.source).check_tokenizer(found)
+        self.check_vocab(found.vocab, f"the tokenizer ({found.name})")
         return found
+
+    def check_vocab(self, vocab: int, owner: str) -> None:
+        """Raise a ConfigError if the model's vocabulary is smaller than that of ``owner``."""
+        if self.model.vocab is not None and vocab > self.model.vocab:
+            raise ConfigError(
+                f"model: vocab must be at least {vocab}, the number of tokens of {owner}, got {self.model.vocab}. "
+                f"Remedy: model: {{vocab: {vocab}}}."
+            )
 
     def batch_names(self) -> tuple[str, ...]:
         """The names of a batch's arrays, each ``[batch, seq]``."""
@@ -186,13 +193,17 @@ class Job:
         shape = (self.config.data.batch, self.config.data.seq)
         return {name: jp.tag(jax.ShapeDtypeStruct(shape, "int32"), *BATCH_DIMS) for name in self.batch_names()}
 
-    def reading(self, layout: jp.Layout) -> dict[str, Any]:
+    def reading(self, layout: jp.Layout, eos: int = 0) -> dict[str, Any]:
         """Options of :func:`jaxpar.data.batches`: the document separator, and the token order for the layout's ring.
+
+        Args:
+          layout: the layout of the run.
+          eos: the token that ends a document of the text.
 
         Raises:
           ConfigError: the sequence cannot be cut into pieces to balance.
         """
-        data, options = self.config.data, {"separator": self.tokenizer.eos if self.config.data.packing else None}
+        data, options = self.config.data, {"separator": eos if self.config.data.packing else None}
         if self.model.context.load_balance != BALANCED or isinstance(self.model, FactoryModel):
             return options
         with layout:

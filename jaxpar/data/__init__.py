@@ -13,6 +13,8 @@ from jaxpar.data.documents import ReadOptions
 from jaxpar.data.entropy import bigram_entropy, unigram_entropy
 from jaxpar.data.loader import Batches, batches, eval_batches
 from jaxpar.data.sources import Text, load_text
+from jaxpar.data.token_file import TokenFile
+from jaxpar.data.tokenize import write_tokens
 from jaxpar.data.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
 from jaxpar.data.windows import Batch
 
@@ -21,6 +23,7 @@ __all__ = [
     "Batches",
     "ReadOptions",
     "Text",
+    "TokenFile",
     "Tokenizer",
     "TokenizerConfig",
     "batches",
@@ -29,4 +32,5 @@ __all__ = [
     "load_text",
     "load_tokenizer",
     "unigram_entropy",
+    "write_tokens",
 ]

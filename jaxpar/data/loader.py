@@ -15,7 +15,7 @@ from typing import Any, Protocol, Self
 import numpy as np
 import numpy.typing as npt
 
-from jaxpar.data.windows import Arrange, Batch, EpochPlan, as_integer, token_vector
+from jaxpar.data.windows import Arrange, Batch, EpochPlan, Windows, as_integer, token_vector
 from jaxpar.errors import DataError, need
 from jaxpar.utils.checks import is_count, shown
 
@@ -74,7 +74,7 @@ def batches(
     >>> first["tokens"].tolist(), first["targets"].tolist()
     ([[0, 1], [2, 3]], [[1, 2], [3, 4]])
     """
-    plan = EpochPlan(token_vector(tokens), batch, seq, process_index, process_count, separator, arrange)
+    plan = EpochPlan(Windows(token_vector(tokens), seq, separator), batch, process_index, process_count, arrange)
     epochs = None if epochs is None else as_integer("epochs", epochs, least=1)
     return Batches(plan, seed=as_integer("seed", seed), shuffle=bool(shuffle), epochs=epochs)
 
@@ -115,7 +115,12 @@ def eval_batches(
     >>> [b["targets"].tolist() for b in eval_batches(np.arange(6), batch=2, seq=1, max_batches=9)]
     [[[1], [2]], [[3], [4]]]
     """
-    plan = EpochPlan(token_vector(tokens), batch, seq, process_index, process_count, separator, arrange)
+    plan = EpochPlan(Windows(token_vector(tokens), seq, separator), batch, process_index, process_count, arrange)
+    return plan_eval_batches(plan, max_batches)
+
+
+def plan_eval_batches(plan: EpochPlan, max_batches: int) -> list[Batch]:
+    """Returns at most ``max_batches`` full batches of a plan, spread evenly over its rows."""
     steps = min(as_integer("max_batches", max_batches, least=1), plan.steps)
     # Spread over the text, because the first windows are the first files, and neighbouring files are similar.
     numbers = np.arange(steps * plan.batch) * plan.windows // (steps * plan.batch)

@@ -18,6 +18,7 @@ import numpy as np
 
 from jaxpar.data.bad_rows import BadRow, BadRows
 from jaxpar.data.documents import Document, DocumentFiles, ReadOptions, find_documents
+from jaxpar.data.token_file import TokenFile, is_token_file
 from jaxpar.data.tokenizer import ByteTokenizer, Tokenizer, id_dtype
 from jaxpar.errors import DataError
 
@@ -38,8 +39,10 @@ class Text:
         documents: total number of documents, held-out ones included.
         heldout_documents: number of held-out documents.
         unit: what a document is: ``files`` or ``rows``.
+        train_starts, heldout_starts: offset of each document of a part, and the end of the last, ``[documents + 1]``.
         eos: the token that ends a document: 0 for bytes.
         bad: the rows that were left out, in words; empty if there are none.
+        checksum: identifies the tokens of a token file; ``None`` for a text that was tokenized now.
 
     >>> text = load_text("synthetic")
     >>> text.name, text.train.dtype, text.vocab
@@ -52,9 +55,12 @@ class Text:
     vocab: int
     documents: int
     heldout_documents: int
+    train_starts: np.ndarray
+    heldout_starts: np.ndarray
     unit: str = "files"
     eos: int = 0
     bad: str = ""
+    checksum: str | None = None
 
 
 def load_text(
@@ -83,8 +89,8 @@ def load_text(
               one;
             - a folder, searched recursively; write ``"./stdlib"`` for a folder of that name. Hidden files and folders
               are skipped, and symbolic links to folders are not followed;
-            - a file.
-        tokenizer: of :func:`jaxpar.data.load_tokenizer`; by default bytes.
+            - a file, also one of :func:`jaxpar.data.write_tokens`, which is mapped into memory as it was written.
+        tokenizer: of :func:`jaxpar.data.load_tokenizer`; by default bytes, or for a token file its own.
         options: formats of the files, and what to do with rows that have no text.
         heldout_fraction: expected fraction of the documents to hold out, strictly between 0 and 1.
         seed: determines the held-out documents and the words of the synthetic text.
@@ -93,14 +99,16 @@ def load_text(
         The text; see :class:`Text` for shapes.
 
     Raises:
-        DataError: the source is unknown, no file matches, a row has no text, the fraction is not between 0 and 1, or
-            the split leaves one part without documents.
+        DataError: the source is unknown, no file matches, a row has no text, the fraction is not between 0 and 1, the
+            split leaves one part without documents, or a token file is of another tokenizer.
         OSError: a file or folder cannot be read.
 
     >>> text = load_text("synthetic", heldout_fraction=0.1)
     >>> text.train.size + text.heldout.size, text.heldout_documents
     (1048830, 28)
     """
+    if is_token_file(source):
+        return _mapped(TokenFile(source), tokenizer)
     tokenizer = ByteTokenizer() if tokenizer is None else tokenizer
     check_fraction(heldout_fraction)
     files, bad = find_documents(source, options, seed), BadRows(options.bad_rows)
@@ -117,9 +125,32 @@ def load_text(
         vocab=tokenizer.vocab,
         documents=len(train) + len(heldout),
         heldout_documents=len(heldout),
+        train_starts=_starts(train),
+        heldout_starts=_starts(heldout),
         unit=files.unit,
         eos=tokenizer.eos,
         bad=bad.describe(),
+    )
+
+
+def _mapped(file: TokenFile, tokenizer: Tokenizer | None) -> Text:
+    """The text of a token file."""
+    header = file.header
+    if tokenizer is not None:
+        file.check_tokenizer(tokenizer)
+    return Text(
+        header.name,
+        file.train,
+        file.heldout,
+        vocab=header.vocab,
+        documents=header.train.documents + header.heldout.documents,
+        heldout_documents=header.heldout.documents,
+        train_starts=file.train_starts,
+        heldout_starts=file.heldout_starts,
+        unit=header.unit,
+        eos=header.eos,
+        bad=header.bad,
+        checksum=header.checksum,
     )
 
 
@@ -221,6 +252,13 @@ def is_heldout(key: str, fraction: float, seed: int) -> bool:
     # Not hash(): Python salts it per process. surrogateescape: a path on disk need not be valid Unicode.
     digest = hashlib.sha256(f"{seed}:{key}".encode("utf-8", "surrogateescape")).digest()
     return int.from_bytes(digest[:8], "big") < fraction * 2.0**64
+
+
+def _starts(documents: list[np.ndarray]) -> np.ndarray:
+    """The offset of each document, and the end of the last, which has no ``eos``."""
+    starts = np.cumsum([0, *map(len, documents)])
+    starts[-1] -= 1
+    return starts
 
 
 def _joined(documents: list[np.ndarray], dtype: np.dtype) -> np.ndarray:

@@ -10,7 +10,7 @@ import hashlib
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -27,47 +27,136 @@ type Arrange = Callable[[npt.NDArray[np.int32]], npt.NDArray[np.int32]]
 _HASH_CHUNK = 1 << 20
 
 
+class RowSource(Protocol):
+    """Rows of ``seq`` tokens that have numbers from 0."""
+
+    seq: int
+
+    @property
+    def count(self) -> int:
+        """Number of rows."""
+
+    @property
+    def packed(self) -> bool:
+        """Whether rows hold documents that are told apart."""
+
+    def read(self, numbers: np.ndarray) -> Batch:
+        """Returns the rows ``numbers`` [n]."""
+
+    def segments(self, numbers: np.ndarray) -> npt.NDArray[np.int32]:
+        """Returns the document of each token of these rows [n, seq], numbered from 0 in each row."""
+
+    def identity(self) -> dict[str, int | str]:
+        """Returns what must be equal for a number to mean the same row."""
+
+    def shortage(self, batch: int) -> str:
+        """Returns how many rows there are, and that a batch needs more."""
+
+
 @dataclass(eq=False)
-class EpochPlan:
-    """Checked sizes over a text, and the method that reads its rows.
+class Windows:
+    """The windows of a token vector as rows.
 
     Attributes:
         tokens: the text's token ids, as :func:`token_vector` returns them.
-        batch: rows of the global batch, over all processes.
         seq: tokens per row.
+        separator: the token that ends a document; ``None`` if documents are not distinguished.
+        checksum: identifies the tokens; without it they are hashed.
+        vocab: number of possible tokens, for tokens that were not checked before.
+
+    Raises:
+        DataError: ``seq`` is not a positive integer.
+
+    >>> Windows(token_vector(range(100)), 8).count
+    12
+    """
+
+    tokens: np.ndarray
+    seq: int
+    separator: int | None = None
+    checksum: str | None = None
+    vocab: int | None = None
+
+    def __post_init__(self) -> None:
+        self.seq = as_integer("seq", self.seq, 1)
+
+    @property
+    def count(self) -> int:
+        """Number of complete windows in the text."""
+        return max(0, self.tokens.size - 1) // self.seq
+
+    @property
+    def packed(self) -> bool:
+        """Whether documents are told apart."""
+        return self.separator is not None
+
+    def read(self, numbers: np.ndarray) -> Batch:
+        """Returns the windows ``numbers`` [n].
+
+        Raises:
+          DataError: a token is not below ``vocab``.
+        """
+        span = self.tokens[numbers[:, None] * self.seq + np.arange(self.seq + 1)].astype(np.int32)
+        check_vocab(span, self.vocab)
+        # Contiguous here, on the reading thread: otherwise the copy to the device copies them on the training thread.
+        found = {"tokens": np.ascontiguousarray(span[:, :-1]), "targets": np.ascontiguousarray(span[:, 1:])}
+        return {**found, "segment_ids": self.segments(numbers)} if self.packed else found
+
+    def segments(self, numbers: np.ndarray) -> npt.NDArray[np.int32]:
+        """Returns the document of each token [n, seq], numbered from 0 per row; a separator ends its document."""
+        ends = self.tokens[numbers[:, None] * self.seq + np.arange(self.seq)] == self.separator
+        return np.cumsum(ends, axis=1, dtype=np.int32) - ends
+
+    def identity(self) -> dict[str, int | str]:
+        """Returns what must be equal for a window number to mean the same row. It may hash the full text."""
+        content = content_hash(self.tokens) if self.checksum is None else self.checksum
+        same: dict[str, int | str] = {"tokens": self.tokens.size, "content": content, "seq": self.seq}
+        return same if self.separator is None else {**same, "separator": self.separator}
+
+    def shortage(self, batch: int) -> str:
+        """Returns how many windows there are, and that a batch needs more."""
+        return (
+            f"{self.tokens.size} tokens hold {self.count} windows of seq={self.seq}, and batch={batch} needs {batch} "
+            f"windows, {batch * self.seq + 1} tokens"
+        )
+
+
+@dataclass(eq=False)
+class EpochPlan:
+    """The rows that one process reads of each global batch.
+
+    Attributes:
+        rows: the rows.
+        batch: rows of the global batch, over all processes.
         process_index: index of this process.
         process_count: number of processes that share a global batch.
-        separator: the token that ends a document; ``None`` if documents are not distinguished.
         arrange: maps the documents of a global batch to its token order.
 
     Raises:
-        DataError: a size is not a positive integer, ``batch`` is not divisible by ``process_count``, the text is too
-            short for one global batch, or ``arrange`` is given without ``separator``.
+        DataError: a size is not a positive integer, ``batch`` is not divisible by ``process_count``, there are too few
+            rows for one global batch, or ``arrange`` is given and the rows have no documents.
 
-    >>> plan = EpochPlan(token_vector(range(100)), batch=4, seq=8, process_index=0, process_count=2)
+    >>> plan = EpochPlan(Windows(token_vector(range(100)), 8), batch=4, process_index=0, process_count=2)
     >>> plan.windows, plan.steps
     (12, 3)
     """
 
-    tokens: np.ndarray
+    rows: RowSource
     batch: int
-    seq: int
-    process_index: int
-    process_count: int
-    separator: int | None = None
+    process_index: int = 0
+    process_count: int = 1
     arrange: Arrange | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("batch", 1), ("seq", 1), ("process_index", 0), ("process_count", 1)):
+        for name, least in (("batch", 1), ("process_index", 0), ("process_count", 1)):
             setattr(self, name, as_integer(name, getattr(self, name), least))
         check_share(self.batch, self.process_index, self.process_count)
         if self.windows < self.batch:
             raise DataError(
-                f"the text is too short for one global batch: {self.tokens.size} tokens hold {self.windows} windows "
-                f"of seq={self.seq}, and batch={self.batch} needs {self.batch} windows, "
-                f"{self.batch * self.seq + 1} tokens. Remedy: a smaller batch or seq, or more text."
+                f"the text is too short for one global batch: {self.rows.shortage(self.batch)}. Remedy: a smaller "
+                "batch or seq, or more text."
             )
-        if self.arrange is not None and self.separator is None:
+        if self.arrange is not None and not self.rows.packed:
             raise DataError(
                 "arrange orders the tokens of a batch by their documents, but separator is not given, so the text has "
                 "no documents. Remedy: pass separator=0, or the token that ends a document; or leave arrange out."
@@ -75,8 +164,8 @@ class EpochPlan:
 
     @property
     def windows(self) -> int:
-        """Number of complete windows in the text."""
-        return max(0, self.tokens.size - 1) // self.seq
+        """Number of rows."""
+        return self.rows.count
 
     @property
     def steps(self) -> int:
@@ -84,37 +173,34 @@ class EpochPlan:
         return self.windows // self.batch
 
     def read(self, numbers: np.ndarray) -> Batch:
-        """Returns this process's rows of the global batch that consists of the windows ``numbers`` [batch]."""
+        """Returns this process's rows of the global batch that consists of the rows ``numbers`` [batch]."""
         rows = self.batch // self.process_count
-        mine = numbers[self.process_index * rows : (self.process_index + 1) * rows]
-        span = self.tokens[mine[:, None] * self.seq + np.arange(self.seq + 1)].astype(np.int32)
-        # Contiguous here, on the reading thread: otherwise the copy to the device copies them on the training thread.
-        found = {"tokens": np.ascontiguousarray(span[:, :-1]), "targets": np.ascontiguousarray(span[:, 1:])}
-        if self.separator is None:
-            return found
-        found["segment_ids"] = self._documents(mine)
+        found = self.rows.read(numbers[self.process_index * rows : (self.process_index + 1) * rows])
         if self.arrange is not None:
             # The order depends on all rows of the global batch, so it is the same on every process.
-            found["order"] = np.tile(self.arrange(self._documents(numbers)), (rows, 1))
+            found["order"] = np.tile(self.arrange(self.rows.segments(numbers)), (rows, 1))
         return found
 
-    def _documents(self, numbers: np.ndarray) -> npt.NDArray[np.int32]:
-        """Returns the document of each token [rows, seq], numbered from 0 per row; a separator ends its document."""
-        ends = self.tokens[numbers[:, None] * self.seq + np.arange(self.seq)] == self.separator
-        return np.cumsum(ends, axis=1, dtype=np.int32) - ends
-
     def identity(self) -> dict[str, int | str]:
-        """Returns what must be equal for a window number to mean the same rows. It hashes the full text."""
-        same: dict[str, int | str] = {"tokens": self.tokens.size, "content": self.content_hash()}
-        same |= {"batch": self.batch, "seq": self.seq}
-        return same if self.separator is None else {**same, "separator": self.separator}
+        """Returns what must be equal for a number to mean the same row of a batch."""
+        return {"batch": self.batch, **self.rows.identity()}
 
-    def content_hash(self) -> str:
-        """Returns a hash of the token ids that does not depend on their integer type or byte order."""
-        digest = hashlib.sha256()
-        for start in range(0, self.tokens.size, _HASH_CHUNK):
-            digest.update(np.ascontiguousarray(self.tokens[start : start + _HASH_CHUNK], "<i4"))
-        return f"sha256:{digest.hexdigest()[:16]}"
+
+def check_vocab(tokens: np.ndarray, vocab: int | None) -> None:
+    """Raise a DataError if a token is outside ``[0, vocab)``."""
+    if vocab is not None and tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab:
+        raise DataError(
+            f"the text has tokens from {tokens.min()} to {tokens.max()}, but the vocabulary has {vocab}. Remedy: the "
+            "tokenizer and model.vocab that the text was written for."
+        )
+
+
+def content_hash(tokens: np.ndarray) -> str:
+    """Returns a hash of token ids that does not depend on their integer type or byte order."""
+    digest = hashlib.sha256()
+    for start in range(0, tokens.size, _HASH_CHUNK):
+        digest.update(np.ascontiguousarray(tokens[start : start + _HASH_CHUNK], "<i4"))
+    return f"sha256:{digest.hexdigest()[:16]}"
 
 
 def check_share(batch: int, process_index: int, process_count: int) -> None:

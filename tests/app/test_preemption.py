@@ -26,7 +26,7 @@ from jaxpar.app.job import make_job
 from jaxpar.app.launch.process_group import free_port
 from jaxpar.app.train import loop, run_data
 from jaxpar.checkpoint.verify import check, steps_in
-from jaxpar.data import batches
+from jaxpar.data import Batches
 
 RUN: dict[str, Any] = {
     "model": {"family": "llama", "preset": "tiny", "layers": 1, "embed": 16, "heads": 2, "head_dim": 8, "mlp": 24},
@@ -108,7 +108,7 @@ class Stream:
     """Batches of which one is marked; process 1 is slow, because it sleeps before each batch."""
 
     def __init__(self, *arguments: Any, **options: Any):
-        self._inner = batches(*arguments, **options)
+        self._inner = Batches(*arguments, **options)
         self._taken = 0
 
     def __next__(self) -> Any:
@@ -131,7 +131,7 @@ def work(address: str, rank: str, folder: str) -> None:
         streams.append(Stream(*arguments, **options))
         return streams[-1]
 
-    run_data.batches = made
+    run_data.Batches = made
     job = replace(
         make_job(load_run(Path(folder) / "run.yaml")),
         make_model=lambda key: {"w": jp.tag(jax.random.normal(key, (16, 8)), "embed", "mlp")},

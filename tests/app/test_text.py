@@ -11,6 +11,9 @@ import yaml
 from small_tokenizer import save_tokenizer, write_jsonl
 
 from jaxpar.app.cli import main
+from jaxpar.app.config import load_run
+from jaxpar.app.job import make_job
+from jaxpar.app.train.run_data import open_data
 
 LAYOUT = Path(__file__).parents[2] / "configs/layouts/fsdp_tp.yaml"
 MODEL = {"family": "llama", "preset": "tiny", "layers": 1, "embed": 64, "heads": 2, "head_dim": 16, "mlp": 64}
@@ -54,3 +57,56 @@ def test_a_run_on_jsonl_with_a_tokenizer_generates_what_it_learned(
     assert [answer["prompt"] + answer["text"] for answer in answers] == [SENTENCE] * 2
     assert {answer["ended"] for answer in answers} == {"stop"}
     assert answers[0]["tokens"] < len(answers[0]["text"]) / 2  # tokens are no bytes
+
+
+def first_tokens(config: Path, *settings: str) -> list[list[int]]:
+    """The tokens of the first two training batches, and of the first that is held out."""
+    job = make_job(load_run(config, settings))
+    data = open_data(job, job.layout())
+    return [batch["tokens"].tolist() for batch in (next(data.stream), next(data.stream), data.heldout[0])]
+
+
+def test_a_token_file_is_read_as_its_text_and_generates_with_its_tokenizer(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["tokenize", str(config), "a.tokens"]) == 0
+    said = capsys.readouterr().out
+    assert said == "a.tokens: 2,800 tokens (uint16, 0.0 MiB) of tokenizer.json; 25 of 400 rows held out\n"
+    assert main(["verify-tokens", "a.tokens"]) == 0
+    assert capsys.readouterr().out == said.rstrip("\n") + "; all bytes match the checksum\n"
+    text = first_tokens(config)
+    assert text == first_tokens(config, "data.source=a.tokens")
+    assert text == first_tokens(config, "data.source=a.tokens", "data.tokenizer=null")
+    own = ["--set", "data.source=a.tokens", "--set", "data.tokenizer=null"]
+    assert main(["generate", str(config), "--prompt", "a", *own]) == 2
+    assert "was written with the tokenizer tokenizer.json (sha256:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (
+            ["run.yaml", "--text-field", "body"],
+            (
+                "tokenize: --text-field is for a text, but run.yaml is the configuration of a run. Remedy: --set "
+                "data.text_field=..."
+            ),
+        ),
+        (
+            ["corpus", "--set", "data.seq=3"],
+            (
+                "tokenize: --set is for the configuration of a run, but corpus is a text. Remedy: the options of this "
+                "command, such as --tokenizer."
+            ),
+        ),
+        (
+            ["corpus", "--eos", "</s>"],
+            "tokenize: --eos and --special are for a tokenizer. Remedy: --tokenizer tokenizer.json.",
+        ),
+    ],
+)
+def test_options_of_tokenize_that_do_not_go_together(
+    words: list[str], error: str, config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["tokenize", *words, "out.tokens"]) == 2
+    assert capsys.readouterr().err == f"ConfigError: {error}\n"

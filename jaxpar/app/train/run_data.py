@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 
 import jaxpar as jp
 from jaxpar.app.job import Job
-from jaxpar.data import Text, batches, bigram_entropy, eval_batches, load_text
+from jaxpar.data import Text, bigram_entropy, load_text
 from jaxpar.data.entropy import MAX_BIGRAM_VOCAB
-from jaxpar.data.loader import Stream
+from jaxpar.data.loader import Batches, Stream, plan_eval_batches
+from jaxpar.data.windows import EpochPlan, Windows
 
 
 @dataclass(frozen=True)
@@ -45,31 +48,41 @@ def open_data(job: Job, layout: jp.Layout) -> RunData:
         heldout = job.data.heldout(config.train.eval_batches, **process)
         return RunData(job.data.stream(**process), heldout, "data", job.data.describe())
     text = _text(job)
-    cut: dict[str, Any] = {"batch": config.data.batch, "seq": config.data.seq, **process, **job.reading(layout)}
     line = (
         f"{text.name}: {text.train.size:,} tokens to train on, {text.heldout.size:,} held out "
         f"({text.heldout_documents} of {text.documents} {text.unit}); batch {config.data.batch} × {config.data.seq} "
         f"tokens{text.bad and '; '}{text.bad}"
     )
-    heldout = eval_batches(text.heldout, max_batches=config.train.eval_batches, **cut)
-    stream = batches(text.train, seed=config.data.seed, **cut)
-    return RunData(stream, heldout, "text", line, _bigram(text))
+    heldout = plan_eval_batches(_plan(job, layout, text, text.heldout, process), config.train.eval_batches)
+    return RunData(_stream(job, layout, text, process), heldout, "text", line, _bigram(text))
 
 
 def global_stream(job: Job, layout: jp.Layout) -> Stream:
     """Returns the training batches with the rows of all processes."""
-    if job.data is not None:
-        return job.data.stream()
-    data = job.config.data
-    cut: dict[str, Any] = {"batch": data.batch, "seq": data.seq, "seed": data.seed, **job.reading(layout)}
-    return batches(_text(job).train, **cut)
+    return job.data.stream() if job.data is not None else _stream(job, layout, _text(job), {})
+
+
+def _stream(job: Job, layout: jp.Layout, text: Text, process: Mapping[str, int]) -> Batches:
+    plan = _plan(job, layout, text, text.train, process)
+    return Batches(plan, seed=job.config.data.seed, shuffle=True, epochs=None)
+
+
+def _plan(job: Job, layout: jp.Layout, text: Text, tokens: np.ndarray, process: Mapping[str, int]) -> EpochPlan:
+    data, reading = job.config.data, job.reading(layout, text.eos)
+    rows = Windows(tokens, data.seq, reading["separator"], text.checksum, text.vocab)
+    return EpochPlan(rows, data.batch, **process, arrange=reading.get("arrange"))
 
 
 def _text(job: Job) -> Text:
+    """The text of a run. A token file needs no tokenizer to train on."""
     data = job.config.data
-    return load_text(
-        data.source, tokenizer=job.tokenizer, options=data.read_options, heldout_fraction=data.heldout_fraction
+    tokenizer = None if data.tokenizer is None else job.tokenizer
+    text = load_text(
+        data.source, tokenizer=tokenizer, options=data.read_options, heldout_fraction=data.heldout_fraction
     )
+    owner = "the text" if data.tokenizer is None else f"the tokenizer ({job.tokenizer.name})"
+    job.check_vocab(text.vocab, owner)
+    return text
 
 
 def _bigram(text: Text) -> float:

@@ -182,7 +182,7 @@ def test_the_loop_steps_with_the_moments_on_disk_and_verify_refuses(
         (
             "model.vocab=100",
             (
-                "ConfigError: model: vocab must be at least 256, the number of tokens of the tokenizer (bytes), got "
+                "ConfigError: model: vocab must be at least 256, the number of tokens of the text, got "
                 "100. Remedy: model: {vocab: 256}."
             ),
         ),

@@ -1,0 +1,42 @@
+"""``jaxpar schedule``: a pipeline schedule as text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from tyro.conf import Positional, arg
+
+
+@dataclass(frozen=True)
+class ScheduleCommand:
+    """Print a pipeline schedule: ticks, bubble, memory, timeline; several: a table. Needs neither devices nor jax.
+
+    Attributes:
+      names: a schedule such as 1f1b, or several
+      stages: number of pipeline stages
+      microbatches: number of microbatches of a batch
+      virtual_stages: pieces of the model on each stage, for schedules that support several
+      sequence_chunks: chunks of each sequence, for schedules that support them
+      costs: durations: F forward, B backward, W weight gradient
+      draw: also draw the schedule to this file (extra plots)
+      timing: what each operation waits for in the picture
+      width: characters per line of text
+    """
+
+    names: Annotated[tuple[str, ...], Positional, arg(metavar="NAME...")]
+    stages: int
+    microbatches: int
+    virtual_stages: int | None = None
+    sequence_chunks: int = 1
+    costs: Annotated[str, arg(metavar="F=1,B=1,W=1")] = ""
+    draw: Annotated[Path | None, arg(metavar="FILE")] = None
+    timing: Literal["ticks", "neighbours", "stages"] = "ticks"
+    width: int = 120
+
+    def run(self) -> int:
+        from jaxpar.parallel.pipeline.schedules.describe import answer
+
+        print(answer(**vars(self)))
+        return 0

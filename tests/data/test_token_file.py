@@ -1,0 +1,175 @@
+"""Token files: the same tokens as the text, whole or not there at all, and damage that is noticed."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from small_tokenizer import save_tokenizer, sentences, write_jsonl
+
+from jaxpar.data import ReadOptions, TokenFile, load_text, load_tokenizer, write_tokens
+from jaxpar.data.token_file import HEADER_BYTES, MAGIC, TokenFileWriter
+from jaxpar.data.tokenize import TokenizeProgress
+from jaxpar.errors import DataError
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    save_tokenizer(tmp_path)
+    return write_jsonl(tmp_path / "corpus/rows.jsonl", sentences(300)).parent
+
+
+def error(call: object, *args: object) -> str:
+    with pytest.raises(DataError) as caught:
+        call(*args)  # type: ignore[operator]
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "file"])
+def test_a_token_file_holds_what_the_text_is(kind: str, corpus: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(None if kind == "bytes" else tmp_path / "tokenizer.json")
+    seen: list[TokenizeProgress] = []
+    file = write_tokens(corpus, tmp_path / "a.tokens", tokenizer=tokenizer, progress=seen.append)
+    file.verify()
+    text, mapped = load_text(corpus, tokenizer=tokenizer), load_text(tmp_path / "a.tokens", tokenizer=tokenizer)
+    for part in ("train", "heldout", "train_starts", "heldout_starts"):
+        ours, other = getattr(mapped, part), getattr(text, part)
+        assert isinstance(ours, np.memmap)
+        assert ours[: other.size - 1].tolist() == other[:-1].tolist()  # the text has no end of its last document
+    assert mapped.train.dtype == text.train.dtype and mapped.train[-1] == text.eos
+    for name in ("name", "vocab", "documents", "heldout_documents", "unit", "eos", "bad"):
+        assert getattr(mapped, name) == getattr(text, name)
+    for starts, ids in ((mapped.train_starts, mapped.train), (mapped.heldout_starts, mapped.heldout)):
+        assert starts[0] == 0 and starts[-1] == ids.size and (ids[starts[1:] - 1] == text.eos).all()
+    last = seen[-1]
+    assert last.bytes == last.of_bytes > 0 and last.documents == 300
+    assert last.tokens == mapped.train.size + mapped.heldout.size
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.tokens", "corpus", "tokenizer.json"]
+
+
+def test_a_damaged_or_truncated_file_is_an_error(corpus: Path, tmp_path: Path) -> None:
+    path = tmp_path / "a.tokens"
+    file = write_tokens(corpus, path)
+    raw = bytearray(path.read_bytes())
+    raw[HEADER_BYTES + 3] ^= 1
+    path.write_bytes(raw)
+    assert re.fullmatch(
+        rf"token file {re.escape(str(path))} is damaged: its checksum is sha256:[0-9a-f]{{64}}, but its header says "
+        rf"{file.header.checksum}\. Remedy: copy it again, or write it again with: jaxpar tokenize\.",
+        error(TokenFile(path).verify),
+    )
+    path.write_bytes(raw[:-1])
+    assert error(TokenFile, path) == (
+        f"token file {path} must have {len(raw):,} bytes, got {len(raw) - 1:,}. Remedy: copy it again, or write it "
+        "again with: jaxpar tokenize."
+    )
+    path.write_bytes(MAGIC)
+    assert error(TokenFile, path) == f"{path} is not a token file. Remedy: write one with: jaxpar tokenize SOURCE OUT."
+    assert error(TokenFile, tmp_path / "b") == (
+        f"token file {tmp_path / 'b'} cannot be read: No such file or directory. Remedy: check the path."
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"version": 2}, "its version is 2, not 1"),
+        ({"dtype": "float32"}, "dtype must be one of uint8, uint16, int32, got 'float32'"),
+        ({"vocab": -1}, "vocab must be an integer from 0, got -1"),
+        ({"vocab": 0}, "eos must be below vocab=0, got 0"),
+        ({"name": 3}, "name must be a text, got 3"),
+        ({"train": {"tokens": 2**60, "documents": 3}}, f"train.tokens must be an integer from 1, got {2**60}"),
+        ({"heldout": {"tokens": True, "documents": 3}}, "heldout.tokens must be an integer from 1, got True"),
+        ({"more": 3}, "TypeError: TokenHeader.__init__() got an unexpected keyword argument 'more'"),
+    ],
+)
+def test_a_header_that_cannot_be_is_an_error(change: dict[str, object], problem: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.tokens"
+    write_tokens("synthetic", path)
+    raw = path.read_bytes()
+    table = json.loads(raw[len(MAGIC) : HEADER_BYTES])
+    path.write_bytes((MAGIC + json.dumps({**table, **change}).encode()).ljust(HEADER_BYTES) + raw[HEADER_BYTES:])
+    assert error(TokenFile, path) == (
+        f"token file {path}: its header is not valid: {problem}. Remedy: jaxpar tokenize again."
+    )
+
+
+def test_an_error_leaves_nothing_and_an_existing_file_stays(corpus: Path, tmp_path: Path) -> None:
+    path = tmp_path / "a.tokens"
+    with (corpus / "rows.jsonl").open("a") as file:
+        file.write("{}\n")
+    assert "row 301" in error(write_tokens, corpus, path)
+    assert [one.name for one in tmp_path.glob("a.*")] == []
+    found = write_tokens(corpus, path, options=ReadOptions(bad_rows="skip"))
+    assert found.header.bad == (f"1 bad row skipped: {corpus / 'rows.jsonl'} row 301: it has no field 'text', but none")
+    assert error(write_tokens, corpus, path) == f"{path} exists. Remedy: delete it, or write another file."
+
+
+def test_a_killed_writer_leaves_no_file_and_the_next_one_writes_it(corpus: Path, tmp_path: Path) -> None:
+    path = tmp_path / "a.tokens"
+    code = (
+        "import os, signal, sys\nfrom jaxpar.data import write_tokens\n"
+        "write_tokens(sys.argv[1], sys.argv[2], progress=lambda at: os.kill(os.getpid(), signal.SIGKILL))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(corpus), str(path)], check=False)
+    assert done.returncode == -signal.SIGKILL and not path.exists()
+    assert {one.name for one in tmp_path.glob("a.*")} == {"a.tokens.new", "a.tokens.heldout"}
+    write_tokens(corpus, path).verify()
+    assert [one.name for one in tmp_path.glob("a.*")] == ["a.tokens"]
+
+
+def test_two_writers_and_a_full_disk(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.tokens"
+    with (tmp_path / "a.tokens.new").open("wb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        assert error(write_tokens, corpus, path) == (
+            f"{path} is written by another process. Remedy: wait, or another file."
+        )
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert error(write_tokens, corpus, path) == (
+        f"{path} cannot be written: No space left on device. Remedy: free space on the disk."
+    )
+    assert not path.exists() and not list(tmp_path.glob("a.tokens*"))
+    none = tmp_path / "none" / "a.tokens"
+    assert error(write_tokens, corpus, none) == (
+        f"{none} cannot be written: No such file or directory. Remedy: a file in a writable folder."
+    )
+
+
+def test_another_tokenizer_than_the_files_is_an_error(corpus: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
+    path = tmp_path / "a.tokens"
+    write_tokens(corpus, path, tokenizer=tokenizer)
+    assert load_text(path).vocab == tokenizer.vocab  # the header knows all that training needs
+    (tmp_path / "other").mkdir()
+    other = load_tokenizer(save_tokenizer(tmp_path / "other", vocab=310))
+    with pytest.raises(DataError) as caught:
+        load_text(path, tokenizer=other)
+    assert str(caught.value) == (
+        f"token file {path} was written with the tokenizer {tokenizer.name} ({tokenizer.digest}), but this run reads "
+        f"it with {other.name} ({other.digest}). Remedy: that tokenizer, or jaxpar tokenize with this one."
+    )
+
+
+def test_the_writer_keeps_the_lengths_small(tmp_path: Path) -> None:
+    with TokenFileWriter(tmp_path / "a.tokens", np.dtype("uint8")) as writer:
+        for n in range(10):
+            writer.add(np.zeros(n + 1, "uint8"), heldout=n == 9)
+        assert (writer.documents(heldout=False), writer.documents(heldout=True)) == (9, 1)
+        header = write_tokens("synthetic", tmp_path / "b.tokens").header
+        made = writer.finish(lambda train, heldout, sum_: replace(header, train=train, heldout=heldout, checksum=sum_))
+    assert made.train_starts.tolist() == np.cumsum([0, *range(1, 10)]).tolist()
