@@ -66,6 +66,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_an_own_model_is_planned_with_recomputed_layers(own: Path) -> None:
     planner = RunPlanner(own)
     every = list(plans(planner.workload, 8, planner.space(), Counter()))

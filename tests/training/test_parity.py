@@ -154,6 +154,7 @@ def test_a_layout_equals_one_device(name: str, model: str, layout_of: Any, on_on
     assert_equal(layout_of(name), TASKS[key], on_one_device(*key))
 
 
+@pytest.mark.slow
 def test_a_split_sequence_equals_one_device(layout_of: Any, on_one_device: Any) -> None:
     """Ring attention over Ulysses pairs; tokens stay in zigzag order from the first layer to the loss."""
     task = llama(16, context=jp.context.Context("hybrid"), remat="save_attention")

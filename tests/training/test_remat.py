@@ -103,6 +103,7 @@ def kept_bytes(remat: str | jp.RematPolicy, layout: jp.Layout) -> int:
     return int(memory.temp_size_in_bytes)
 
 
+@pytest.mark.slow
 def test_activations_kept_in_parts_take_less_and_change_no_gradient(
     layout_of: Any, gradients: Callable[[str], Any]
 ) -> None:

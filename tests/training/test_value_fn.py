@@ -196,7 +196,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize(("mode", "name"), few(PAIRS, 2, names=2))
+@pytest.mark.parametrize(("mode", "name"), few(PAIRS, 1, names=2))
 def test_a_line_search_takes_the_steps_of_a_plain_loop_of_optax(mode: str, name: str) -> None:
     """In fp64: a search compares losses that are nearly equal, which amplifies rounding."""
     with jax.enable_x64(True):

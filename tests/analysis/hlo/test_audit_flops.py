@@ -29,7 +29,7 @@ FOUR_DIGITS = 5e-5
             (programs.UnrolledLlama, "none"),
             (programs.UnrolledLlama, "full"),
         ],
-        2,
+        1,
         names=2,
     ),
 )

@@ -167,7 +167,7 @@ CASES: dict[str, tuple[jp.Layout, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", few(CASES, 5))
+@pytest.mark.parametrize("name", few(CASES, 3))
 def test_one_key_drops_the_same_weights(name: str, one_device: tuple[float, Any]) -> None:
     layout, options = CASES[name]
     loss, grads = stepped(layout, **options)
@@ -188,7 +188,7 @@ def keyed_on_one_device() -> tuple[float, Any]:
     return stepped(on({"data": 1}), KEYED)
 
 
-@pytest.mark.parametrize("name", few(["microbatches 2", "ZeRO 1", "ring", "1f1b", "zb_h1, independent"], 2))
+@pytest.mark.parametrize("name", few(["microbatches 2", "ZeRO 1", "ring", "1f1b", "zb_h1, independent"], 1))
 def test_keys_of_rows_drop_the_same_weights(name: str, keyed_on_one_device: tuple[float, Any]) -> None:
     layout, options = CASES[name]
     loss, grads = stepped(layout, **(options | {"loss": KEYED}))
@@ -200,7 +200,7 @@ def norm_of(grads: Any) -> float:
     return math.sqrt(sum(float(np.sum(np.square(g, dtype=np.float64))) for g in jax.tree.leaves(grads)))
 
 
-@pytest.mark.parametrize("name", few(["pipedream_2bw", "pipedream"], 1))
+@pytest.mark.parametrize("name", few(["pipedream_2bw", "pipedream"], 0))
 def test_an_asynchronous_pipeline_drops_the_same_weights(name: str, one_device: tuple[float, Any]) -> None:
     """At a learning rate of 0, every call has the same loss, whatever the version of the weights."""
     layout = on({"pipeline": 2, "data": 2})
@@ -216,6 +216,7 @@ def test_an_asynchronous_pipeline_drops_the_same_weights(name: str, one_device: 
         assert float(metrics["grad_norm"]) == pytest.approx(norm_of(one_device[1]), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_one_bit_adam_drops_the_same_weights(one_device: tuple[float, Any]) -> None:
     loss, grads = stepped(on({"data": 2}), tx=jp.one_bit_adam(0.1, warmup=10))
     assert loss == pytest.approx(one_device[0], rel=1e-5)
@@ -314,6 +315,7 @@ def test_devices_that_hold_the_same_queries_drop_the_same_weights() -> None:
     np.testing.assert_allclose(np.asarray(got), np.asarray(want), rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_several_sequences_of_a_row_are_counted_with_it() -> None:
     """Windows of tokens are separate sequences; those of one row follow one another."""
 

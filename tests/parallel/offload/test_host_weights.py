@@ -109,6 +109,7 @@ def test_steps_are_the_same_and_one_of_them_is_skipped(rules: str, name: str, op
     )
 
 
+@pytest.mark.slow
 def test_a_llama_holds_against_one_device(layout_of: Callable[..., jp.Layout]) -> None:
     config = preset("tiny", layers=2, embed=32, heads=2, kv_heads=2, head_dim=16, mlp=64, vocab=64)
     tokens = np.random.default_rng(0).integers(0, 64, (8, 17))

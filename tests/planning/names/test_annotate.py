@@ -193,7 +193,7 @@ def numbers(batch: dict[str, jax.ShapeDtypeStruct]) -> dict[str, np.ndarray]:
 STEPS = [
     *few(
         [("gpt", "fsdp x tensor"), ("gpt scanned", "fsdp"), ("experts", "fsdp x tensor"), ("resnet", "fsdp")],
-        keep=2,
+        keep=1,
         names=2,
     )
 ]

@@ -27,6 +27,7 @@ from jaxpar.planning.search.space import Space, plans, tensor_dims
 from jaxpar.sharding.hardware.topology import Topology
 from jaxpar.training.model import Tagged
 from tests.planning.names import models
+from tests.profiles import few
 
 GIVEN = {"mlp": "model"}
 
@@ -68,11 +69,11 @@ def best(planner: ModelPlanner, chosen: ChosenSpace, topology: str = "v5e:2x4") 
 
 @pytest.mark.parametrize("name", ["recursive", "dynamic_programming"])
 def test_many_tokens_are_split_and_few_are_not(name: str) -> None:
-    many, few = mlp(2**16), mlp(8)
+    many, small = mlp(2**16), mlp(8)
     assert choose(many, name).space.fixed["data"] == 8
-    chosen = choose(few, name)
+    chosen = choose(small, name)
     assert chosen.space.fixed["model"] == 8 and chosen.space.tensor == ("mlp",)
-    assert best(few, chosen).describe() == "TP 8"
+    assert best(small, chosen).describe() == "TP 8"
 
 
 def test_the_notes_say_which_search_ran_what_it_saw_and_what_it_did_not() -> None:
@@ -135,7 +136,7 @@ def test_a_parameter_over_data_is_fully_sharded() -> None:
     assert best(planner, chosen).rules(("batch", "embed", "mlp"))["params"] == {"embed": ["data"]}
 
 
-@pytest.mark.parametrize("name", [name for name in SEARCHES if name != "enumerate"])
+@pytest.mark.parametrize("name", few([name for name in SEARCHES if name != "enumerate"], 1))
 def test_what_a_search_chooses_trains_as_one_device(name: str) -> None:
     train(mlp(8, 64), name)
 
@@ -174,9 +175,9 @@ def test_a_fixed_mesh_and_slices_are_kept() -> None:
     planner = mlp(64)
     for name in ("recursive", "dynamic_programming"):
         assert choose(planner, name, model=4).space.fixed | {"zero": 0} == {"data": 2, "model": 4, "zero": 0}
-    few = mlp(8)
-    assert choose(few, "dynamic_programming", topology="v5e:2x2*2").space.fixed["model"] <= 4
-    assert choose(few, "recursive", topology="v5e:2x2*2").space.fixed["model"] <= 4
+    small = mlp(8)
+    assert choose(small, "dynamic_programming", topology="v5e:2x2*2").space.fixed["model"] <= 4
+    assert choose(small, "recursive", topology="v5e:2x2*2").space.fixed["model"] <= 4
 
 
 def test_a_table_that_fits_is_chosen_before_a_faster_one_that_does_not() -> None:

@@ -127,6 +127,7 @@ def test_what_comes_before_the_layers_in_the_ticks_gives_the_same(case: Any, one
     check_same(got, one_device)
 
 
+@pytest.mark.slow
 def test_nothing_of_a_batch_waits_where_what_comes_before_the_layers_is_in_the_ticks() -> None:
     """A microbatch is ROWS x SEQ x WIDTH x 4 bytes, half on each stage; tokens and targets add 4 bytes per entry."""
 

@@ -133,7 +133,7 @@ def llama_alone() -> Any:
                 "per_microbatch",
             ),
         ],
-        1,
+        0,
         names=5,
     ),
 )

@@ -198,6 +198,7 @@ def test_no_chunk_keeps_a_copy_of_all_keys_and_values(remat: str, most: int | No
         assert sum(np.prod(shape) for shape in shapes if len(shape) > 1) <= most * seq // chunks * config.embed
 
 
+@pytest.mark.slow
 def test_a_configured_llama_trains_in_chunks_on_packed_documents(tmp_path: Path) -> None:
     """The gradients of the first step and the losses of three steps equal those of one device on full sequences."""
     file = tmp_path / "run.yaml"
