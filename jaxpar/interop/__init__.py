@@ -1,4 +1,4 @@
-"""Weights and configurations of other libraries: Hugging Face checkpoints in and out, MindFormers and DeepSpeed in."""
+"""Weights and configurations of other libraries: Hugging Face and PEFT in and out, MindFormers and DeepSpeed in."""
 
 from __future__ import annotations
 
@@ -9,5 +9,6 @@ from jaxpar.utils.public_names import public_names
 if TYPE_CHECKING:
     from jaxpar.interop import configurations as configurations
     from jaxpar.interop import huggingface as huggingface
+    from jaxpar.interop import peft as peft
 else:
     __getattr__, __dir__, __all__ = public_names(__name__, __file__)

@@ -15,7 +15,13 @@ _MOST = 20
 
 
 def check_tensors(
-    rules: Iterable[TensorRule], shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, StoredTensor], where: str
+    rules: Iterable[TensorRule],
+    shapes: Mapping[str, tuple[int, ...]],
+    tensors: Mapping[str, StoredTensor],
+    where: str,
+    *,
+    holds: str = "the tensors of the model that its config.json describes",
+    remedy: str = "config.json and weights of one model; dequantize weights in 8 bits first",
 ) -> None:
     """Checks that a checkpoint has exactly the tensors of a model.
 
@@ -24,6 +30,8 @@ def check_tensors(
       shapes: of the parameters, by path.
       tensors: of the checkpoint, by name, without those to ignore.
       where: the checkpoint's name, for errors.
+      holds: what it must hold, for errors.
+      remedy: what to do otherwise, for errors.
 
     Raises:
       CheckpointError: lists the tensors that are missing, unexpected, or of another shape or dtype. Tensors that differ
@@ -52,9 +60,9 @@ def check_tensors(
         raise CheckpointError(
             "\n".join(
                 [
-                    f"{where} does not hold the tensors of the model that its config.json describes:",
+                    f"{where} does not hold {holds}:",
                     *(f"- {problem}" for problem in problems),
-                    "Remedy: config.json and weights of one model; dequantize weights in 8 bits first.",
+                    f"Remedy: {remedy}.",
                 ]
             )
         )
