@@ -8,7 +8,7 @@
     jaxpar verify-checkpoint DIR
     jaxpar schedule NAME
     jaxpar import DIR OUT | export CKPT DIR
-    jaxpar import-mindformers FILE.yaml OUT.yaml | import-deepspeed FILE.json OUT.yaml
+    jaxpar import-mindformers | import-deepspeed | import-megatron FILE OUT.yaml
     jaxpar tokenize SOURCE OUT | verify-tokens FILE
     jaxpar doctor [--checkpoint DIR]
 
@@ -28,7 +28,7 @@ import tyro
 from tyro.conf import Positional, UseAppendAction, arg
 
 from jaxpar.app.huggingface import ExportCommand, ImportCommand
-from jaxpar.app.import_configuration import ImportDeepSpeedCommand, ImportMindFormersCommand
+from jaxpar.app.import_configuration import ConfigurationCommands
 from jaxpar.app.launch import heartbeat
 from jaxpar.app.launch.exit_codes import ExitCode, last_line, report
 from jaxpar.app.schedule import ScheduleCommand
@@ -447,8 +447,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         | Annotated[ScheduleCommand, tyro.conf.subcommand("schedule")]
         | Annotated[ImportCommand, tyro.conf.subcommand("import")]
         | Annotated[ExportCommand, tyro.conf.subcommand("export")]
-        | Annotated[ImportMindFormersCommand, tyro.conf.subcommand("import-mindformers")]
-        | Annotated[ImportDeepSpeedCommand, tyro.conf.subcommand("import-deepspeed")]
+        | ConfigurationCommands
         | TokenCommands
         | Doctor,
         prog="jaxpar",

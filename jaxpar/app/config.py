@@ -74,7 +74,8 @@ class OptimizerConfig:
       name: the optimizer.
       learning_rate: the highest rate, reached after ``warmup`` steps of linear growth from 0.
       warmup: number of steps.
-      schedule: how the rate decays until ``train.steps``: by a ``cosine``, ``linear``, or not at all (``constant``).
+      schedule: how the rate decays: by a ``cosine``, ``linear``, or not at all (``constant``).
+      decay_steps: the step at which the rate is the last one, and stays so; ``None`` for ``train.steps``.
       final_lr_ratio: the last rate, as a fraction of the highest; a ``constant`` schedule ignores it.
       clip_norm: gradients are scaled down to this norm over all parameters; ``None`` keeps them.
       options: the optimizer's other keyword arguments.
@@ -84,6 +85,7 @@ class OptimizerConfig:
     learning_rate: float = 1e-3
     warmup: _Natural = 20
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    decay_steps: _Count | None = None
     final_lr_ratio: float = 0.1
     clip_norm: _Positive | None = 1.0
     options: dict[str, Option | None] = field(default_factory=dict)

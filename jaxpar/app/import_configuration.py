@@ -1,24 +1,27 @@
-"""``jaxpar import-mindformers``: configurations of other systems as configurations of runs."""
+"""``jaxpar import-mindformers`` and its like: configurations of other systems as configurations of runs."""
 
 from __future__ import annotations
 
+import functools
+import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from tyro.conf import Positional, UseAppendAction, arg
+from tyro.conf import Positional, UseAppendAction, arg, subcommand
 
-from jaxpar.errors import ConfigError, JaxparError
+from jaxpar.errors import ConfigError, DamagedError, JaxparError
 from jaxpar.interop.configurations.keys import ImportOptions
 from jaxpar.interop.configurations.report import ImportedRun, ImportReport
 
 type Count = Annotated[int | None, arg(metavar="N")]
 type Output = Annotated[Path | None, arg(metavar="FILE")]
 type Ignored = Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="KEY")]
-type Importer = Callable[[Mapping[str, Any], ImportOptions], ImportedRun]
+type Importer[T] = Callable[[T, ImportOptions], ImportedRun]
+type Variables = Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="NAME=VALUE")]
 
 _MOST_BYTES = 1 << 18
 """Bytes in a JSON configuration."""
@@ -72,6 +75,59 @@ class ImportDeepSpeedCommand(ImportMindFormersCommand):
         return convert(self, "import-deepspeed", _read_json(self.file), import_deepspeed)
 
 
+@dataclass(frozen=True)
+class ImportMegatronCommand(ImportMindFormersCommand):
+    """Convert Megatron-LM arguments to a run's configuration, with a report about every argument.
+
+    Attributes:
+      file: a launch script, which is read and not executed, or a file of arguments; -: standard input
+      devices: number of devices (default: that of torchrun in the script)
+      base: configuration of a run whose model and data are used, instead of the model in the arguments
+      variable: value of a variable that the script does not set, such as NNODES=4
+      conditions: what happens to arguments that the script gives only under a condition
+    """
+
+    variable: Variables = ()
+    conditions: Literal["refuse", "take", "drop"] = "refuse"
+
+    def run(self) -> int:
+        from jaxpar.interop.configurations.megatron.script import read_script
+        from jaxpar.interop.configurations.megatron.translate import import_megatron
+
+        wrong = next((text for text in self.variable if not text.partition("=")[1]), None)
+        if wrong is not None:
+            raise ConfigError(f"--variable must be NAME=VALUE, got {wrong!r}. Remedy: --variable NNODES=4.")
+        variables = {text.partition("=")[0]: text.partition("=")[2] for text in self.variable}
+        arguments = read_script(_read_text(self.file), str(self.file), variables)
+        importer = functools.partial(import_megatron, conditions=self.conditions)
+        return convert(self, "import-megatron", arguments, importer)
+
+
+ConfigurationCommands = (
+    Annotated[ImportMindFormersCommand, subcommand("import-mindformers")]
+    | Annotated[ImportDeepSpeedCommand, subcommand("import-deepspeed")]
+    | Annotated[ImportMegatronCommand, subcommand("import-megatron")]
+)
+"""The commands of this module."""
+
+
+def _read_text(file: Path) -> str:
+    """Returns the text of a file, or of standard input."""
+    try:
+        if str(file) == "-":
+            text = sys.stdin.read(_MOST_BYTES + 1)
+        else:
+            with file.open("rb") as opened:
+                text = opened.read(_MOST_BYTES + 1).decode("utf-8")
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file}: must be text in UTF-8. Remedy: another file.") from error
+    if len(text) > _MOST_BYTES:
+        raise ConfigError(f"{file}: more than {_MOST_BYTES:,} bytes, the limit for a configuration.")
+    return text
+
+
 def _read_json(file: Path) -> dict[str, Any]:
     """Returns the object in a JSON file.
 
@@ -80,21 +136,17 @@ def _read_json(file: Path) -> dict[str, Any]:
     """
     from jaxpar.interop.safetensors import parse_json
 
+    text = _read_text(file)
     try:
-        with file.open("rb") as opened:
-            text = opened.read(_MOST_BYTES + 1)
-        if len(text) > _MOST_BYTES:
-            raise ConfigError(f"{file}: more than {_MOST_BYTES:,} bytes, the limit for a configuration.")
-        data = parse_json(text, str(file))
-    except OSError as error:
-        problem = error if isinstance(error, JaxparError) else f"{file}: cannot be read: {error.strerror}."
-        raise ConfigError(str(problem)) from error
+        data = parse_json(text.encode(), str(file))
+    except DamagedError as error:
+        raise ConfigError(str(error)) from error
     if not isinstance(data, dict):
         raise ConfigError(f"{file} must be a JSON object, got {type(data).__name__}.")
     return data
 
 
-def convert(command: ImportMindFormersCommand, name: str, data: Mapping[str, Any], importer: Importer) -> int:
+def convert[T](command: ImportMindFormersCommand, name: str, data: T, importer: Importer[T]) -> int:
     """Translates ``data``, prints the report, checks that the result builds a job, and writes it.
 
     Raises:

@@ -62,6 +62,7 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
 
 def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
     """Returns the learning rate at each of ``steps`` steps: linear growth from 0, then the configured decay."""
+    steps = config.decay_steps or steps
     warmup = min(config.warmup, max(steps - 1, 0))
     first, peak, last = 0.0 if warmup else config.learning_rate, config.learning_rate, max(steps, warmup + 1)
     final = peak * config.final_lr_ratio

@@ -1,4 +1,4 @@
-"""Weights and configurations of other libraries: Hugging Face and PEFT in and out, MindFormers and DeepSpeed in."""
+"""Weights of other libraries in and out (Hugging Face, PEFT), and configurations of other systems in."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""``jaxpar import-mindformers``: configurations of other systems that build a job, are explained and train."""
+"""``jaxpar import-mindformers`` and its like: configurations of other systems that build a job and train."""
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
@@ -88,7 +89,7 @@ def test_a_translation_trains(text: str, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_refused_key_stops_the_import(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = PIPELINE + MODEL % "hidden_act: gelu"
+    text = "parallel_config: {data_parallel: 2}" + MODEL % "hidden_act: gelu"
     assert convert(tmp_path, text) != 0
     error = capsys.readouterr().err
     assert error == (
@@ -107,7 +108,8 @@ def test_a_refused_key_stops_the_import(tmp_path: Path, capsys: pytest.CaptureFi
 def test_a_base_has_the_model_and_the_data(tmp_path: Path) -> None:
     base = tmp_path / "base.yaml"
     base.write_text("model: {family: llama, preset: tiny, layers: 6}\ndata: {source: stdlib, batch: 4, seq: 32}\n")
-    assert convert(tmp_path, PIPELINE, "--base", str(base), "--steps", "3") == 0
+    text = "parallel_config: {data_parallel: 4}\nrunner_config: {batch_size: 2}"
+    assert convert(tmp_path, text, "--base", str(base), "--steps", "3") == 0
     config = load_run(tmp_path / "run.yaml").config
     assert config.model == {"family": "llama", "preset": "tiny", "layers": 6}
     assert (config.data.source, config.data.batch, config.data.seq, config.train.steps) == ("stdlib", 8, 32, 3)
@@ -141,3 +143,45 @@ def test_a_deepspeed_file_builds_a_job(tmp_path: Path, capsys: pytest.CaptureFix
     out.unlink()
     assert main(run) != 0
     assert capsys.readouterr().err == f"ConfigError: {source} must be a JSON object, got list.\n"
+
+
+SCRIPT = """
+ARGS=(--num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 256 --seq-length 64 --swiglu
+  --normalization RMSNorm --position-embedding-type rope --attention-dropout 0 --hidden-dropout 0
+  --disable-bias-linear --bf16 --micro-batch-size 1 --global-batch-size 8 --train-iters 4 --lr 1e-3
+  --tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2 --use-distributed-optimizer)
+torchrun --nproc_per_node 8 --nnodes $NODES pretrain_gpt.py ${ARGS[@]}
+"""
+
+
+def test_a_launch_script_builds_a_job(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, out = tmp_path / "run.sh", tmp_path / "run.yaml"
+    script.write_text(SCRIPT)
+    assert main(["import-megatron", str(script), str(out)]) != 0
+    assert capsys.readouterr().err == (
+        f"ConfigError: {script}: torchrun does not say the number of devices. Remedy: --devices N, or --variable "
+        "NODES=N.\n"
+    )
+    assert main(["import-megatron", str(script), str(out), "--variable", "NODES=1"]) == 0
+    job = make_job(load_run(out))
+    assert job.layout_data["mesh"] == {"data": 2, "context": 2, "model": 2} and job.zero.stage == 1
+    monkeypatch.setattr("sys.stdin", io.StringIO("--lr 1e-3 --wrong 3 --micro-batch-size 1 --train-iters 3"))
+    base = ["--base", str(out), "--devices", "1", "--ignore", "wrong"]
+    assert main(["import-megatron", "-", str(tmp_path / "second.yaml"), *base]) == 0
+    assert load_run(tmp_path / "second.yaml").config.train.steps == 3
+    assert main(["import-megatron", "-", str(tmp_path / "third.yaml"), "--variable", "A"]) != 0
+    assert capsys.readouterr().err == (
+        "ConfigError: --variable must be NAME=VALUE, got 'A'. Remedy: --variable NNODES=4.\n"
+    )
+
+
+def test_files_that_are_no_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "binary"
+    file.write_bytes(b"\xff\xfe")
+    for command in ("import-megatron", "import-deepspeed"):
+        assert main([command, str(file), str(tmp_path / "out.yaml")]) != 0
+        assert capsys.readouterr().err == (f"ConfigError: {file}: must be text in UTF-8. Remedy: another file.\n")
+    assert main(["import-megatron", str(tmp_path / "none"), str(tmp_path / "out.yaml")]) != 0
+    assert capsys.readouterr().err == f"ConfigError: {tmp_path / 'none'}: cannot be read: No such file or directory.\n"

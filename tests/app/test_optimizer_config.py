@@ -28,3 +28,8 @@ def test_a_rate_grows_and_decays(schedule: Literal["cosine", "linear", "constant
 def test_a_rate_ends_at_its_final_ratio(schedule: Literal["cosine", "linear"]) -> None:
     rate = learning_rate(OptimizerConfig(learning_rate=2.0, warmup=0, schedule=schedule, final_lr_ratio=0.25), 4)
     np.testing.assert_allclose([rate(0), rate(4), rate(9)], [2.0, 0.5, 0.5], rtol=1e-6)
+
+
+def test_a_rate_may_end_its_decay_before_the_run() -> None:
+    config = OptimizerConfig(learning_rate=2.0, warmup=2, schedule="linear", decay_steps=4, final_lr_ratio=0.5)
+    np.testing.assert_allclose([learning_rate(config, 9)(step) for step in range(7)], [0, 1, 2, 1.5, 1, 1, 1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,6 +15,14 @@ from jaxpar.utils.checks import INT32, is_count, shown
 type ValueKind = Literal["count", "natural", "integer", "number", "bool", "text", "list", "mapping"]
 
 _MISSING = object()
+
+
+def _remedy(value: Any) -> str:
+    """What to write instead of a value that stands for another one."""
+    if value == "auto":
+        return "the value that another program fills in"
+    unknown = re.search(r"\$([A-Za-z_0-9]+)", value) if isinstance(value, str) else None
+    return "" if unknown is None else f"--variable {unknown[1]}=VALUE"
 
 
 def _is_number(value: Any) -> bool:
@@ -83,8 +92,7 @@ class ConfigKeys:
             return default
         what, fits = _KINDS[kind]
         if not fits(value):
-            auto = "the value that another program fills in" if value == "auto" else ""
-            raise self.error(path, f"must be {what}, got {shown(value)}", auto)
+            raise self.error(path, f"must be {what}, got {shown(value)}", _remedy(value))
         return value
 
     def first(self, paths: Sequence[str]) -> str:

@@ -1,0 +1,1 @@
+"""Megatron-LM arguments: read from a shell script or a list, and what each becomes."""
