@@ -54,13 +54,13 @@ class ShellToken:
 
 
 def tokens_of(text: str) -> Iterator[ShellToken]:
-    """Yields the tokens of a script. Comments and line continuations are dropped.
+    """Yields the tokens of a script, the last of which ends a line. Comments and line continuations are dropped.
 
     Raises:
       ConfigError: a quote or a bracket is not closed.
 
     >>> [token.parts for token in tokens_of('A="b c" # d')]
-    [(('', 'A='), ('"', 'b c'))]
+    [(('', 'A='), ('"', 'b c')), (('', '\\n'),)]
     """
     at, line, parts, start = 0, 1, list[tuple[str, str]](), 1
     while at <= len(text):
