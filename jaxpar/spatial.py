@@ -3,6 +3,7 @@
 from jaxpar.parallel.spatial.conv import conv_local
 from jaxpar.parallel.spatial.halo import Window, exchange_halo
 from jaxpar.parallel.spatial.pool import reduce_window_local
+from jaxpar.parallel.spatial.read import open_image, read_slices
 from jaxpar.parallel.spatial.resize import Resizing, resize_local
 from jaxpar.parallel.spatial.slices import avg_pool, conv, max_pool, resize
 
@@ -14,6 +15,8 @@ __all__ = [
     "conv_local",
     "exchange_halo",
     "max_pool",
+    "open_image",
+    "read_slices",
     "reduce_window_local",
     "resize",
     "resize_local",

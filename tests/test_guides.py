@@ -185,6 +185,12 @@ def test_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert "200 1 bad row skipped: corpus/rows.jsonl row 201: its field 'text' is empty" in capsys.readouterr().out
 
 
+def test_sliced_images(capsys: pytest.CaptureFixture[str]) -> None:
+    with contextlib.chdir(ROOT):
+        run("\n".join(blocks("docs/guides/sliced_images.md")), {})
+    assert capsys.readouterr().out == "(2, 32, 32, 4)\nP(None, 'context', 'ulysses', None)\n"
+
+
 def test_experts() -> None:
     (code,) = blocks("docs/guides/experts.md")
     found = run(code, {})

@@ -11,6 +11,7 @@ Importing this package imports numpy only; ``grain`` and ``tokenizers`` are impo
 
 from jaxpar.data.documents import ReadOptions
 from jaxpar.data.entropy import bigram_entropy, unigram_entropy
+from jaxpar.data.generated_images import Ellipses
 from jaxpar.data.loader import Batches, batches, eval_batches
 from jaxpar.data.sources import Text, load_text
 from jaxpar.data.token_file import TokenFile
@@ -21,6 +22,7 @@ from jaxpar.data.windows import Batch
 __all__ = [
     "Batch",
     "Batches",
+    "Ellipses",
     "ReadOptions",
     "Text",
     "TokenFile",

@@ -1,4 +1,4 @@
-"""Example models: a Llama in Flax NNX and a Vision Transformer in Linen, with their embedding lookup and losses."""
+"""Example models in Flax: Llama and its relatives, mixtures of experts, a U-Net, and a Vision Transformer in Linen."""
 
 from __future__ import annotations
 
@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from jaxpar.models.losses import cross_entropy as cross_entropy
     from jaxpar.models.losses import next_token_loss as next_token_loss
     from jaxpar.models.moe.model import make_decoder as make_decoder
+    from jaxpar.models.unet import UNet as UNet
+    from jaxpar.models.unet import UNetConfig as UNetConfig
+    from jaxpar.models.unet import make_unet as make_unet
+    from jaxpar.models.unet import segmentation_loss as segmentation_loss
     from jaxpar.models.vit import ViTConfig as ViTConfig
     from jaxpar.models.vit import make_vit as make_vit
     from jaxpar.models.vit import vit_loss as vit_loss
