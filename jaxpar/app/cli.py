@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 from tyro.conf import Positional, UseAppendAction, arg
 
-from jaxpar.app.huggingface import ExportCommand, ImportCommand
+from jaxpar.app.export import ExportCommand
+from jaxpar.app.huggingface import ImportCommand
 from jaxpar.app.import_configuration import ConfigurationCommands
 from jaxpar.app.launch import heartbeat
 from jaxpar.app.launch.exit_codes import ExitCode, last_line, report

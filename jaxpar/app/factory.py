@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 import jaxpar as jp
+from jaxpar.app.lora import LoraSettings
 from jaxpar.app.user_code import load_function, place_of_error
 from jaxpar.errors import ConfigError, JaxparError, listing
 from jaxpar.inference.cached_model import DecoderFns
@@ -33,6 +34,7 @@ class FactoryConfig:
       eval_loss: the loss on held-out data, such as one without dropout; by default ``loss``.
       decoder: called as ``function(**args)``, it returns a :class:`jaxpar.inference.DecoderFns`, for ``generate``.
       args: keyword arguments of ``factory`` and ``decoder``.
+      lora: adapters that are trained instead of the model's weights.
     """
 
     factory: str
@@ -40,6 +42,7 @@ class FactoryConfig:
     eval_loss: str | None = None
     decoder: str | None = None
     args: dict[str, Any] = field(default_factory=dict)
+    lora: LoraSettings | None = None
 
 
 @dataclass(frozen=True)

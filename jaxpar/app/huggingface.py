@@ -1,4 +1,4 @@
-"""``jaxpar import`` and ``jaxpar export``: checkpoints of Hugging Face models to checkpoints of jaxpar, and back."""
+"""``jaxpar import``: checkpoints of Hugging Face models to checkpoints of jaxpar."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import Positional, UseAppendAction, arg
 
-from jaxpar.errors import CheckpointError, ConfigError
+from jaxpar.errors import CheckpointError
 
 if TYPE_CHECKING:
     from jaxpar.models.llama.config import LlamaConfig
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 type Dtype = Annotated[Literal["float32", "bfloat16", "float16"] | None, arg(metavar="DTYPE")]
 
 CHECKPOINT, RUN = "checkpoint", "run.yaml"
-_KEPT = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings", "model_type")
+KEPT = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings", "model_type")
 """Fields of ``config.json`` that our configuration does not have, and that an export writes back."""
 _NOT_OF_THE_MODEL = {"remat", "reshard_after_forward", "context", "copies", "copies_dim", "dispatch", "pieces"}
 _NOT_OF_THE_MODEL |= {"capacity_factor"}
@@ -53,7 +53,7 @@ class ImportCommand:
         model = model_fields(config, fields["model_type"])
         metadata = {
             "config": {"model": model},
-            "huggingface": {key: fields[key] for key in _KEPT if fields.get(key) is not None},
+            "huggingface": {key: fields[key] for key in KEPT if fields.get(key) is not None},
         }
         jp.save(self.out / CHECKPOINT, {"params": params}, layout=layout, metadata=metadata)
         (self.out / RUN).write_text(run_text(self, config, model), encoding="utf-8")
@@ -61,53 +61,6 @@ class ImportCommand:
             f"{self.directory}: {read[0].tensors} tensors, {read[0].bytes_read / 2**20:.1f} MiB, {config.params:,} "
             f"parameters in {config.param_dtype}; wrote {self.out / CHECKPOINT} and {self.out / RUN}"
         )
-        return 0
-
-
-@dataclass(frozen=True)
-class ExportCommand:
-    """Convert a checkpoint of jaxpar to a Hugging Face checkpoint: safetensors files and config.json.
-
-    Attributes:
-      checkpoint: folder of one checkpoint, or of a run's checkpoints, of which the newest step is used
-      directory: folder to create
-      family: the model_type (default: that of the import, or the first family that fits)
-      dtype: dtype of the files (default: that of the parameters)
-    """
-
-    checkpoint: Annotated[Path, Positional, arg(metavar="CKPT")]
-    directory: Annotated[Path, Positional, arg(metavar="DIR")]
-    family: str | None = None
-    dtype: Dtype = None
-
-    def run(self) -> int:
-        import optax
-
-        import jaxpar as jp
-        from jaxpar.app.job import model_config
-        from jaxpar.checkpoint.manifest import NAME, read
-        from jaxpar.checkpoint.verify import steps_in
-        from jaxpar.interop import huggingface
-        from jaxpar.models.moe.model import make_decoder
-
-        folder = self.checkpoint
-        if not (folder / NAME).is_file() and (steps := steps_in(folder)):
-            folder = folder / str(steps[-1])
-        metadata = read(folder).metadata
-        run = metadata.get("config")
-        if not isinstance(run, dict) or not isinstance(run.get("model"), dict) or "family" not in run["model"]:
-            raise ConfigError(
-                f"export: {folder} does not say that it holds a built-in model. Remedy: "
-                "jaxpar.interop.huggingface.export in Python."
-            )
-        config, kept = model_config(run["model"], jp.Precision()), metadata.get("huggingface")
-        kept = kept if isinstance(kept, dict) else {}
-        fields = {key: kept[key] for key in _KEPT if key in kept and key != "model_type"}
-        family = self.family or kept.get("model_type")
-        state = jp.abstract_state(spread(config), make_decoder(config), optax.identity())
-        params = jp.restore(folder, {"params": state.params}, only=["params"])["params"]
-        huggingface.export(self.directory, params, config, family=family, dtype=self.dtype, fields=fields)
-        print(f"{folder}: {config.params:,} parameters; wrote {self.directory}")
         return 0
 
 

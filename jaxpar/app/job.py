@@ -21,12 +21,14 @@ from jaxpar.app.config import (
     RunConfig,
 )
 from jaxpar.app.factory import FactoryConfig, FactoryModel, factory_model
+from jaxpar.app.lora import LoraSettings, lora_settings, with_adapters
+from jaxpar.app.model_config import model_config
 from jaxpar.app.optimizer_config import make_optimizer
 from jaxpar.app.own_data import OwnData, check_dims, own_data, tokens_of
 from jaxpar.app.pipeline_config import check_recompute, make_pipeline
 from jaxpar.data.token_file import TokenFile, is_token_file
 from jaxpar.data.tokenizer import Tokenizer, load_tokenizer
-from jaxpar.errors import ConfigError, JaxparError, did_you_mean
+from jaxpar.errors import ConfigError, JaxparError
 from jaxpar.models import llama
 from jaxpar.models.llama.pipeline import staged_next_token_loss, staged_token_loss
 from jaxpar.models.losses import next_token_loss, token_loss
@@ -42,7 +44,6 @@ from jaxpar.training.remat import SAVED_EMBED
 from jaxpar.utils.yaml_config import build
 
 BATCH_DIMS = ("batch", "seq")
-FAMILIES = ("llama", *moe_config.FAMILIES)
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,11 @@ class Job:
         if not isinstance(self.model, moe_config.MoEConfig):
             return self.loss_fn
         return token_loss if self.pipeline is None else staged_token_loss(self.model)
+
+    @property
+    def lora(self) -> LoraSettings | None:
+        """The adapters that are trained instead of the model's weights, if any."""
+        return lora_settings(self.config.model)
 
     @property
     def tokens(self) -> int | None:
@@ -274,13 +280,13 @@ def make_job(loaded: Loaded, *, training: bool = True) -> Job:
     if config.optimizer.name == ONE_BIT:
         _check_one_bit(config, precision, zero, fusion)
     tx = make_optimizer(config.optimizer, config.train.steps)
-    if isinstance(model, moe_config.MoEConfig) and model.bias_rate is not None:
+    if isinstance(model, moe_config.MoEConfig) and model.bias_rate is not None and "lora" not in config.model:
         tx = balanced_bias(tx, model.bias_rate)
     tx = _offload(config, model, tx)
     mesh = loaded.layout["mesh"] or {}
     pipeline = make_pipeline(config.parallel.pipeline, mesh, model.layers) if training else None
     check_recompute(pipeline, model.remat)
-    make_model, loss = make_decoder(model), _loss(model, pipeline)
+    make_model, loss = with_adapters(config, make_decoder(model)), _loss(model, pipeline)
     return Job(loaded.name, config, model, make_model, loss, tx, loaded.layout, zero, precision, fusion, pipeline)
 
 
@@ -325,7 +331,7 @@ def _factory_job(loaded: Loaded, *, training: bool) -> Job:
     elif parallel.remat is not None:
         model = replace(model, loss_fn=jp.models.remat_layers(model.loss_fn, policy), remat=policy)
     tx = make_optimizer(config.optimizer, config.train.steps)
-    run = (model.make_model, model.loss_fn, tx, loaded.layout)
+    run = (with_adapters(config, model.make_model), model.loss_fn, tx, loaded.layout)
     return Job(loaded.name, config, model, *run, zero, precision, fusion, pipeline, data=data)
 
 
@@ -466,28 +472,5 @@ def in_fp32(job: Job) -> Job:
     if isinstance(job.model, FactoryModel):
         return replace(job, precision=jp.Precision())
     model = replace(job.model, dtype="float32", param_dtype="float32")
-    make_model, loss = make_decoder(model), _loss(model, job.pipeline)
+    make_model, loss = with_adapters(job.config, make_decoder(model)), _loss(model, job.pipeline)
     return replace(job, model=model, make_model=make_model, loss_fn=loss, precision=jp.Precision())
-
-
-def model_config(data: Mapping[str, Any], precision: jp.Precision) -> llama.LlamaConfig:
-    """Returns the configuration of a built-in model, from ``model`` of a run's configuration.
-
-    Raises:
-      ConfigError: an unknown family, preset or field.
-    """
-    fields = dict(data)
-    if precision.compute is not None and fields.setdefault("dtype", precision.compute) != precision.compute:
-        raise ConfigError(
-            f"model: dtype is {fields['dtype']!r}, but precision sets compute: {precision.compute}. Remedy: leave "
-            "model.dtype out."
-        )
-    family = fields.pop("family", None)
-    if family not in FAMILIES:
-        raise ConfigError(
-            f"model: unknown family {family!r}.{did_you_mean(family, FAMILIES)} Families: {', '.join(FAMILIES)}. "
-            "Remedy: for a model of your own, model: {factory: my_module:make_model, loss: my_module:loss}."
-        )
-    name = fields.pop("preset", "tiny")
-    base = llama.preset(name) if family == "llama" else moe_config.preset(family, name)
-    return build(type(base), {**asdict(base), **fields}, "model")

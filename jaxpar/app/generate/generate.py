@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 
 import jaxpar as jp
+from jaxpar.app.adapted import merged_params, plain_model
 from jaxpar.app.generate.prompts import Answer, Page, as_tokens
 from jaxpar.app.job import Job
 from jaxpar.app.launch import heartbeat
@@ -109,7 +110,7 @@ def generator(job: Job, texts: Sequence[Sequence[int]], options: GenerateOptions
     rows = min(len(texts), MOST_ROWS) if options.batch is None else options.batch
     return jp.Generator(
         layout,
-        job.make_model,
+        plain_model(job.make_model),
         cached,
         batch=_rounded(rows, num_shards["batch"] * stages_of(layout, cached)),
         slots=slots,
@@ -272,13 +273,19 @@ def _digest(data: bytes) -> str:
 def _parameters(job: Job, model: jp.Generator, checkpoint: Path | None, console: Console) -> Any:
     layout = model.layout
     split = ", ".join(f"{axis} {size}" for axis, size in layout.sizes.items() if size > 1) or "one device"
+    if checkpoint is None and job.lora is not None and job.config.train.init_from is not None:
+        console.print(f"parameters of {escape(job.config.train.init_from)}, with adapters at step 0, on {split}")
+        return merged_params(job, layout, model.params)
     if checkpoint is None:
         console.print(
             f"[bold]INITIAL parameters, not trained, on {split}: the generated text is noise.[/] Remedy: --checkpoint "
             "DIR"
         )
-        return jp.init(layout, job.make_model, optax.identity(), seed=job.config.train.seed).params
-    params, folder = restored(checkpoint, model.params, console.print)
+        return jp.init(layout, plain_model(job.make_model), optax.identity(), seed=job.config.train.seed).params
+    adapted = job.lora is not None
+    like = jp.abstract_state(layout, job.make_model, optax.identity()).params if adapted else model.params
+    params, folder = restored(checkpoint, like, console.print)
+    params = merged_params(job, layout, model.params, params, folder) if adapted else params
     console.print(f"parameters of {escape(str(folder))} on {split}")
     of_the_run = read(folder).metadata.get("config")  # only `jaxpar train` writes it
     for line in config_changes(of_the_run, config_values(job)) if of_the_run else []:

@@ -185,7 +185,7 @@ class Saver:
         began = time.perf_counter()
         self.saves += self._manager.save(
             step,
-            state,
+            jp.lora.without_frozen(state),
             layout=self._layout,
             metric=_metric(self._job, metadata),
             metadata={**metadata, "config": config_values(self._job), "name": self._job.name},
@@ -196,7 +196,9 @@ class Saver:
 
     def _like(self, like: Any) -> Any:
         job = self._job
-        return jp.abstract_state(self._layout, job.make_model, job.tx, job.precision) if like is None else like
+        if like is not None:
+            return like
+        return jp.lora.without_frozen(jp.abstract_state(self._layout, job.make_model, job.tx, job.precision))
 
     def __enter__(self) -> Self:
         return self

@@ -16,6 +16,7 @@ from rich.markup import escape
 
 import jaxpar as jp
 from jaxpar.analysis.divergence import first_nonfinite
+from jaxpar.app.adapted import check_digest
 from jaxpar.app.job import Job
 from jaxpar.app.launch import heartbeat
 from jaxpar.app.train import spikes
@@ -160,6 +161,9 @@ class Run:
     def _compile(self, found: Restored | None, quiet: Callable[[], None]) -> None:
         """Make the first state and compile the programs; call ``quiet`` once the devices are idle."""
         self._state = self._engine.first_state(None if found is None else found.state)
+        if found is not None and self._job.lora is not None:
+            own, source = self._engine.metadata, self._job.config.train.init_from
+            check_digest(found.manifest.metadata, own, self._saver.manifest_of(found), source)
         jax.block_until_ready(self._state)
         quiet()
         heldout = self._heldout[0] if self._heldout else None
@@ -287,6 +291,7 @@ class Run:
         found, cause = None, None
         if saver.active and self._passed.rollbacks < config.max_rollbacks:
             heartbeat.begin("restore")
+            frozen = jp.lora.frozen_params(self._state) if self._job.lora else None
             self._state = None  # frees its memory for the restored state
             with self._account.spend("restore"):
                 try:
@@ -298,7 +303,8 @@ class Run:
         if found is None:
             text = spikes.give_up_message(trouble, watch, self._passed, config, first=first, checkpoints=saver.active)
             raise DivergedError(text) from cause
-        self._state, to, metadata = found.state, found.step, found.manifest.metadata
+        to, metadata = found.step, found.manifest.metadata
+        self._state = self._engine.with_frozen(found.state, frozen)
         with naming(saver.manifest_of(found)):
             span = self._passed.roll_back(number, to, metadata)
             watch.resume(metadata)
@@ -351,7 +357,8 @@ class Run:
         """The metadata of a checkpoint, from which a run resumes."""
         metrics = self.summary.latest()
         position = for_all_processes(self._stream, self._position)
-        return {"position": position, "metrics": metrics, **self._watch.state(), **self._passed.state()}
+        state = {**self._watch.state(), **self._passed.state(), **self._engine.metadata}
+        return {"position": position, "metrics": metrics, **state}
 
     def _summarize_skipped(self) -> None:
         self.summary.rollbacks, self.summary.passed = self._passed.rollbacks, self._passed.ranges

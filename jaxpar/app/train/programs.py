@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 import jaxpar as jp
+from jaxpar.app.adapted import DIGEST, first_adapted_state, frozen_weights
 from jaxpar.app.job import Job
 from jaxpar.sharding.hardware.topology import platform_of
 from jaxpar.training.asynchronous.step import PipedreamStep
@@ -33,6 +34,8 @@ class StepPrograms:
         self._job, self._layout, self._exit_stack = job, layout, ExitStack()
         self._pipedream: PipedreamStep | None = None
         self._first: Any = None
+        self.metadata: dict[str, str] = {}
+        """What a checkpoint says about the frozen weights of a run with adapters; known with the first state."""
         self.like: Any = None
         self.late = 0
         """How many steps later a bad batch may show, because it is still in the pipeline."""
@@ -47,8 +50,19 @@ class StepPrograms:
         """Returns the restored state, or else the initial state."""
         first, self._first = self._first, None
         if restored is not None:
+            state = self.with_frozen(restored, None)
+        else:
+            state = self._initial() if first is None else first
+        if self._job.lora is not None:
+            self.metadata = {DIGEST: jp.lora.digest_of(jp.lora.frozen_params(state))}
+        return state
+
+    def with_frozen(self, restored: Any, frozen: Any) -> Any:
+        """Returns a restored state with the frozen weights of a run with adapters, given or read."""
+        if self._job.lora is None:
             return restored
-        return self._initial() if first is None else first
+        frozen = frozen_weights(self._job, self._layout) if frozen is None else frozen
+        return jp.lora.with_frozen(restored, frozen)
 
     def compile(self, state: Any, batch: Any, heldout: Any, disk: Path | None) -> None:
         """Compile both programs; without ``heldout``, a batch for evaluation, only the step.
@@ -91,6 +105,8 @@ class StepPrograms:
 
 def _first_state(job: Job, layout: jp.Layout) -> Any:
     """Returns the state at step 0: of random parameters, or of those of ``train.init_from``."""
+    if job.lora is not None:
+        return first_adapted_state(job, layout)
     options: dict[str, Any] = {"seed": job.config.train.seed, "precision": job.precision}
     folder = job.config.train.init_from
     if folder is None:

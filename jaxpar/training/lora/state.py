@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from jaxpar.errors import ModelError
 from jaxpar.parallel.precision.policy import Precision, PrecisionLike
 from jaxpar.sharding.layout import Layout
-from jaxpar.training.model import MakeModel, leaves_with_paths
+from jaxpar.training.model import MakeModel, leaves_with_paths, show
 from jaxpar.training.model.lora import LoraKind
 from jaxpar.training.model.parts import FROZEN
 from jaxpar.training.state import TrainState, _build, abstract_state
@@ -121,6 +123,31 @@ def merge(state: TrainState) -> Any:
     kind, frozen = _kind(state, "merge"), frozen_params(state)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, frozen)
     return jax.jit(kind.merged, out_shardings=shardings)(state.params, {FROZEN: frozen})
+
+
+def digest_of(params: Any) -> str:
+    """Returns a digest of weights, equal in every layout: 12 hexadecimal digits.
+
+    Each number's bits are multiplied by an odd number that depends on its position, and summed as integers, so that
+    neither the order of the sum nor the sharding matters.
+    """
+    sums = jax.jit(lambda tree: [_bits(x) for x in jax.tree.leaves(tree)])(params)
+    text = [
+        (show(path), tuple(x.shape), str(x.dtype), int(total))
+        for (path, x), total in zip(leaves_with_paths(params), sums, strict=True)
+    ]
+    return hashlib.sha256(repr(text).encode()).hexdigest()[:12]
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    """Returns the weighted sum of an array's bits, modulo 2**32."""
+    size = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}.get(x.dtype.itemsize, jnp.uint32)
+    words = jax.lax.bitcast_convert_type(x, size).astype(jnp.uint32)  # of 8 bytes: two words
+    weight, stride = jnp.ones(words.shape, jnp.uint32), 2
+    for dim in reversed(range(words.ndim)):
+        weight += jax.lax.broadcasted_iota(jnp.uint32, words.shape, dim) * jnp.uint32(stride % 2**32)
+        stride *= words.shape[dim]
+    return (words * weight).sum(dtype=jnp.uint32)
 
 
 def _kind(state: TrainState, name: str) -> LoraKind:

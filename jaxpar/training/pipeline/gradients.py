@@ -33,7 +33,7 @@ from jaxpar.training.loss import check_names
 from jaxpar.training.microbatches import GradientResult, StepConfig, counted, means_of, scale_of, unscaled, weighted_sum
 from jaxpar.training.model import leaves_with_paths, show
 from jaxpar.training.pipeline import stage_functions
-from jaxpar.training.pipeline.transfer import ModelSplit, StageTransfer
+from jaxpar.training.pipeline.transfer import ModelSplit, StageTransfer, check_no_adapters
 from jaxpar.training.state import TrainState
 
 
@@ -50,6 +50,7 @@ def pipeline_gradients(
       ConfigError, LayoutError, ModelError: as for :func:`jaxpar.training.gradients.gradients`, or something that a
         pipeline does not support.
     """
+    check_no_adapters(state)
     check_trained(layout, loss_fn, state, config, options)
     if config.grad_reduction == "per_microbatch" and options.grad_reduction == "per_step":  # ZeRO stage 2
         options = replace(options, grad_reduction="per_microbatch")

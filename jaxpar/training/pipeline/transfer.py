@@ -244,15 +244,20 @@ class StageTransfer:
         return jax.shard_map(f, in_specs=in_specs, out_specs=out_specs, axis_names=manual, check_vma=False)
 
 
+def check_no_adapters(state: TrainState) -> None:
+    """Raises if the model has adapters, because the stages hold parameters only."""
+    if isinstance(state.metadata.kind, LoraKind):
+        raise ConfigError(
+            "pipeline: the model has adapters (jaxpar.lora.adapt), whose weights the stages of a pipeline do not hold. "
+            "Remedy: leave the pipeline out, and shard the weights over data and model."
+        )
+
+
 class ModelSplit:
     """A state's parameters, as the stack of layers and all others, and the loss that reads them."""
 
     def __init__(self, state: TrainState, loss_fn: PipelineLoss):
-        if isinstance(state.metadata.kind, LoraKind):
-            raise ConfigError(
-                "pipeline: the model has adapters (jaxpar.lora.adapt), whose weights the stages of a pipeline do not "
-                "hold. Remedy: leave the pipeline out, and shard the weights over data and model."
-            )
+        check_no_adapters(state)
         self.state, self.loss_fn, self.path = state, loss_fn, loss_fn.path
         self.shapes = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, w.dtype), state.params)
         self.model = lambda params: state.metadata.kind.merge(params, state.variables)

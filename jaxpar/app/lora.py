@@ -1,0 +1,83 @@
+"""The table ``model.lora`` of a configuration: adapters that are trained instead of the model's weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jaxpar as jp
+from jaxpar.app.config import RunConfig
+from jaxpar.errors import ConfigError, JaxparError
+from jaxpar.training.model import MakeModel
+from jaxpar.utils.checks import shown
+from jaxpar.utils.yaml_config import build
+
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """Low-rank adapters; see :class:`jaxpar.lora.LoraConfig`.
+
+    Attributes:
+      rank: the rank of the adapters.
+      alpha: the product of an adapter is multiplied by ``alpha / rank``.
+      targets: patterns of the paths of the weights that get adapters: ``[attention/q, mlp/*]``.
+      inputs: the number of dims that a weight sums over, by pattern, where it is not found.
+      adapter: folder of an adapter of PEFT to start from; by default they start at zero.
+    """
+
+    rank: int = 8
+    alpha: float = 16.0
+    targets: tuple[str, ...] = ("*",)
+    inputs: dict[str, int] = field(default_factory=dict)
+    adapter: str | None = None
+
+
+def lora_settings(model: Mapping[str, Any]) -> LoraSettings | None:
+    """Returns the adapters of a run from its table ``model``, or ``None`` if it trains the weights.
+
+    Raises:
+      ConfigError: a key or value is wrong.
+    """
+    table = model.get("lora")
+    if table is None:
+        return None
+    if not isinstance(table, Mapping):
+        raise ConfigError(f"model.lora must be a mapping, got {shown(table)}. Remedy: model.lora: {{rank: 8}}.")
+    return build(LoraSettings, table, "model.lora")
+
+
+def adapted_model(model: Mapping[str, Any], make_model: MakeModel) -> MakeModel:
+    """Returns a ``make_model`` with the adapters of a table ``model``, if it has any.
+
+    Raises:
+      ConfigError: a key or value is wrong.
+    """
+    lora = lora_settings(model)
+    if lora is None:
+        return make_model
+    try:
+        return jp.lora.adapt(make_model, jp.lora.LoraConfig(lora.rank, lora.alpha, lora.targets, lora.inputs))
+    except JaxparError as error:
+        raise type(error)(f"model.{error}") from error
+
+
+def with_adapters(config: RunConfig, make_model: MakeModel) -> MakeModel:
+    """Returns a ``make_model`` with the adapters of a run, if it has any.
+
+    Raises:
+      ConfigError: a value is wrong, or another setting excludes adapters.
+    """
+    lora, offload = lora_settings(config.model), config.parallel.offload
+    for key, value, why in (
+        ("parallel.pipeline", config.parallel.pipeline, "the stages of a pipeline do not hold frozen weights"),
+        ("parallel.offload.parameters", offload.parameters, "it moves trained parameters, which are small"),
+        ("parallel.offload.path", offload.path, "the optimizer state of adapters is small"),
+    ):
+        if lora is not None and value is not None:
+            raise ConfigError(f"model.lora does not support {key}: {why}. Remedy: leave {key} out.")
+    if lora is not None and lora.adapter is not None and "factory" in config.model:
+        raise ConfigError(
+            "model.lora.adapter is for built-in models, but model.factory names one of your own. Remedy: leave it out."
+        )
+    return adapted_model(config.model, make_model)
