@@ -17,7 +17,8 @@ from jaxpar.app.config import Loaded, OverlapConfig, RunConfig, load_run
 from jaxpar.app.factory import FactoryModel
 from jaxpar.app.job import Job, make_job
 from jaxpar.errors import JaxparError, PlanError
-from jaxpar.models import llama
+from jaxpar.models.moe.config import MoEConfig
+from jaxpar.models.moe.model import make_decoder
 from jaxpar.planning.names.annotate import trace_loss
 from jaxpar.planning.names.program import NamedProgram
 from jaxpar.planning.operators.choose import SearchName, SearchRequest, chosen_space
@@ -25,6 +26,7 @@ from jaxpar.planning.operators.given import rules_given
 from jaxpar.planning.plan import ModelPlanner
 from jaxpar.planning.search.compiled import PlannedRun
 from jaxpar.planning.search.cost import CostModel
+from jaxpar.planning.search.experts import has_ragged_exchange
 from jaxpar.planning.search.pipeline import pipeline_table
 from jaxpar.planning.search.plan import EMBED, Plan
 from jaxpar.planning.search.report import PlanReport
@@ -48,6 +50,13 @@ _CHOICES = {
 }
 """Keys of a configuration, and the field of :class:`Plan` that ``--set`` fixes with them."""
 _LLAMA_AXES = ("pipeline", "replica", "data", "context", "ulysses", "model")
+_MOE_AXES = ("pipeline", "replica", "data", "expert", "context", "ulysses", "model")
+
+
+_MOE_NOTE = (
+    "not considered: two interleaved half batches, which layers with experts do not have, and experts over axes of the "
+    "batch or the sequence (experts: [context, data])"
+)
 
 
 @dataclass(frozen=True)
@@ -74,7 +83,7 @@ def go(config: Path, settings: Sequence[str], topology: str, options: PlanOption
     parsed = Topology.parse(topology)
     planner = RunPlanner(config, settings)
     model = CostModel(planner.workload, parsed)
-    space = planner.space(options.max_batch, parsed.slices)
+    space = planner.space(options.max_batch, parsed)
     chosen = chosen_space(planner.request(options.search), planner.trace, model, space)
     searched = find(
         model,
@@ -144,7 +153,7 @@ class RunPlanner:
         job, model = self.job, self.job.model
         if isinstance(model, FactoryModel):
             return cast(ModelPlanner, self._own).workload
-        models = {name: llama.make_llama(replace(model, remat=name)) for name in _REMAT}
+        models = {name: make_decoder(replace(model, remat=name)) for name in _REMAT}
         return workload(
             job.make_model,
             job.loss_fn,
@@ -172,7 +181,9 @@ class RunPlanner:
     @property
     def notes(self) -> tuple[str, ...]:
         """Which plans were not tried, and why."""
-        return () if self._own is None else self._own.notes
+        if self._own is not None:
+            return self._own.notes
+        return (_MOE_NOTE,) if isinstance(self.job.model, MoEConfig) else ()
 
     def trace(self) -> NamedProgram:
         """Returns the traced loss."""
@@ -184,18 +195,22 @@ class RunPlanner:
         given = rules_given(rules, self.trace()) if search == "sharding_propagation" else {}
         return SearchRequest(search, given)
 
-    def space(self, max_batch: int | None = None, slices: int = 1) -> Space:
+    def space(self, max_batch: int | None = None, topology: Topology | None = None) -> Space:
         """Returns what may be chosen for the run: more for a built-in model than for one of the user's own."""
         batches = () if max_batch is None else tuple(_batches(self.job.config.data.batch, max_batch))
-        space = Space(tensor=tensor_dims(self.workload), batches=batches, fixed=self.fixed, slices=slices)
+        space = Space(tensor=tensor_dims(self.workload), batches=batches, fixed=self.fixed)
+        if topology is not None:
+            space = replace(space, slices=topology.slices, ragged=has_ragged_exchange(topology))
         if self._own is not None:
             remat = [name for name in (self._own_remat(),) if name in self.workload.backward]
             remat = [*dict.fromkeys((*self.workload.policies, *remat))]
             sequence_parallel = self._own.sequence_parallel
             own = replace(space, own_model=True, axes=self._own.axes, remat=tuple(remat))
             return replace(own, sequence_parallel=sequence_parallel)
+        moe = isinstance(self.job.model, MoEConfig)
+        axes, copies = (_MOE_AXES, (1,)) if moe else (_LLAMA_AXES, (1, 2))
         offload = self.job.config.parallel.offload.optimizer is None
-        return replace(space, axes=_LLAMA_AXES, sequence_parallel=True, remat=_REMAT, copies=(1, 2), offload=offload)
+        return replace(space, axes=axes, sequence_parallel=True, remat=_REMAT, copies=copies, offload=offload)
 
     def given(self, devices: int) -> dict[str, Any]:
         """Returns the fields of the plan that the run's own layout is, if it is for this number of devices."""

@@ -25,7 +25,7 @@ def go_topologies(
     parsed = [Topology.parse(name) for name in topologies.split(",")]
     planner = RunPlanner(config, settings)
     report = compare_topologies(
-        planner, lambda topology: planner.space(max_batch, topology.slices), parsed, goals, progress=_print
+        planner, lambda topology: planner.space(max_batch, topology), parsed, goals, progress=_print
     )
     print(f"\n{report}", end="")
     if outputs.json is not None:

@@ -20,8 +20,9 @@ from jaxpar.planning.operators.choose import SearchName, SearchRequest, chosen_s
 from jaxpar.planning.operators.given import Shardings
 from jaxpar.planning.search.compiled import PlannedRun
 from jaxpar.planning.search.cost import CostModel
+from jaxpar.planning.search.experts import has_ragged_exchange
 from jaxpar.planning.search.pipeline import StagedModel, pipeline_of, pipeline_table
-from jaxpar.planning.search.plan import BATCH, EMBED, SEQ, Plan
+from jaxpar.planning.search.plan import BATCH, EMBED, EXPERTS, SEQ, Plan
 from jaxpar.planning.search.report import PlanReport
 from jaxpar.planning.search.search import FASTEST, CompilerMeasures, SearchOptions, find
 from jaxpar.planning.search.sequence import SequenceSharding
@@ -98,6 +99,7 @@ def plan(
         offload=True,
         fixed=fixed or {},
         slices=topology.slices,
+        ragged=has_ragged_exchange(topology),
     )
     model = CostModel(planner.workload, topology)
     chosen = chosen_space(request, planner.trace, model, space)
@@ -168,7 +170,25 @@ class ModelPlanner:
     def axes(self) -> tuple[str, ...]:
         """The mesh axes that plans may use."""
         stages = () if self.staged is None else ("pipeline",)
-        return (*stages, "replica", "data", *self._sequence.axes, "model")
+        experts = ("expert",) if self._traced.experts and not self._experts_note else ()
+        return (*stages, "replica", "data", *experts, *self._sequence.axes, "model")
+
+    @property
+    def _experts_note(self) -> str:
+        """Why no plan shards the experts of a model that has some."""
+        found, sharded = self._traced.experts, [p for p in self._traced.params if EXPERTS in dict(p.factors)]
+        if found and not sharded:
+            return (
+                "left out: expert, because no parameter has a dim named 'experts', although the model calls "
+                "jp.experts; to plan it, annotate the experts' weights as the call names them"
+            )
+        if sharded and not found:
+            more = f" and {len(sharded) - 1} others" if len(sharded) > 1 else ""
+            return (
+                f"left out: expert, because {sharded[0].path}{more} have a dim 'experts', but the model does not call "
+                "jp.experts, so tokens would not travel to their experts; to plan it, call jp.experts"
+            )
+        return ""
 
     @property
     def sequence_parallel(self) -> bool:
@@ -185,7 +205,7 @@ class ModelPlanner:
                 f"left out: pipelines, because the loss does not say what runs beside its {found[0]}; to plan them, "
                 "give a jp.pipeline.PipelineLoss(layers=..., embed=..., layer=..., head=...)"
             )
-        return tuple(note for note in (self._sequence.note, note) if note)
+        return tuple(note for note in (self._sequence.note, self._experts_note, note) if note)
 
     def trace(self) -> NamedProgram:
         """Returns the traced loss."""

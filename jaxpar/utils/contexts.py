@@ -26,6 +26,10 @@ attention_observer = jax.make_user_context(None)
 experts_observer = jax.make_user_context(None)
 """The callback ``(call_site, plan, why)`` that receives how every call of ``experts`` dispatches its rows."""
 
+experts_traced = jax.make_user_context(None)
+"""``"whole"`` or ``"pieces"`` in a program that is traced for its dims and never runs: ``experts`` multiplies rows by
+``jax.lax.ragged_dot``, whose dims are known, and with ``"pieces"`` computes them again in the backward pass."""
+
 step_precision = jax.make_user_context(None)
 """The :class:`jaxpar.Precision` of the step that is being traced."""
 

@@ -17,6 +17,7 @@ from jaxpar.errors import PlanError
 from jaxpar.planning.search.plan import Plan
 from jaxpar.planning.search.search import has_values
 from jaxpar.planning.search.space import plans
+from jaxpar.sharding.mesh import AXES
 from jaxpar.utils.yaml_config import build
 
 ROOT = Path(__file__).parents[2]
@@ -145,3 +146,82 @@ def test_a_run_with_half_batches_in_a_pipeline_is_traced_without_its_mesh() -> N
 def test_a_maximum_below_the_batch(planner: RunPlanner) -> None:
     with pytest.raises(PlanError, match=r"^--max-batch 4 is less than data.batch 16. Remedy: a larger --max-batch.$"):
         planner.space(4)
+
+
+MOE = """
+model: {family: FAMILY, vocab: 256, embed: 32, layers: 4, heads: 8, KV, head_dim: 8, experts: 8, k: 2, expert_mlp: 64,
+  balance_loss: 0}  # it differs between the whole batch and microbatches
+data: {source: synthetic, batch: 16, seq: 64}
+optimizer: {learning_rate: 0.01, warmup: 0}
+cpu_devices: 8
+output: none
+"""
+LATENT = "kv_heads: 8, mlp: 64, latent_attention: {kv_latent: 16, rope_dim: 8, value_dim: 8}"
+
+
+def moe(folder: Path, family: str = "mixtral") -> Path:
+    kv = "kv_heads: 4" if family == "mixtral" else LATENT
+    file = folder / f"{family}.yaml"
+    file.write_text(MOE.replace("FAMILY", family).replace("KV", kv))
+    return file
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory: pytest.TempPathFactory) -> RunPlanner:
+    return RunPlanner(moe(tmp_path_factory.mktemp("moe")))
+
+
+def test_every_plan_of_a_mixture_of_experts_builds(mixtral: RunPlanner, tmp_path: Path) -> None:
+    (layers,) = mixtral.workload.experts
+    assert (layers.call.experts, layers.call.k, layers.times, layers.layered) == (8, 2, 4, True)
+    every = list(plans(mixtral.workload, 8, replace(mixtral.space(), remat=("full",)), Counter()))
+    assert {plan.copies for plan in every} == {1} and {plan.expert for plan in every} == {1, 2, 4, 8}
+    assert {axis for plan in every if plan.expert > 1 for axis, n in plan.mesh.items() if n > 1} == {*AXES}
+    for plan in every[:: len(every) // 40]:
+        run = mixtral.run_of(plan)
+        file = tmp_path / "plan.yaml"
+        file.write_text(yaml.safe_dump(mixtral.config_of(plan)))
+        assert run.layout.sizes == dict(plan.mesh) and make_job(load_run(file)).layout(8) == run.layout
+    (note,) = mixtral.notes
+    assert note == (
+        "not considered: two interleaved half batches, which layers with experts do not have, and experts over axes of "
+        "the batch or the sequence (experts: [context, data])"
+    )
+
+
+@pytest.mark.parametrize(("name", "expert", "data"), [("mix_ep4", 4, 4), ("mix_ep8", 8, 2), ("ds_ep16", 16, 1)])
+def test_layouts_of_experts_are_plans(name: str, expert: int, data: int) -> None:
+    planner = RunPlanner(ROOT / "configs" / "bench" / f"{name}.yaml")
+    given = planner.given(16)
+    plan = Plan(data=data, expert=expert, zero=3, remat="full")
+    assert given and {field: value for field, value in given.items() if getattr(plan, field) != value} == {}
+
+
+MOE_PLANS = [
+    ("mixtral", Plan(data=2, expert=4, zero=3, remat="full")),
+    (
+        "mixtral",
+        Plan(
+            expert=2, context=2, model=2, tensor=("expert_mlp", "heads"), sequence_parallel=True, zero=3, remat="none"
+        ),
+    ),
+    ("mixtral", Plan(pipeline=2, data=2, expert=2, zero=3, remat="dots", microbatches=2, virtual_stages=2)),
+    ("deepseek_v3", Plan(data=2, expert=2, ulysses=2, zero=3, remat="dots")),
+    ("deepseek_v3", Plan(expert=8, zero=1, remat="none")),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "plan"), MOE_PLANS, ids=lambda x: x if isinstance(x, str) else x.describe())
+def test_a_plan_of_a_mixture_of_experts_computes_what_one_device_does(family: str, plan: Plan, tmp_path: Path) -> None:
+    file = moe(tmp_path, family)
+    file.write_text(yaml.safe_dump(RunPlanner(file).config_of(plan)))
+    assert main(["verify", str(file), "--steps", "1"]) == 0
+
+
+@pytest.mark.slow
+def test_a_planned_mixture_of_experts_trains(mixtral: RunPlanner, tmp_path: Path) -> None:
+    file = tmp_path / "plan.yaml"
+    data = mixtral.config_of(Plan(data=2, expert=4, zero=3, remat="full"))
+    file.write_text(yaml.safe_dump(data | {"train": {"steps": 1}}))
+    assert main(["train", str(file)]) == 0

@@ -84,3 +84,21 @@ def test_without_it_the_error_names_it() -> None:
             NoLayoutError, match=r"Remedy: .*; or, to run the model as plain JAX, inside 'with jp.unshar"
         ):
             call()
+
+
+def test_experts_are_computed_on_whole_arrays() -> None:
+    rules = jp.Rules(batch=("data", "expert"), seq=None, embed=None, experts="expert", expert_mlp=None)
+    inner, outer = ("experts", "embed", "expert_mlp"), ("experts", "expert_mlp", "embed")
+    keys = jax.random.split(jax.random.key(2), 4)
+    x, logits = jax.random.normal(keys[0], (4, 6, 8)), jax.random.normal(keys[1], (4, 6, 4))
+    up, down = jax.random.normal(keys[2], (4, 8, 16)), jax.random.normal(keys[3], (4, 16, 8))
+
+    def mixture(x: jax.Array, up: jax.Array) -> jax.Array:
+        y, dropped = jp.experts(x, jp.moe.Router(4, 2)(logits), (up, inner), (up, inner), (down, outer))
+        return (y**2).sum() + dropped
+
+    with jp.Layout(jp.MeshSpec(data=2, expert=2).build(jax.devices()[:4]), rules):
+        want = jax.jit(jax.value_and_grad(mixture, (0, 1)))(x, up)
+    with jp.unsharded():
+        got = jax.jit(jax.value_and_grad(mixture, (0, 1)))(x, up)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-3), got, want)

@@ -33,9 +33,16 @@ def exchange_of(mesh: Mesh | AbstractMesh) -> Exchange:
     >>> exchange_of(AbstractMesh((4,), ("expert",)))
     'emulated'
     """
-    device = device_of(mesh)
-    platform = platform_of(mesh)
-    if platform == "tpu" and "v5 lite" in str(getattr(device, "device_kind", "")).lower() and mesh.size > _LARGEST_V5E:
+    return exchange_on(platform_of(mesh), str(getattr(device_of(mesh), "device_kind", "")), mesh.size)
+
+
+def exchange_on(platform: str, device_kind: str, devices: int) -> Exchange:
+    """Returns :func:`exchange_of` for devices of a platform and a kind, as jax names them.
+
+    >>> exchange_on("tpu", "TPU v5 lite", 16), exchange_on("tpu", "TPU v5 lite", 32)
+    ('native', 'none')
+    """
+    if platform == "tpu" and "v5 lite" in device_kind.lower() and devices > _LARGEST_V5E:
         return "none"
     return "emulated" if platform == "cpu" else "native"
 

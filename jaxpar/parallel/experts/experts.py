@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from jaxpar.parallel.collectives.gather_reduce import (
 )
 from jaxpar.parallel.experts.dispatch import ExpertFn, swiglu
 from jaxpar.parallel.experts.experts_local import Choices, experts_local
-from jaxpar.parallel.experts.options import Dispatch
+from jaxpar.parallel.experts.options import Dispatch, ExpertCall, name_of_dims
 from jaxpar.parallel.offload.host_weights import to_device
 from jaxpar.parallel.precision.int8 import Int8
 from jaxpar.parallel.precision.policy import Precision
@@ -33,6 +33,7 @@ from jaxpar.sharding.layout import Layout, current_layout, with_sharding
 from jaxpar.sharding.names import Names
 from jaxpar.sharding.resolve import Resolved, num_shards_over, resolve
 from jaxpar.sharding.rules import Axes
+from jaxpar.utils.contexts import experts_traced
 
 X_DIMS = ("batch", "seq", "embed")
 
@@ -84,6 +85,8 @@ def experts(
       The results, in the shape, dtype and sharding of ``x``; and the share of all choices that were dropped, an fp32
       scalar, 0 without a capacity.
 
+    Under :func:`jaxpar.unsharded` every expert is computed on whole arrays.
+
     Raises:
       NoLayoutError: no layout is ambient.
       LayoutError: the rules cannot place an array, or the weights do not have the same experts.
@@ -102,7 +105,20 @@ def experts(
     ((8, 16, 32), ())
     """
     arrays, structure = _arrays([(to_device(w), tuple(dims)) for w, dims in weights])
-    placed = _place(current_layout(), x, routing, arrays, tuple(x_dims))
+    layout = current_layout()
+    if jax.sharding.get_abstract_mesh().empty:  # as in unsharded()
+        whole = functools.partial(
+            _on_one_device,
+            structure,
+            expert_fn=expert_fn,
+            dispatch=dispatch,
+            capacity_factor=capacity_factor,
+            pieces=pieces,
+        )
+        count, k, row = arrays[0][0].shape[0], routing.experts.shape[-1], x.shape[-1] * x.dtype.itemsize
+        call = ExpertCall(count, k, row, dispatch, capacity_factor, pieces)
+        return _unsharded(x, tuple(x_dims), routing, arrays, whole, call)
+    placed = _place(layout, x, routing, arrays, tuple(x_dims))
     local = functools.partial(
         _local,
         placed,
@@ -131,6 +147,33 @@ def experts(
             check_vma=False,  # jax would take sums over devices to differ between them
         )(*arguments)
     return y, dropped
+
+
+def _on_one_device(
+    structure: Any, x: jax.Array, weights: jax.Array, chosen: jax.Array, *stored: jax.Array, **options: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the results of all experts, and the number of choices that were dropped."""
+    return experts_local(x, _Chosen(weights, chosen), *jax.tree.unflatten(structure, stored), axis=(), **options)
+
+
+def _unsharded(
+    x: jax.Array,
+    x_dims: Names,
+    routing: Choices,
+    arrays: Sequence[tuple[jax.Array, Names]],
+    run: Callable[..., tuple[jax.Array, jax.Array]],
+    call: ExpertCall,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the results on whole arrays, as plain JAX computes them; ``run(x, weights, choices, *arrays)``."""
+    _check_weights(arrays)
+    stored = [w for w, _ in arrays]
+    if experts_traced.value is not None:  # a plan reads the call and the names of its dims
+        x = checkpoint_name(x, name_of_dims(x_dims))
+        stored = [checkpoint_name(w, name_of_dims(dims)) for w, dims in arrays]
+        run = jax.checkpoint(run) if experts_traced.value == "pieces" else run
+    y, dropped = run(x, routing.weights, routing.experts, *stored)
+    y = y if experts_traced.value is None else checkpoint_name(y, call.name)
+    return y, dropped / math.prod(routing.experts.shape)
 
 
 def _arrays(weights: Sequence[tuple[jax.Array | Int8, Names]]) -> tuple[list[tuple[jax.Array, Names]], Any]:

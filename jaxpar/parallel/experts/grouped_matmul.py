@@ -18,7 +18,7 @@ from jaxpar.parallel.precision.int8 import Int8
 from jaxpar.sharding.hardware.topology import platform_of
 from jaxpar.sharding.layout import current_layout
 from jaxpar.utils.arrays import accumulator
-from jaxpar.utils.contexts import ambient_layout
+from jaxpar.utils.contexts import ambient_layout, experts_traced
 
 BLOCK = 64
 """Rows of a block."""
@@ -46,6 +46,8 @@ def grouped_matmul(rows_RK: jax.Array, w_GKN: jax.Array | Int8, sizes_G: jax.Arr
     """
     if isinstance(w_GKN, Int8):
         return _of_integers(rows_RK, w_GKN, sizes_G)
+    if experts_traced.value is not None:
+        return jax.lax.ragged_dot(rows_RK, w_GKN, sizes_G, preferred_element_type=rows_RK.dtype)
     if _platform() == "tpu":
         # The kernel's tiles have a power of two of rows, at most _TILE, that divides all rows. With odd rows XLA
         # multiplies each row with all matrices.

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
 from jaxpar.errors import ConfigError, did_you_mean, listing
+from jaxpar.sharding.names import Names
 from jaxpar.sharding.rules import Axes
 
 Dispatch = Literal["auto", "ragged", "deduplicated", "gather", "all_to_all"]
@@ -15,6 +16,63 @@ LOCAL = "local"
 """The dispatch where every device has all experts."""
 _FEW_ROWS = 1024
 """With at most this many rows, tokens are not processed in pieces."""
+
+
+_CALL, _DIMS = "jaxpar.experts", "jaxpar.dims"
+
+
+@dataclass(frozen=True)
+class ExpertCall:
+    """A call of ``experts``, as a traced program states it in the name of its result.
+
+    Attributes:
+      experts: the number of experts.
+      k: experts that a token chooses.
+      row_bytes: bytes of a row.
+      dispatch, capacity_factor, pieces: as for :func:`jaxpar.experts`.
+
+    >>> call = ExpertCall(8, 2, 4096, "auto", 1.25)
+    >>> call.name, ExpertCall.of(call.name) == call, ExpertCall.of("qkv")
+    ('jaxpar.experts 8 2 4096 auto 1.25 None', True, None)
+    """
+
+    experts: int
+    k: int
+    row_bytes: int
+    dispatch: str = "auto"
+    capacity_factor: float | None = None
+    pieces: int | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of the call's result."""
+        facts = (self.experts, self.k, self.row_bytes, self.dispatch, self.capacity_factor, self.pieces)
+        return " ".join([_CALL, *map(str, facts)])
+
+    @classmethod
+    def of(cls, name: str) -> Self | None:
+        """Returns the call that a name states, or ``None`` for another name."""
+        first, *facts = name.split(" ")
+        if first != _CALL:
+            return None
+        experts, k, row, dispatch, capacity, pieces = facts
+        limit = None if capacity == "None" else float(capacity)
+        return cls(int(experts), int(k), int(row), dispatch, limit, None if pieces == "None" else int(pieces))
+
+
+def name_of_dims(dims: Names) -> str:
+    """Returns the name of an operand of ``experts`` in a traced program, which states its logical dims.
+
+    >>> dims_of_name(name_of_dims(("batch", None, "embed"))), dims_of_name("qkv")
+    (('batch', None, 'embed'), None)
+    """
+    return f"{_DIMS} {','.join(dim or '' for dim in dims)}"
+
+
+def dims_of_name(name: str) -> Names | None:
+    """Returns the logical dims that a name states; ``None`` for another name."""
+    first, _, dims = name.partition(" ")
+    return tuple(dim or None for dim in dims.split(",")) if first == _DIMS else None
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from jaxpar.sharding.names import Names
 from jaxpar.training.arguments import check_loss
 from jaxpar.training.loss import LossFn, LossProgram, loss_program, wants_key
 from jaxpar.training.model import MakeModel, NamedModel, Tagged, build_shapes, leaves_with_paths, show
-from jaxpar.utils.contexts import hint_observer
+from jaxpar.utils.contexts import experts_traced, hint_observer
 
 
 def annotate(make_model: MakeModel, loss_fn: LossFn, batch: Any, *, names: Patterns | None = None) -> Annotation:
@@ -78,6 +78,7 @@ def trace_loss(
     *,
     names: Patterns | None = None,
     transform: Callable[[LossProgram], LossProgram] = lambda run: run,
+    in_pieces: bool = False,
 ) -> NamedProgram:
     """Returns the trace of a loss, or of a transformation of it, with the names of its dims.
 
@@ -85,6 +86,7 @@ def trace_loss(
       make_model, loss_fn, batch, names: as for :func:`annotate`.
       transform: takes and returns a function of the model's parameters and variables, the batch, and a dict with the
         key, if the loss takes one.
+      in_pieces: whether the backward pass computes experts again, as where devices process tokens in pieces.
 
     Raises:
       AnnotationError, ModelError: as for :func:`annotate`.
@@ -101,7 +103,8 @@ def trace_loss(
     extra = {"key": jax.eval_shape(lambda: jax.random.key(0))} if wants_key(loss_fn) else {}
     run = transform(loss_program(loss_fn, parts.kind, {}))
     hinted: set[str | None] = set()
-    with unsharded(), hint_observer(lambda site, dims, x, resolved: hinted.update(dims)):
+    experts = experts_traced("pieces" if in_pieces else "whole")
+    with unsharded(), experts, hint_observer(lambda site, dims, x, resolved: hinted.update(dims)):
         program = NamedProgram.of(run, (parts.params, parts.variables, plain, extra), given)
     return replace(program, hinted=frozenset(name for name in hinted if name is not None))
 

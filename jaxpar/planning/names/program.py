@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 import jax
 from jax.extend.core import Jaxpr, jaxpr_as_fun
 
+from jaxpar.parallel.experts.options import dims_of_name
 from jaxpar.planning.names.annotation import NamedArray
 from jaxpar.planning.names.attention_sites import AttentionSite, all_sites, known_constants
 from jaxpar.planning.names.constrain import constrained
@@ -81,9 +82,14 @@ class NamedProgram:
         classes = fold(propagation.classes, {path: value.dims for path, value in params.items()})
         batch = {path: value for path, value in inputs.items() if path.startswith("batch/")}
         dims = {path: value.dims for path, value in inputs.items()}
+        for number, (value, own) in enumerate(_operands_of_experts(visited)):
+            dims[f"experts/{number}"] = value.dims
+            given = {**given, f"experts/{number}": (own, "named in the call of jp.experts")}
         single, several, notes = by_class(classes, dims, {path: own for path, own in given.items() if path in dims})
         names = name_classes(classes, ProgramArrays(params, batch, tuple(propagation.values)), single)
         names.by_dim |= several
+        if any(path.startswith("experts/") for path in given):
+            names.without_choices(single)
         out_tree = jax.tree.structure(shapes)
         return cls(traced, out_tree, visited, inputs, outputs, names, given, propagation.unknown, tuple(notes))
 
@@ -118,6 +124,15 @@ class NamedProgram:
         jaxpr = constrained(self.jaxpr.jaxpr, self.visited, _NamesOf(self.names, with_gradients), known)
         closed = jaxpr if isinstance(self.jaxpr, Jaxpr) else self.jaxpr.replace(jaxpr=jaxpr)
         return jax.tree.unflatten(self.out_tree, jaxpr_as_fun(closed)(*jax.tree.leaves(args)))
+
+
+def _operands_of_experts(visited: Sequence[Visited]) -> Iterator[tuple[TracedValue, Names]]:
+    """The operands of the calls of ``jaxpar.experts``, and the names that the calls give to their dims."""
+    for step in visited:
+        if step.eqn.primitive.name == "name" and (own := dims_of_name(step.eqn.params["name"])) is not None:
+            yield step.reads[0], own
+        for _, _, inner in step.inner:
+            yield from _operands_of_experts(inner)
 
 
 def _once(names: ClassNames, value: TracedValue) -> tuple[tuple[DimName, ...], tuple[str, ...]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from jaxpar.planning.names.dim_classes import Dim, DimClasses, Use
@@ -72,6 +72,12 @@ class ClassNames:
         if first.name == "heads" and self.grouped and not self.has_groups(flat):
             return DimName("kv_heads", "heads of keys and values, fewer than those of queries")
         return first
+
+    def without_choices(self, given: Collection[int]) -> None:
+        """Leave the dim of a router's scores without a name: every device scores all experts, whoever has them."""
+        for atom, found in self.by_class.items():
+            if found.name == "experts" and atom not in given:
+                self.by_class[atom] = DimName(None, "a router's scores, of all experts on every device")
 
     def has_groups(self, flat: Dim) -> bool:
         """Whether a dim is the product of the heads of keys and of the queries of each."""

@@ -12,6 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from jaxpar.planning.search.cost import CostModel, StepCost
+from jaxpar.planning.search.experts import ExpertExchange
 from jaxpar.planning.search.plan import Plan
 from jaxpar.planning.search.search import FULL, Objective
 from jaxpar.planning.search.space import Space, meshes, step_options
@@ -74,9 +75,10 @@ class _Floors:
     """The floors of meshes."""
 
     def __init__(self, model: CostModel, space: Space, objective: Objective):
-        passes = model.workload.backward.values()
+        passes = [*model.workload.backward.values(), *model.workload.in_pieces.values()]
         least = Backward((), min(b.weight_passes for b in passes), min(b.attention_passes for b in passes))
-        self._model = _FloorModel(replace(model.workload, backward={"": least}), model.topology, model.calibration)
+        step = replace(model.workload, backward={"": least}, in_pieces={"": least})
+        self._model = _FloorModel(step, model.topology, model.calibration)
         # A fixed option leaves fewer plans, so the floor of all is a floor of them.
         mesh = {name: size for name, size in space.fixed.items() if name in AXES}
         self._space = replace(space, remat=("",), accumulate=False, copies=(1,), fixed=mesh)
@@ -98,6 +100,12 @@ class _FloorModel(CostModel):
 
     def _gradient_sums(self, plan: Plan) -> float:
         return 0.0
+
+    def _expert_traffic(self, plan: Plan, once: object, passes: float) -> float:
+        return 0.0
+
+    def _sends_again(self, found: ExpertExchange, back: Backward) -> bool:
+        return back.weight_passes > 3.0  # smaller microbatches have fewer pieces
 
     def _working(self, plan: Plan) -> dict[str, float]:
         return {}

@@ -10,56 +10,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
+from jaxpar.planning.search.calibration import Calibration
+from jaxpar.planning.search.experts import ExpertExchange, exchanges
 from jaxpar.planning.search.plan import BATCH, EMBED, LAYERS, SEQ, VOCAB, Plan
-from jaxpar.planning.search.workload import Backward, Factors, KeptArray, Workload, count
+from jaxpar.planning.search.shards import Axes, Shards, WeightGroup, weight_groups
+from jaxpar.planning.search.workload import Backward, KeptArray, Workload
 from jaxpar.sharding.hardware.links import Links
 from jaxpar.sharding.hardware.topology import Topology
 
-type Axes = tuple[str, ...]
-
-
-_HIDDEN = {
-    "gather in layer": 1.0, "scatter in layer": 1.0, "gather in outside": 0.3, "scatter in outside": 0.0,
-    "gather in step": 0.0, "scatter in step": 0.0, "reduce": 0.0, "tensor": 0.1, "ring": 1.0, "exchange": 0.0,
-    "stages": 0.5, "ends": 0.0,
-}  # fmt: skip
 _TILE = 1024
 """Queries and keys of a tile of attention."""
-_SCATTERS = ("scatter in layer", "scatter in outside")
-_STALLED = {"gather in layer": 0.2, "scatter in layer": 0.2, "ring": 0.4, "tensor": 0.4}
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """What cannot be derived, as fitted to programs that XLA:TPU compiled.
-
-    Attributes:
-      matmul_traffic: bytes through main memory for each byte of a matmul's operands and result.
-      kept_traffic: the same for each byte that is kept for the backward pass.
-      stash_traffic: the same where a pipeline stage stores it in slots for its microbatches.
-      state_traffic: the same for each byte of parameters and optimizer state.
-      whole_traffic: bytes sent for each byte of a weight that XLA gathers whole.
-      gathered_copies: gathered copies of the residual stream under sequence parallelism.
-      stage_copies: copies of the residual stream of all microbatches in a pipeline.
-      step_copies: the part of the weights gathered before a step that is alive at the peak.
-      hidden: kind of transfer → the fraction of its time that the compiler overlaps with compute.
-      stalled: kind of transfer → the fraction of that for which it outlasts the compute.
-    """
-
-    matmul_traffic: float = 0.52
-    kept_traffic: float = 2.6
-    stash_traffic: float = 5.2
-    state_traffic: float = 4.6
-    whole_traffic: float = 1.75
-    gathered_copies: float = 4.0
-    stage_copies: float = 6.0
-    step_copies: float = 0.6
-    hidden: Mapping[str, float] = field(default_factory=lambda: dict(_HIDDEN))
-    stalled: Mapping[str, float] = field(default_factory=lambda: dict(_STALLED))
+_SCATTERS = ("scatter in layer", "scatter in outside", "scatter in experts")
 
 
 @dataclass(frozen=True)
@@ -129,45 +94,6 @@ class StepCost:
         return self.wire_bytes * self.exposed / total if total else 0.0
 
 
-class Shards:
-    """How many devices share the arrays of a plan.
-
-    Args:
-      plan: the plan.
-      attention: whether the tables are those inside attention, where ``ulysses`` splits heads.
-    """
-
-    def __init__(self, plan: Plan, *, attention: bool = False):
-        table: dict[str | None, Axes] = {BATCH: ("replica", "data"), SEQ: ("context", "ulysses"), LAYERS: ("pipeline",)}
-        table |= dict.fromkeys(plan.tensor, ("model",))
-        if plan.pipeline > 1:
-            table[VOCAB] = ("pipeline", *table.get(VOCAB, ()))
-        if attention:
-            table[SEQ] = ("context",)
-            for name in ("heads", "kv_heads"):
-                table[name] = ("ulysses", *table.get(name, ()))
-        self._table, self._mesh = table, plan.mesh
-
-    def axes(self, *groups: Factors) -> Axes:
-        """The axes that shard an array with these factors, each once."""
-        found: list[str] = []
-        for group in groups:
-            for name, size in group:
-                for axis in self._table.get(name, ()):
-                    if axis not in found and self._mesh[axis] > 1 and size % self._mesh[axis] == 0:
-                        found.append(axis)
-                        size //= self._mesh[axis]
-        return tuple(found)
-
-    def ways(self, *groups: Factors) -> int:
-        """The number of shards of an array with these factors."""
-        return math.prod(self._mesh[axis] for axis in self.axes(*groups))
-
-    def local(self, *groups: Factors) -> float:
-        """The elements on one device of an array with these factors."""
-        return count(*groups) / self.ways(*groups)
-
-
 @dataclass(frozen=True)
 class _Forward:
     """What one device does in the forward pass of a step, by the plan's mesh alone.
@@ -175,7 +101,8 @@ class _Forward:
     Attributes:
       layer_flops, attention_flops, head_flops: of the layers' matmuls with weights, of matmuls of two activations, and
         of all other matmuls.
-      traffic: bytes of the operands and results of matmuls.
+      traffic: bytes of the operands and results of matmuls, without those of experts.
+      rows, expert_weights: bytes of the operands and results of experts' matmuls, and of their weights.
       outputs, inputs: bytes of matmuls' results that are sums over ``model``, and of activations whose gradients are,
         in the layers.
       head: both outside the layers.
@@ -187,6 +114,8 @@ class _Forward:
     attention_flops: float = 0.0
     head_flops: float = 0.0
     traffic: float = 0.0
+    rows: float = 0.0
+    expert_weights: float = 0.0
     outputs: float = 0.0
     inputs: float = 0.0
     head: float = 0.0
@@ -214,16 +143,16 @@ class CostModel:
         w, device, fitted = self.workload, self.topology.accelerator, self.calibration
         if plan.batch not in (0, w.sizes.get(BATCH)):
             return self._of_batch(plan.batch).cost(plan)
-        once, back = self._once(self._forward, plan), w.backward[plan.remat]
+        once, back = self._once(self._forward, plan), self._backward(plan)
         again = plan.checkpoint_stages  # a stage's forward pass runs once more, before its backward pass
         layers = once.layer_flops * (back.weight_passes + again)
         layers += once.attention_flops * (self._attention_passes(plan, back) + again)
         flops = layers * plan.ticks + 3.0 * once.head_flops
-        state, kept = self._state(plan), self._once(self._kept, plan, plan.remat, None)
+        state, kept = self._state(plan), self._held(plan, plan.remat)
         traffic = fitted.matmul_traffic * once.traffic * (back.weight_passes + again) * plan.ticks
         kept_traffic = fitted.stash_traffic if plan.pipeline > 1 else fitted.kept_traffic
         traffic += kept_traffic * kept + fitted.state_traffic * sum(state.values())
-        traffic += self._gradient_sums(plan)
+        traffic += self._gradient_sums(plan) + self._expert_traffic(plan, once, back.weight_passes + again)
         compute, hbm = flops / device.rate("bf16"), traffic / device.hbm_bandwidth
         transfers = tuple(self._transfers(plan, once, back))
         exposed = sum(t.seconds * (1.0 - fitted.hidden[t.what]) for t in transfers)
@@ -240,6 +169,24 @@ class CostModel:
         found: CostModel = self._known["batch", batch]
         return found
 
+    def _exchanges(self, plan: Plan) -> tuple[ExpertExchange, ...]:
+        """What the layers with experts do."""
+        key = "experts", plan.mesh_sizes, plan.microbatches, plan.grad_accum_steps
+        if key not in self._known:
+            self._known[key] = exchanges(plan, self.workload, self.topology)
+        found: tuple[ExpertExchange, ...] = self._known[key]
+        return found
+
+    def _sends_again(self, found: ExpertExchange, back: Backward) -> bool:
+        """Whether rows travel to their experts again in the backward pass."""
+        return found.pieces > 1 or back.weight_passes > 3.0
+
+    def _backward(self, plan: Plan, remat: str | None = None) -> Backward:
+        """What the backward pass keeps and does under a plan's policy, or another one."""
+        pieces = any(found.pieces > 1 for found in self._exchanges(plan))
+        table = self.workload.in_pieces if pieces else self.workload.backward
+        return table[plan.remat if remat is None else remat]
+
     def _in_tiles(self, plan: Plan) -> bool:
         """Whether attention runs in tiles: if it does without a mesh, and where the sequence is sharded."""
         return self.workload.flash or plan.context * plan.ulysses > 1
@@ -250,13 +197,26 @@ class CostModel:
             return back.attention_passes
         return 3.5 + (back.attention_passes > 3.75)
 
+    def _expert_traffic(self, plan: Plan, once: _Forward, passes: float) -> float:
+        """Bytes through main memory of experts: rows, with room for another routing, and weights in each piece."""
+        fitted, found = self.calibration, self._exchanges(plan)
+        if not found:
+            return 0.0
+        rows = sum(f.rows * f.pieces * f.layers.call.row_bytes * f.calls for f in found)
+        room, pieces = max(f.room for f in found), max(f.pieces for f in found)
+        steps = plan.microbatches if plan.pipeline > 1 else plan.grad_accum_steps
+        traffic = passes * plan.ticks * fitted.expert_traffic * once.rows * room
+        traffic += passes * plan.ticks * fitted.expert_weight_traffic * once.expert_weights * pieces * steps
+        return traffic + fitted.rows_traffic * rows
+
     def _gradient_sums(self, plan: Plan) -> float:
         """Bytes through main memory of the sums of gradients over microbatches, in fp32."""
         runs = plan.microbatches * plan.virtual_stages * plan.ticks / plan.virtual_stages if plan.pipeline > 1 else 0.0
         if plan.grad_accum_steps > 1:
             runs += plan.grad_accum_steps
-        spread = math.prod(plan.mesh[axis] for axis in plan.zero_axes) if _gathers_in_layers(plan) else 1
-        return 2.0 * runs * 4 * self._once(self._elements, plan)[0] / spread
+        spread = _gathers_in_layers(plan)
+        sums = sum(g.stored if spread else g.elements for g in self._groups(plan) if g.layered)
+        return 2.0 * runs * 4 * sums
 
     def _once(self, find: Callable[..., Any], plan: Plan, *more: Any) -> Any:
         """Returns ``find(plan, *more)``, which depends on the plan's mesh and sharded dims alone, computed once."""
@@ -279,7 +239,7 @@ class CostModel:
                 shards.local(*parts) * times
                 for parts in (
                     (m.shared, m.rows, m.summed),
-                    (m.shared, m.columns, m.summed),
+                    (m.shared, m.groups, m.columns, m.summed),
                     (m.shared, m.rows, m.columns),
                 )
             )
@@ -292,14 +252,19 @@ class CostModel:
                 sums["traffic"] += sum(small) if self._in_tiles(plan) else left + right + out
                 continue
             sums["layer_flops" if m.layered else "head_flops"] += flops
-            sums["traffic"] += left + right + out
+            if m.groups:
+                sums["rows"] += left + out
+                sums["expert_weights"] += right
+            else:
+                sums["traffic"] += left + right + out
             if not m.weight or plan.model == 1:
                 continue
+            # Rows of experts are added up to tokens before their sum over `model`, and so are their gradients.
             if "model" in shards.axes(m.summed):
-                sums["outputs" if m.layered else "head"] += out
+                sums["outputs" if m.layered else "head"] += out / m.choices
             if "model" in shards.axes(m.columns) and m.source not in seen:
                 seen.add(m.source)
-                sums["inputs" if m.layered else "head"] += left
+                sums["inputs" if m.layered else "head"] += left / m.choices
         tokens = tuple((name, w.sizes[name]) for name in (BATCH, SEQ, EMBED) if name in w.sizes)
         sums["residual"] = outside.local(tokens) * w.compute_bytes
         return _Forward(**sums)
@@ -333,38 +298,46 @@ class CostModel:
                 plan, "stages", "collective-permute", ("pipeline",), 2.0 * once.residual * runs / shared
             )
             yield self._transfer(plan, "ends", "all-reduce", ("pipeline",), 4.0 * once.residual / shared)
+        for found in self._exchanges(plan):
+            sent = found.sent(again=self._sends_again(found, back)) * plan.expert / max(plan.expert - 1, 1)
+            yield self._transfer(plan, "experts", found.kind, ("expert",), sent)
         yield from self._weights(plan)
 
     def _weights(self, plan: Plan) -> Iterator[Transfer]:
         """The weights that a plan gathers, and the gradients that it reduces."""
         w = self.workload
-        layered, outside = self._once(self._elements, plan)
-        if plan.zero == 0:
-            yield self._transfer(plan, "reduce", "all-reduce", plan.token_axes, (layered + outside) * w.reduce_bytes)
-            return
-        axes, across = plan.zero_axes, ("replica",) if plan.replica > 1 else ()
-        inside = math.prod(plan.mesh[axis] for axis in axes)
+        for group in self._groups(plan):
+            if plan.zero == 0:
+                axes = tuple(axis for axis in plan.token_axes if axis != "expert" or not group.experts)
+                yield self._transfer(plan, "reduce", "all-reduce", axes, group.elements * w.reduce_bytes)
+            else:
+                yield from self._gathered(plan, group)
+
+    def _gathered(self, plan: Plan, group: WeightGroup) -> Iterator[Transfer]:
+        """The weights of a group that a plan gathers, and their gradients."""
+        w, axes, across = self.workload, group.axes, ("replica",) if plan.replica > 1 else ()
         in_layers = _gathers_in_layers(plan)
         # Where weights are sharded over `model` and over other axes than `data`, or gathered before the step, XLA
         # gathers them whole, some of them twice, and reduces whole gradients over one axis and then the others.
-        whole = plan.model > 1 and (plan.zero < 3 or axes != ("data",))
-        scattered = plan.model * self.calibration.whole_traffic if whole else 1.0
+        whole = plan.model > 1 and (plan.zero < 3 or axes != ("data",)) and not (group.experts and in_layers)
+        size = group.elements * (plan.model * self.calibration.whole_traffic if whole else 1.0)
         runs = plan.grad_accum_steps if in_layers else 1
-        for elements, where in ((layered, "layer"), (outside, "outside")):
-            where, size = where if in_layers else "step", elements * scattered
-            gathers = runs * (2 if where == "layer" else 1)
-            first = axes if in_layers or plan.pipeline > 1 else axes[:1]
-            yield self._transfer(plan, f"gather in {where}", "all-gather", first, size * w.compute_bytes * gathers)
-            yield self._transfer(plan, f"scatter in {where}", "reduce-scatter", first, size * w.reduce_bytes * runs)
-            yield self._transfer(plan, "reduce", "all-reduce", axes[len(first) :], size * w.reduce_bytes)
-            yield self._transfer(plan, "reduce", "all-reduce", across, elements * w.reduce_bytes / inside * runs)
+        gathers = runs * (2 if group.layered and in_layers else 1)
+        where = ("experts" if group.experts else "layer") if group.layered else "outside"
+        where = where if in_layers else "step"
+        first = axes if in_layers or plan.pipeline > 1 else axes[:1]
+        yield self._transfer(plan, f"gather in {where}", "all-gather", first, size * w.compute_bytes * gathers)
+        yield self._transfer(plan, f"scatter in {where}", "reduce-scatter", first, size * w.reduce_bytes * runs)
+        yield self._transfer(plan, "reduce", "all-reduce", axes[len(first) :], size * w.reduce_bytes)
+        yield self._transfer(plan, "reduce", "all-reduce", across, group.stored * w.reduce_bytes * runs)
 
-    def _elements(self, plan: Plan) -> tuple[float, float]:
-        """The elements of the weights that a device uses: in the layers, and outside them."""
-        shards, sums = Shards(plan), {True: 0.0, False: 0.0}
-        for p in self.workload.params:
-            sums[LAYERS in dict(p.factors)] += shards.local(p.factors)
-        return sums[True], sums[False]
+    def _groups(self, plan: Plan) -> tuple[WeightGroup, ...]:
+        """The weights of a plan."""
+        key = "weights", plan.mesh_sizes, plan.tensor, plan.zero > 0
+        if key not in self._known:
+            self._known[key] = weight_groups(plan, self.workload)
+        found: tuple[WeightGroup, ...] = self._known[key]
+        return found
 
     def _transfer(self, plan: Plan, what: str, kind: str, axes: Axes, size: float) -> Transfer:
         """A collective over ``axes`` whose largest operand or result has ``size`` bytes on a device."""
@@ -401,57 +374,85 @@ class CostModel:
     def _state(self, plan: Plan) -> dict[str, float]:
         """Bytes of the parameters and the optimizer state at rest."""
         itemsize = self.workload.param_bytes / max(self.workload.param_count, 1)
-        held = sum(self._once(self._elements, plan)) * itemsize / math.prod(plan.mesh[axis] for axis in plan.zero_axes)
+        held = sum(group.stored for group in self._groups(plan)) * itemsize
         optimizer = 0.0 if plan.offload else held * self.workload.state_bytes
         return {"parameters": held, "optimizer": optimizer}
 
-    def _kept(self, plan: Plan, remat: str, dim: str | None) -> float:
+    def _held(self, plan: Plan, remat: str, dim: str | None = None) -> float:
         """Bytes that the backward pass keeps of one device's whole batch, in arrays that have the dim."""
-        kept = self.workload.backward[remat].kept
-        return sum(self._kept_bytes(plan, held) for held in kept if dim is None or dim in dict(held.factors))
+        found = self._exchanges(plan)
+        pieces, room = any(f.pieces > 1 for f in found), max((f.room for f in found), default=1.0)
+        plain, rows = (self._once(self._kept, plan, remat, dim, pieces, of_rows) for of_rows in (False, True))
+        return float(plain + room * rows)
+
+    def _kept(self, plan: Plan, remat: str, dim: str | None, pieces: bool, of_rows: bool) -> float:
+        """As :meth:`_held`, in rows of experts, or in all other arrays; without room for another routing."""
+        kept = (self.workload.in_pieces if pieces else self.workload.backward)[remat].kept
+        chosen = (k for k in kept if k.rows == of_rows and (dim is None or dim in dict(k.factors)))
+        return sum(self._kept_bytes(plan, held) for held in chosen)
 
     def _kept_bytes(self, plan: Plan, held: KeptArray) -> float:
         names = [name for name, _ in held.factors]
         if self._in_tiles(plan) and (names.count(SEQ) > 1 or names.count(None) > 2):
             return 0.0  # scores and their mask, which no tile writes
         shards, size = Shards(plan), held.itemsize
-        split = plan.model if plan.sequence_parallel and "model" not in shards.axes(held.factors) else 1
-        return shards.local(held.factors) * size / split
+        spread = plan.sequence_parallel and not held.rows and "model" not in shards.axes(held.factors)
+        return shards.local(held.factors) * size / (plan.model if spread else 1)
+
+    def _one_layer(self, plan: Plan) -> float:
+        """Bytes that a layer needs while it is recomputed: of experts, those of one piece."""
+        count = self.workload.sizes.get(LAYERS, 1)
+        if self._held(plan, plan.remat, LAYERS) >= self._held(plan, self._most, LAYERS):
+            return 0.0
+        plain: float = self._once(self._kept, plan, self._most, LAYERS, False, False)
+        rows = self._once(self._forward, plan).rows * plan.pipeline
+        piece = max((found.room / found.pieces for found in self._exchanges(plan)), default=0.0)
+        return (plain + self.calibration.rows_copies * rows * piece) / count
 
     def _working(self, plan: Plan) -> dict[str, float]:
         """Bytes that the step needs beside its state."""
-        w = self.workload
-        in_layers = plan.zero == 3 or _gathers_in_layers(plan)
-        spread = math.prod(plan.mesh[axis] for axis in plan.zero_axes) if in_layers else 1
         part = 1.0 / plan.grad_accum_steps
         # A stage holds one microbatch for each stage, and receives another.
         in_flight = min(1.0, (plan.pipeline + 1) / plan.microbatches) if plan.pipeline > 1 else 1.0
-        count = w.sizes.get(LAYERS, 1)
-        layers = self._once(self._kept, plan, plan.remat, LAYERS) / (count if plan.checkpoint_stages else 1)
-        outside = self._once(self._kept, plan, plan.remat, None) - layers
-        everything = self._once(self._kept, plan, self._most, LAYERS) / count
-        recomputes = self._once(self._kept, plan, plan.remat, LAYERS) < self._once(self._kept, plan, self._most, LAYERS)
-        one_layer = everything if recomputes else 0.0
+        count = self.workload.sizes.get(LAYERS, 1)
+        layers = self._held(plan, plan.remat, LAYERS) / (count if plan.checkpoint_stages else 1)
+        outside = self._held(plan, plan.remat) - layers
         residual = self._once(self._forward, plan).residual
         gathered = self.calibration.gathered_copies * residual * plan.sequence_parallel
         staged = self.calibration.stage_copies * residual * (plan.pipeline > 1)
-        inside, elsewhere = self._once(self._elements, plan)
-        if plan.pipeline > 1:
-            # A stage gathers its weights once, and sums their gradients over its microbatches before it reduces them.
-            copies = inside + elsewhere / spread
-            gradients = 4 * (inside / (plan.virtual_stages if plan.zero == 3 else 1) + elsewhere)
-        else:
-            copies = (inside + elsewhere) / spread
-            gradients = 4 * copies if plan.grad_accum_steps > 1 else 0.0
-            copies *= self.calibration.step_copies if plan.zero and not in_layers else 1.0
-        # A layer's backward pass holds its gathered weights, and their gradients before they are scattered.
-        layer = inside / count * (w.compute_bytes + w.reduce_bytes) if spread > 1 and plan.pipeline == 1 else 0.0
         return {
             "saved activations": layers * part * in_flight,
-            "working": (max(one_layer, outside) + gathered) * part + staged,
-            "weight copies": copies * w.compute_bytes + layer,
-            "gradients": gradients,
+            "working": (max(self._one_layer(plan), outside) + gathered) * part + staged,
+            **self._copies(plan),
         }
+
+    def _copies(self, plan: Plan) -> dict[str, float]:
+        """Bytes of weights in the compute dtype, and of gradients."""
+        w, in_layers, groups = self.workload, plan.zero == 3 or _gathers_in_layers(plan), self._groups(plan)
+        of = lambda group: group.stored if in_layers else group.elements
+        inside = sum(group.elements for group in groups if group.layered)
+        if plan.pipeline > 1:
+            # A stage gathers its weights once, and sums their gradients over its microbatches before it reduces them.
+            elsewhere = [group for group in groups if not group.layered]
+            copies = inside + sum(map(of, elsewhere))
+            gradients = 4 * (
+                inside / (plan.virtual_stages if plan.zero == 3 else 1) + sum(g.elements for g in elsewhere)
+            )
+        else:
+            copies = sum(map(of, groups))
+            # The peak of a layer with experts is in its backward pass, where all layers' gradients have their memory.
+            alone = w.reduce_bytes * copies if w.experts else 0.0
+            gradients = 4 * copies if plan.grad_accum_steps > 1 else alone
+            copies *= self.calibration.step_copies if plan.zero and not in_layers else 1.0
+        # A layer's backward pass holds its gathered weights, and their gradients before they are scattered.
+        # That of experts adds up the gradients of its pieces.
+        held = (g for g in groups if g.layered and in_layers and (g.others > 1 or g.experts))
+        layer = (
+            sum(group.elements for group in held) / w.sizes.get(LAYERS, 1) * (w.compute_bytes + w.reduce_bytes)
+            if plan.pipeline == 1
+            else 0.0
+        )
+        return {"weight copies": copies * w.compute_bytes + layer, "gradients": gradients}
 
     @cached_property
     def _most(self) -> str:
@@ -464,4 +465,4 @@ def _gathers_in_layers(plan: Plan) -> bool:
 
     Stages 1 and 2 gather all weights before the step, and sum each device's gradients of its own rows.
     """
-    return plan.pipeline == 1 and (plan.zero == 3 or (plan.zero > 0 and plan.replica * plan.data == 1))
+    return plan.pipeline == 1 and (plan.zero == 3 or (plan.zero > 0 and plan.replica * plan.data * plan.expert == 1))

@@ -14,6 +14,7 @@ from jaxpar.sharding.mesh import AXES, MeshSpec
 from jaxpar.sharding.rules import Rules
 
 BATCH, SEQ, RESIDUAL_SEQ, LAYERS, EMBED, VOCAB = "batch", "seq", "residual_seq", "layers", "embed", "vocab"
+EXPERTS, LATENT = "experts", "latent"
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,8 @@ class Plan:
       pipeline, replica, data, expert, context, ulysses, model: sizes of the mesh axes.
       tensor: the logical dims that are sharded over ``model``.
       sequence_parallel: whether the residual stream is sharded over ``model`` along the sequence.
-      zero: the ZeRO stage. Stage 3 shards the weights where they are used, along ``embed`` if they have it (FSDP).
+      zero: the ZeRO stage. Stage 3 shards the weights where they are used, along ``embed`` if they have it (FSDP), else
+        along ``latent``.
       remat: the recomputation policy of the layers, or "" for what the model itself does.
       grad_accum_steps: microbatches that are run one after the other, without a pipeline.
       microbatches: of a pipeline.
@@ -75,7 +77,7 @@ class Plan:
     @property
     def token_axes(self) -> tuple[str, ...]:
         """The axes of more than one device over which tokens are sharded."""
-        return tuple(a for a in ("replica", "data", "context", "ulysses") if self.mesh[a] > 1)
+        return tuple(a for a in ("replica", "data", "expert", "context", "ulysses") if self.mesh[a] > 1)
 
     @property
     def zero_axes(self) -> tuple[str, ...]:
@@ -101,7 +103,10 @@ class Plan:
         >>> Plan(data=4, model=2, tensor=("mlp",), zero=3).rules(("batch", "embed", "mlp"))
         {'batch': ['replica', 'data'], 'embed': None, 'mlp': 'model', 'params': {'embed': ['data']}}
         """
+        names = tuple(names)
         axes: dict[str, Any] = {BATCH: ["replica", "data"], SEQ: ["context", "ulysses"]}
+        if EXPERTS in names:
+            axes[BATCH], axes[EXPERTS] = ["replica", "data", "expert"], "expert"
         axes[RESIDUAL_SEQ] = [*axes[SEQ], *(["model"] if self.sequence_parallel else [])]
         axes |= dict.fromkeys(self.tensor, "model")
         if self.pipeline > 1:
@@ -109,8 +114,17 @@ class Plan:
             axes[VOCAB] = ["pipeline", *(["model"] if VOCAB in self.tensor else [])]
         table: dict[str, Any] = {name: axes.get(name) for name in names}
         if self.zero == 3 and EMBED in table:
-            table["params"] = {EMBED: list(self.zero_axes)}
+            table["params"] = {name: self._stored(name) for name in (EMBED, LATENT) if name in table}
         return table
+
+    def _stored(self, name: str) -> Any:
+        """The rule for a dim of stored weights: over all axes of ZeRO; of experts, over those but ``expert``."""
+        axes = list(self.zero_axes)
+        others = [axis for axis in axes if axis != "expert"]
+        if name == EMBED and others == axes:
+            return axes
+        fallback = [others] if name == EMBED and others else []
+        return {"first_of": [axes, *fallback, None]}
 
     def names(self, names: Iterable[str]) -> tuple[str, ...]:
         """Returns the logical dims that the plan's rules are for: a model's, and ``residual_seq`` if it is sharded."""
@@ -142,6 +156,7 @@ class Plan:
             words.append(f"HSDP {self.replica}×{self.data}" if self.replica > 1 else f"FSDP {self.data}")
         elif self.replica * self.data > 1:
             words.append(f"DP {self.replica * self.data}")
+        words += [f"EP {self.expert}"] if self.expert > 1 else []
         words += [f"ring {self.context}"] if self.context > 1 else []
         words += [f"Ulysses {self.ulysses}"] if self.ulysses > 1 else []
         words += [f"TP{'+SP' if self.sequence_parallel else ''} {self.model}"] if self.model > 1 else []

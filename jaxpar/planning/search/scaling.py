@@ -16,6 +16,7 @@ from jaxpar.errors import PlanError
 from jaxpar.planning.search.best_estimate import best_estimate
 from jaxpar.planning.search.compiled import CompiledPlan
 from jaxpar.planning.search.cost import CostModel, StepCost
+from jaxpar.planning.search.experts import has_ragged_exchange
 from jaxpar.planning.search.plan import BATCH, Plan
 from jaxpar.planning.search.report import Planner
 from jaxpar.planning.search.search import CompilerMeasures, SearchOptions, find
@@ -223,7 +224,7 @@ def _points(planner: Planner, space: Space, kind: str, options: ScaleOptions) ->
     for chips in options.chips:
         topology = topology_of(kind, chips)
         batch = own * chips // options.chips[0] if options.scaling == "weak" else own
-        here = replace(space, slices=topology.slices, batches=(batch,))
+        here = replace(space, slices=topology.slices, ragged=has_ragged_exchange(topology), batches=(batch,))
         point = _best(planner, here, ScalePoint(topology, chips, batch), options)
         if point.plan is not None:
             about = planner.run_of(point.plan).about

@@ -9,14 +9,18 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from jaxpar.errors import PlanError, did_you_mean, listing
-from jaxpar.planning.search.plan import BATCH, EMBED, LAYERS, SEQ, VOCAB, Plan
+from jaxpar.planning.search.experts import problem
+from jaxpar.planning.search.plan import BATCH, EMBED, EXPERTS, LATENT, LAYERS, SEQ, VOCAB, Plan
 from jaxpar.planning.search.workload import Workload
 from jaxpar.sharding.hardware.torus import take
 from jaxpar.sharding.mesh import AXES
 
 _EXPOSED = ("expert", "ulysses", "model")
 _HEADS = ("heads", "kv_heads")
-_NOT_TENSOR = (BATCH, SEQ, EMBED, LAYERS, "residual_seq", "norm", "head_dim", "positions", "features", "channels")
+_NOT_TENSOR = frozenset(
+    (BATCH, SEQ, EMBED, LAYERS, EXPERTS, LATENT, "dense_layers", "residual_seq", "norm", "head_dim")
+    + ("positions", "features", "channels")
+)
 MOST_ACCUMULATED, MOST_VIRTUAL = 32, 4
 
 
@@ -38,6 +42,7 @@ class Space:
       own_model: whether the model is one of the user's own. Its sequence is not sharded in a pipeline, nor where each
         device computes the gradient of its own rows: XLA's partitioner aborts on the attention of such steps.
       slices: slices or hosts that the network joins. An axis of exposed collectives crosses them only if it is fixed.
+      ragged: whether devices can exchange rows of which each pair has another number.
     """
 
     axes: tuple[str, ...] = ("replica", "data", "model")
@@ -52,6 +57,7 @@ class Space:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     own_model: bool = False
     slices: int = 1
+    ragged: bool = True
 
     def __post_init__(self) -> None:
         names = [f.name for f in fields(Plan)]
@@ -94,6 +100,7 @@ def meshes(
         for batch in space.batches or (0,):
             base = replace(Plan(batch=batch, offload=offload), **mesh)
             reason = _problem(base, workload, space.tensor) or _slow(base, space)
+            reason = reason or problem(base, workload, ragged=space.ragged)
             tensor = _tensor(base, workload, space)
             if reason is None and base.replica > 1 and (3 not in space.zero or base.token_axes == ("replica",)):
                 reason = "replica is the same as a larger data where it shards no weights"
@@ -131,7 +138,7 @@ def _factorizations(n: int, parts: int) -> Iterator[tuple[int, ...]]:
 
 def _problem(plan: Plan, workload: Workload, tensor: tuple[str, ...]) -> str | None:
     """Why a mesh does not fit the workload's sizes, if it does not."""
-    size, rows = workload.sizes, plan.replica * plan.data
+    size, rows = workload.sizes, plan.replica * plan.data * plan.expert
     batch, seq = plan.batch or size.get(BATCH, 1), size.get(SEQ, 1)
     if batch % rows:
         return f"a batch of {batch} does not divide over {rows} devices"
@@ -176,7 +183,7 @@ def _tensor(plan: Plan, workload: Workload, space: Space) -> tuple[str, ...]:
 
 def _options(plan: Plan, workload: Workload, space: Space) -> Iterator[Plan]:
     """The options of the step on a mesh."""
-    rows = (plan.batch or workload.sizes.get(BATCH, 1)) // (plan.replica * plan.data)
+    rows = (plan.batch or workload.sizes.get(BATCH, 1)) // (plan.replica * plan.data * plan.expert)
     seq = workload.sizes.get(SEQ, 1)
     sequence = space.sequence_parallel and plan.model > 1 and seq % (plan.context * plan.ulysses * plan.model) == 0
     for zero, remat in itertools.product(space.zero, space.remat):

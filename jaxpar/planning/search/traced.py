@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import optax
 
+from jaxpar.parallel.experts.options import ExpertCall
 from jaxpar.planning.layers.find import RepeatedLayers, find_layers
 from jaxpar.planning.layers.remat import applicable, recomputed
 from jaxpar.planning.names.annotate import trace_loss
 from jaxpar.planning.names.program import NamedProgram
 from jaxpar.planning.names.propagate import TracedValue, Visited
 from jaxpar.planning.search.plan import LAYERS
-from jaxpar.planning.search.workload import Backward, Factor, Factors, KeptArray, Matmul, Workload
+from jaxpar.planning.search.workload import Backward, ExpertLayers, Factor, Factors, KeptArray, Matmul, Workload
 from jaxpar.training.loss import LossFn, LossProgram
 from jaxpar.training.model import MakeModel, build_shapes
 from jaxpar.training.remat import RematPolicy
@@ -23,6 +26,9 @@ from jaxpar.utils.jaxprs import opened
 _PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 _ONE_LAYER: Factor = (LAYERS, 1)
 """Marks what is in one of several separate layers."""
+
+_CHOICES_RANK = 4
+"""The most factors of an array of choices: layers, batch, sequence and choice. Rows have their numbers beside them."""
 
 Rewrite = Callable[[LossProgram], LossProgram]
 
@@ -63,12 +69,17 @@ def workload(
         for (path, value), aval in zip(program.inputs.items(), program.jaxpr.in_avals, strict=True)
         if path.startswith("params/")
     )
-    backward = {
-        name: _backward(make, loss_fn, batch, matmuls) for name, make in {"": make_model, **(models or {})}.items()
+    variants = {name: _Variant(make, loss_fn, batch) for name, make in {"": make_model, **(models or {})}.items()}
+    policies = applicable(program.jaxpr, layers) if remat else ()
+    variants |= {policy: _Variant(make_model, loss_fn, batch, _recomputing(policy)) for policy in policies}
+    backward = {name: _backward(variant, matmuls) for name, variant in variants.items()}
+    experts = tuple(_experts(program, _inside(layers)))
+    # A policy that keeps no rows computes experts again anyway.
+    in_pieces = {
+        name: _backward(replace(variants[name], in_pieces=True), matmuls) if _keeps_rows(back) else back
+        for name, back in backward.items()
+        if experts
     }
-    for policy in applicable(program.jaxpr, layers) if remat else ():
-        rewrite = _recomputing(policy)
-        backward[policy] = _backward(make_model, loss_fn, batch, matmuls, rewrite)
     sizes: dict[str, int] = {}
     for name, size in (f for m in matmuls for f in (*m.shared, *m.rows, *m.columns, *m.summed)):
         if name is not None:
@@ -103,7 +114,35 @@ def workload(
         flash,
         compute_bytes=items,
         reduce_bytes=reduce_bytes,
+        experts=experts,
+        in_pieces=in_pieces,
     )
+
+
+@dataclass(frozen=True)
+class _Variant:
+    """A loss with one recomputation policy.
+
+    Attributes:
+      make_model, loss_fn, batch: as for :func:`workload`.
+      rewrite: adds the policy.
+      in_pieces: whether the backward pass computes experts again.
+    """
+
+    make_model: MakeModel
+    loss_fn: LossFn
+    batch: Any
+    rewrite: Rewrite = lambda run: run
+    in_pieces: bool = False
+
+    def trace(self, transform: Rewrite) -> NamedProgram:
+        """Returns the trace of a transformation of it."""
+        run = lambda plain: transform(self.rewrite(plain))
+        return trace_loss(self.make_model, self.loss_fn, self.batch, transform=run, in_pieces=self.in_pieces)
+
+
+def _keeps_rows(back: Backward) -> bool:
+    return any(kept.rows and len(kept.factors) > _CHOICES_RANK for kept in back.kept)
 
 
 def _recomputing(policy: str) -> Rewrite:
@@ -129,15 +168,27 @@ def _separate(layers: Sequence[RepeatedLayers], path: str) -> bool:
     return any(path.startswith(found.path[:-1]) for found in layers if not found.stacked)
 
 
+def _steps(program: NamedProgram, inside: Container[int]) -> Iterator[tuple[Visited, int, bool]]:
+    """As :func:`walk`; ``inside`` has the numbers of equations in layers."""
+    for number, step in enumerate(program.visited):
+        yield from walk(program, (step,), layered=number in inside)
+
+
+def _experts(program: NamedProgram, inside: Container[int]) -> Iterator[ExpertLayers]:
+    """The calls of experts, equal ones together."""
+    found = Counter[tuple[ExpertCall, bool]]()
+    for step, times, layered in _steps(program, inside):
+        call = ExpertCall.of(step.eqn.params["name"]) if step.eqn.primitive.name == "name" else None
+        if call is not None:
+            found[call, layered] += times
+    for (call, layered), times in found.items():
+        yield ExpertLayers(call, times, layered)
+
+
 def _matmuls(program: NamedProgram, inside: Container[int] = ()) -> Iterator[Matmul]:
     """The matmuls of a traced program, in order; ``inside`` has the numbers of equations in layers."""
     sources: dict[int, int] = {}
-    steps = (
-        found
-        for number, step in enumerate(program.visited)
-        for found in walk(program, (step,), layered=number in inside)
-    )
-    for step, times, layered in steps:
+    for step, times, layered in _steps(program, inside):
         if step.eqn.primitive.name not in _PRODUCTS:
             continue
         left, right, *_ = step.reads
@@ -147,7 +198,13 @@ def _matmuls(program: NamedProgram, inside: Container[int] = ()) -> Iterator[Mat
         swapped = left is step.reads[1]
         shared, rows, columns, summed = (_factors(program, dims) for dims in _parts(step, swapped))
         source = sources.setdefault(id(left), len(sources))
-        yield Matmul(shared, rows, columns, summed, weight, layered, times, source)
+        groups = _factors(program, (right.dims[i] for i in _groups(step)))
+        yield Matmul(shared, rows, columns, summed, weight, layered, times, source, groups)
+
+
+def _groups(step: Visited) -> tuple[int, ...]:
+    """The dims of the right operand of which each row takes one matrix."""
+    return tuple(getattr(step.eqn.params.get("ragged_dot_dimension_numbers"), "rhs_group_dimensions", ()))
 
 
 def _parts(step: Visited, swapped: bool) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
@@ -163,7 +220,7 @@ def _parts(step: Visited, swapped: bool) -> tuple[list[Any], list[Any], list[Any
     numbers = getattr(numbers, "dot_dimension_numbers", numbers)
     (left_sum, right_sum), (left_batch, right_batch) = numbers
     rows = [d for i, d in enumerate(left.dims) if i not in (*left_sum, *left_batch)]
-    columns = [d for i, d in enumerate(right.dims) if i not in (*right_sum, *right_batch)]
+    columns = [d for i, d in enumerate(right.dims) if i not in (*right_sum, *right_batch, *_groups(step))]
     if swapped:
         rows, columns = columns, rows
     return [left.dims[i] for i in left_batch], rows, columns, [left.dims[i] for i in left_sum]
@@ -214,15 +271,9 @@ def _kept_array(program: NamedProgram, path: str, value: TracedValue, itemsize: 
     return KeptArray(path.removeprefix("params/"), factors, itemsize)
 
 
-def _backward(
-    make_model: MakeModel,
-    loss_fn: LossFn,
-    batch: Any,
-    forward: tuple[Matmul, ...],
-    rewrite: Rewrite = lambda run: run,
-) -> Backward:
+def _backward(variant: _Variant, forward: tuple[Matmul, ...]) -> Backward:
     """What the backward pass keeps and does, from the traces of the loss's linearization and of its gradient."""
-    kept = trace_loss(make_model, loss_fn, batch, transform=lambda run: _residuals(rewrite(run)))
+    kept = variant.trace(_residuals)
     outputs = zip(kept.outputs, kept.jaxpr.out_avals, strict=True)
     # What does not depend on the batch, such as a mask, is computed again or not at all.
     activations = {id(value): (value, aval) for value, aval in outputs if value.data and value.shape}
@@ -230,11 +281,15 @@ def _backward(
     layered = {
         id(value): count for number, count in inside.items() for value in _of_layers(kept.visited[number], count)
     }
+    rows = _row_atoms(kept)
     held = tuple(
-        _kept_array(kept, "", value, aval.dtype.itemsize, layers=layered.get(id(value), 0))
+        replace(
+            _kept_array(kept, "", value, aval.dtype.itemsize, layers=layered.get(id(value), 0)),
+            rows=any(atom in rows for dim in value.dims for atom in kept.names.classes.flat(dim)),
+        )
         for value, aval in activations.values()
     )
-    passes = trace_loss(make_model, loss_fn, batch, transform=lambda run: _gradient(rewrite(run)))
+    passes = variant.trace(_gradient)
     once, outside, total = ({True: 0.0, False: 0.0} for _ in range(3))
     for one in forward:
         once[one.weight or not one.shared] += one.flops
@@ -246,6 +301,13 @@ def _backward(
     pairs = {kind: (total[kind] - 3.0 * outside[kind], once[kind] - outside[kind]) for kind in total}
     ratio = {kind: more / least if least else 3.0 for kind, (more, least) in pairs.items()}
     return Backward(held, ratio[True], ratio[False])
+
+
+def _row_atoms(program: NamedProgram) -> set[int]:
+    """The factors without a name along which the rows of experts are more than the tokens."""
+    steps = (step for step, _, _ in walk(program, program.visited) if _groups(step))
+    atoms = {atom for step in steps for atom in program.names.classes.flat(step.reads[0].dims[0])}
+    return {atom for atom in atoms if program.names.of((atom,)).name is None}
 
 
 def _of_layers(step: Visited, count: int) -> list[TracedValue]:

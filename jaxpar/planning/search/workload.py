@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from jaxpar.parallel.experts.options import ExpertCall
 from jaxpar.planning.layers.find import RepeatedLayers
 from jaxpar.planning.search.plan import BATCH, EMBED, SEQ
 
@@ -32,6 +33,7 @@ class Matmul:
       layered: whether it runs in a layer of a stack, or of equal separate layers.
       times: how often it runs in a step.
       source: a number that matmuls of the same activation share.
+      groups: factors of the weight that neither the activation nor the result has: each row takes one of its matrices.
     """
 
     shared: Factors
@@ -42,6 +44,12 @@ class Matmul:
     layered: bool
     times: int
     source: int
+    groups: Factors = ()
+
+    @property
+    def choices(self) -> int:
+        """The rows of each token: the experts that it chooses, or 1."""
+        return count(tuple(f for f in self.rows if f[0] is None)) if self.groups else 1
 
     @property
     def attends(self) -> bool:
@@ -62,11 +70,13 @@ class KeptArray:
       path: a parameter's path; "" for an activation.
       factors: of its dims.
       itemsize: bytes of an element.
+      rows: whether it has a row for each expert that a token chooses.
     """
 
     path: str
     factors: Factors
     itemsize: int
+    rows: bool = False
 
     @property
     def bytes(self) -> int:
@@ -90,6 +100,21 @@ class Backward:
 
 
 @dataclass(frozen=True)
+class ExpertLayers:
+    """Equal calls of :func:`jaxpar.experts`.
+
+    Attributes:
+      call: its sizes and options.
+      times: how often it runs in a step.
+      layered: whether it runs in a layer of a stack, or of equal separate layers.
+    """
+
+    call: ExpertCall
+    times: int
+    layered: bool
+
+
+@dataclass(frozen=True)
 class Workload:
     """One step of a model over all devices.
 
@@ -106,6 +131,9 @@ class Workload:
       causal: whether no query sees later keys.
       compute_bytes: bytes of an element of activations and gathered weights.
       reduce_bytes: bytes of an element of reduced gradients.
+      experts: the layers with experts.
+      in_pieces: as ``backward``, where devices process the tokens of experts in pieces, which are computed again in the
+        backward pass; empty without experts.
     """
 
     matmuls: tuple[Matmul, ...]
@@ -119,6 +147,8 @@ class Workload:
     causal: bool = True
     compute_bytes: int = 2
     reduce_bytes: int = 4
+    experts: tuple[ExpertLayers, ...] = ()
+    in_pieces: Mapping[str, Backward] = field(default_factory=dict)
 
     @cached_property
     def param_bytes(self) -> int:
@@ -163,12 +193,15 @@ class Workload:
             )
             for m in self.matmuls
         )
-        backward = {
-            name: replace(back, kept=tuple(replace(kept, factors=scaled(kept.factors)) for kept in back.kept))
-            for name, back in self.backward.items()
-        }
+        backward, in_pieces = (
+            {
+                name: replace(back, kept=tuple(replace(kept, factors=scaled(kept.factors)) for kept in back.kept))
+                for name, back in table.items()
+            }
+            for table in (self.backward, self.in_pieces)
+        )
         sizes = {**self.sizes, BATCH: batch}
-        return replace(self, matmuls=matmuls, backward=backward, sizes=sizes)
+        return replace(self, matmuls=matmuls, backward=backward, in_pieces=in_pieces, sizes=sizes)
 
     @property
     def embed_share(self) -> float:

@@ -1,0 +1,49 @@
+"""``Calibration``: the constants of the cost model that cannot be derived, as fitted to compiled programs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+_HIDDEN = {
+    "gather in layer": 1.0, "scatter in layer": 1.0, "gather in outside": 0.3, "scatter in outside": 0.0,
+    "gather in step": 0.0, "scatter in step": 0.0, "reduce": 0.0, "tensor": 0.1, "ring": 1.0, "exchange": 0.0,
+    "stages": 0.5, "ends": 0.0, "gather in experts": 0.15, "scatter in experts": 0.0, "experts": 0.4,
+}  # fmt: skip
+_STALLED = {"gather in layer": 0.2, "scatter in layer": 0.2, "ring": 0.4, "tensor": 0.4}
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What cannot be derived, as fitted to programs that XLA:TPU compiled.
+
+    Attributes:
+      matmul_traffic: bytes through main memory for each byte of a matmul's operands and result.
+      kept_traffic: the same for each byte that is kept for the backward pass.
+      stash_traffic: the same where a pipeline stage stores it in slots for its microbatches.
+      expert_traffic, expert_weight_traffic: the same for each byte of rows and weights that experts' matmuls have.
+      rows_traffic: the same for each byte of rows that travel to experts.
+      state_traffic: the same for each byte of parameters and optimizer state.
+      whole_traffic: bytes sent for each byte of a weight that XLA gathers whole.
+      rows_copies: bytes of rows that a layer with experts holds, for each byte of its matmuls' operands and results.
+      gathered_copies: gathered copies of the residual stream under sequence parallelism.
+      stage_copies: copies of the residual stream of all microbatches in a pipeline.
+      step_copies: the part of the weights gathered before a step that is alive at the peak.
+      hidden: kind of transfer → the fraction of its time that the compiler overlaps with compute.
+      stalled: kind of transfer → the fraction of that for which it outlasts the compute.
+    """
+
+    matmul_traffic: float = 0.52
+    kept_traffic: float = 2.6
+    stash_traffic: float = 5.2
+    expert_traffic: float = 1.435
+    expert_weight_traffic: float = 1.78
+    rows_traffic: float = 23.5
+    state_traffic: float = 4.6
+    whole_traffic: float = 1.75
+    rows_copies: float = 0.9
+    gathered_copies: float = 4.0
+    stage_copies: float = 6.0
+    step_copies: float = 0.6
+    hidden: Mapping[str, float] = field(default_factory=lambda: dict(_HIDDEN))
+    stalled: Mapping[str, float] = field(default_factory=lambda: dict(_STALLED))

@@ -1,0 +1,171 @@
+"""What a plan says of experts, against sums by hand."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from jaxpar.parallel.experts.options import ExpertCall
+from jaxpar.planning.search.cost import CostModel
+from jaxpar.planning.search.experts import ExpertExchange, exchanges
+from jaxpar.planning.search.plan import Plan
+from jaxpar.planning.search.shards import weight_groups
+from jaxpar.planning.search.space import Space, plans
+from jaxpar.planning.search.workload import Backward, ExpertLayers, KeptArray, Matmul, Workload
+from jaxpar.sharding.hardware.topology import Topology
+
+ROWS, SEQ, EMBED, INNER, EXPERTS, K, LAYERS = 32, 64, 48, 24, 8, 2, 4
+V5E = Topology.parse("v5e:4x4")
+
+
+def mixture(**options: object) -> Workload:
+    """Layers of one dense matmul and of experts with two, in bf16, with the state of Adam."""
+    rows = (("batch", ROWS), ("seq", SEQ))
+    chosen = (*rows, (None, K))
+    embed, inner, experts, layers = ("embed", EMBED), ("expert_mlp", INNER), ("experts", EXPERTS), ("layers", LAYERS)
+    matmuls = (
+        Matmul((), rows, (embed,), (embed,), True, True, LAYERS, 0),
+        Matmul((), chosen, (inner,), (embed,), True, True, LAYERS, 1, (experts,)),
+        Matmul((), chosen, (embed,), (inner,), True, True, LAYERS, 2, (experts,)),
+    )
+    params = (
+        KeptArray("mix", (layers, embed, ("other", EMBED)), 4),
+        KeptArray("up", (layers, experts, embed, inner), 4),
+        KeptArray("down", (layers, experts, inner, embed), 4),
+        KeptArray("head", (embed, ("vocab", 64)), 4),
+    )
+    block = KeptArray("", (layers, *rows, embed), 2)
+    hidden = KeptArray("", (layers, *chosen, inner), 2, rows=True)
+    kept, full = Backward((block, hidden), 3.0, 3.0), Backward((block,), 3.7, 4.0)
+    call = ExpertCall(EXPERTS, K, 2 * EMBED, **options)  # type: ignore[arg-type]
+    factors = (*rows, embed, inner, experts, layers, ("vocab", 64))
+    return Workload(
+        matmuls,
+        params,
+        {"none": kept, "full": full},
+        2.0,
+        dict(factors),
+        tuple(dict(factors)),
+        experts=(ExpertLayers(call, LAYERS, True),),
+        in_pieces={"none": kept, "full": full},
+    )
+
+
+def exchange(plan: Plan, **options: object) -> ExpertExchange:
+    (found,) = exchanges(plan, mixture(**options), V5E)
+    return found
+
+
+@pytest.mark.parametrize("expert", [2, 4, 8])
+@pytest.mark.parametrize("dispatch", ["ragged", "deduplicated", "gather"])
+def test_bytes_are_those_of_all_choices(expert: int, dispatch: str) -> None:
+    found = exchange(Plan(data=16 // expert, expert=expert, zero=3, remat="full"), dispatch=dispatch)
+    every = list(itertools.combinations(range(EXPERTS), K))
+    devices = [[choice // (EXPERTS // expert) for choice in token] for token in every]
+    mean = {
+        "ragged": sum(d != 0 for token in devices for d in token) / len(every),
+        "deduplicated": sum(len({*token} - {0}) for token in devices) / len(every),
+        "gather": expert - 1,
+    }
+    tokens = ROWS * SEQ // 16
+    # A token's own device is as likely to have a choice as any other, so device 0 stands for all.
+    assert found.transfer_bytes == pytest.approx(tokens * mean[dispatch] * 2 * EMBED)
+    choices = tokens * K * (expert - 1)
+    five = LAYERS * (5 * found.transfer_bytes + choices * (2 * 8 + 4))
+    assert found.calls == LAYERS and found.sent(again=True) == pytest.approx(five)
+    assert found.sent(again=False) == pytest.approx(five - LAYERS * (found.transfer_bytes + 8 * choices))
+
+
+def test_the_dispatch_that_sends_least_is_chosen() -> None:
+    assert [exchange(Plan(data=16 // e, expert=e)).dispatch for e in (1, 2, 8)] == ["local", "deduplicated", "ragged"]
+    assert exchange(Plan(data=4, expert=4), capacity_factor=1.25, dispatch="all_to_all").transfer_bytes == (
+        1.25 * exchange(Plan(data=4, expert=4), dispatch="ragged").transfer_bytes
+    )
+    (large,) = exchanges(Plan(data=4, expert=8), mixture(), Topology.parse("v5e:4x8"))
+    assert large.dispatch == "gather"
+
+
+def test_a_piece_has_room_for_what_the_balanced_whole_needs() -> None:
+    found = exchange(Plan(expert=8, data=2))
+    assert (found.pieces, found.rows) == (1, 1024)  # few rows are one piece, with room for the worst routing
+    large = replace(mixture(), sizes={**mixture().sizes, "batch": 64 * ROWS})
+    (found,) = exchanges(Plan(expert=8, data=2), large, V5E)
+    assert found.rows <= found.sizes.tokens * K and found.pieces == 4 == found.room
+
+
+def test_weights_are_divided_among_the_devices() -> None:
+    plan = Plan(data=2, expert=4, context=2, zero=3, remat="full")
+    groups = {(g.layered, g.experts): g for g in weight_groups(plan, mixture())}
+    experts, mix = groups[True, True], groups[True, False]
+    assert experts.elements == 2 * LAYERS * EXPERTS * EMBED * INNER / 4 and experts.axes == ("data", "context")
+    assert mix.elements == LAYERS * EMBED * EMBED and mix.axes == ("data", "expert", "context")
+    assert (experts.stored, mix.stored) == (experts.elements / 4, mix.elements / 16)
+    cost = CostModel(mixture(), V5E).cost(plan)
+    sent = {t.what: t.wire_bytes for t in cost.transfers if t.axes == ("data", "context")}
+    assert sent["gather in experts"] == pytest.approx(2 * experts.elements * 2 * 3 / 4)
+    assert sent["scatter in experts"] == pytest.approx(experts.elements * 4 * 3 / 4)
+    held = sum(group.stored for group in groups.values())
+    assert cost.memory["parameters"] == 4 * held and cost.memory["optimizer"] == 8 * held
+
+
+def test_gradients_of_experts_are_not_summed_over_expert() -> None:
+    cost = CostModel(mixture(), V5E).cost(Plan(data=2, expert=8, remat="full"))
+    found = {t.axes: t.wire_bytes for t in cost.transfers if t.what == "reduce" and len(t.axes) == 1}
+    assert found == {("data",): pytest.approx(2 * 4 * 2 * LAYERS * EXPERTS * EMBED * INNER / 8 / 2)}
+
+
+def test_devices_share_the_flops_of_active_experts() -> None:
+    work = mixture()
+    active = 2 * LAYERS * ROWS * SEQ * (EMBED * EMBED + K * 2 * EMBED * INNER)
+    for plan in (Plan(data=16), Plan(data=4, expert=4), Plan(expert=8, context=2)):
+        cost = CostModel(work, V5E).cost(replace(plan, zero=3, remat="none"))
+        assert cost.compute * V5E.accelerator.rate("bf16") == pytest.approx(3.0 * active / 16)
+
+
+def test_rows_that_are_kept_have_room_for_the_worst_routing() -> None:
+    model = CostModel(mixture(), V5E)
+    saved = {
+        e: model.cost(Plan(data=16 // e, expert=e, zero=3, remat="none")).memory["saved activations"] for e in (1, 8)
+    }
+    rows = LAYERS * ROWS * SEQ * K * INNER * 2 / 16
+    assert saved[8] - saved[1] == pytest.approx(rows * (exchange(Plan(data=2, expert=8)).room - 1.0))
+
+
+def test_meshes_that_do_not_fit_the_experts_have_a_reason() -> None:
+    refused = Counter[str]()
+    space = Space(axes=("data", "expert"), zero=(3,), remat=("full",))
+    assert {p.expert for p in plans(mixture(), 16, space, refused)} == {1, 2, 4, 8}
+    assert refused == {"8 experts do not divide over expert 16": 1}
+    refused.clear()
+    forced = list(plans(mixture(dispatch="ragged"), 16, replace(space, ragged=False), refused))
+    assert {p.expert for p in forced} == {1}
+    reason = "dispatch 'ragged' needs a ragged exchange, which XLA does not have for these devices"
+    assert refused == {reason: 3, "8 experts do not divide over expert 16": 1}
+    refused.clear()
+    every = {p.expert for p in plans(mixture(), 32, replace(space, slices=8, fixed={"data": 4}), refused)}
+    assert every == set() and refused["expert crosses 8 slices: the step would wait for the network"] == 1
+
+
+def test_rules_keep_experts_apart() -> None:
+    names = ("batch", "embed", "experts", "expert_mlp", "latent")
+    plan = Plan(data=2, expert=4, model=2, tensor=("expert_mlp",), zero=3)
+    assert plan.describe() == "FSDP 2 × EP 4 × TP 2"
+    assert plan.rules(names) == {
+        "batch": ["replica", "data", "expert"],
+        "embed": None,
+        "experts": "expert",
+        "expert_mlp": "model",
+        "latent": None,
+        "params": {
+            "embed": {"first_of": [["data", "expert"], ["data"], None]},
+            "latent": {"first_of": [["data", "expert"], None]},
+        },
+    }
+    layout, _ = plan.layout(names, 16)
+    stored = lambda *dims: layout.resolve(dims, role="params").axes
+    assert stored("experts", "embed", "expert_mlp") == (("expert",), ("data",), ("model",))
+    assert stored("embed", "latent") == (("data", "expert"), ())
+    assert stored("latent", None) == (("data", "expert"), ())
