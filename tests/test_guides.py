@@ -181,7 +181,8 @@ def test_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     save_tokenizer(tmp_path)
     write_jsonl(tmp_path / "corpus/rows.jsonl", [*sentences(200), ""])
     (code,) = blocks("docs/guides/text.md")
-    assert next(run(code, {})["stream"])["tokens"].shape == (8, 16)
+    names = run(code, {})
+    assert next(names["stream"])["tokens"].shape == next(names["mixed"])["positions"].shape == (8, 16)
     assert "200 1 bad row skipped: corpus/rows.jsonl row 201: its field 'text' is empty" in capsys.readouterr().out
 
 

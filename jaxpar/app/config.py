@@ -26,11 +26,35 @@ _AboveOne = Annotated[float, Range(1, 1e38, above=True)]
 
 
 @dataclass(frozen=True)
+class BlendSource:
+    """One of several sources of text.
+
+    Attributes:
+      source: as ``data.source``.
+      weight: its share of the rows; the weights need not sum to 1.
+      format, text_field, bad_rows, patterns: how files are read (:class:`jaxpar.data.ReadOptions`).
+    """
+
+    source: str
+    weight: _Positive = 1.0
+    format: Literal["auto", "text", "jsonl"] = "auto"
+    text_field: str = "text"
+    bad_rows: Literal["error", "skip"] = "error"
+    patterns: tuple[str, ...] | None = None
+
+    @property
+    def read_options(self) -> ReadOptions:
+        """How the files are read."""
+        return ReadOptions(self.format, self.text_field, self.bad_rows, self.patterns)
+
+
+@dataclass(frozen=True)
 class DataConfig:
     """The data to train on: a text, cut into batches of ``batch`` sequences of ``seq`` tokens; or data of your own.
 
     Attributes:
       source: ``stdlib``, ``synthetic``, or a folder or file of text, relative to the current directory.
+      blend: instead of ``source``, several sources: ``[{source: books, weight: 3}, {source: code, weight: 1}]``.
       tokenizer: a ``tokenizer.json``, or ``{file, eos, special}`` (:class:`jaxpar.data.TokenizerConfig`); by default a
         token is a byte.
       format, text_field, bad_rows, patterns: how files are read (:class:`jaxpar.data.ReadOptions`).
@@ -42,10 +66,13 @@ class DataConfig:
       batch: rows of a batch, over all devices.
       seq: tokens of a row.
       seed: determines the order of the rows.
-      packing: a row may hold several documents, and a token attends only to tokens of its own document.
+      packing: ``false``: a row is a window of the text, and tokens attend across documents. ``true``: a token attends
+        only to tokens of its own document. ``documents``: also, rows hold whole documents, as many as fit.
+        ``padded``: a row holds one document.
     """
 
     source: str = "stdlib"
+    blend: tuple[BlendSource, ...] = ()
     tokenizer: str | TokenizerConfig | None = None
     format: Literal["auto", "text", "jsonl"] = "auto"
     text_field: str = "text"
@@ -58,12 +85,13 @@ class DataConfig:
     batch: _Batch = 32
     seq: Annotated[int, Range(1, 2**24)] = 128
     seed: int = 0
-    packing: bool = False
+    packing: bool | Literal["documents", "padded"] = False
 
     @property
-    def read_options(self) -> ReadOptions:
-        """How the files of a text are read."""
-        return ReadOptions(self.format, self.text_field, self.bad_rows, self.patterns)
+    def sources(self) -> tuple[BlendSource, ...]:
+        """The sources of a blend, or the only source."""
+        options = (self.format, self.text_field, self.bad_rows, self.patterns)
+        return self.blend or (BlendSource(self.source, 1.0, *options),)
 
 
 @dataclass(frozen=True)
@@ -416,6 +444,7 @@ def load_run(path: str | os.PathLike[str], settings: Sequence[str] = ()) -> Load
     data = override(load_yaml(file, paths=("layout",)), settings)
     config = build(RunConfig, data, str(file))
     _check_spike(config.train.spike, file)
+    _check_blend(config.data, file)
     own = LayoutData(mesh=None, rules=None)
     if config.layout is not None:
         source = file.parent / config.layout
@@ -430,3 +459,12 @@ def _check_spike(spike: SpikeConfig | None, file: Path) -> None:
             f"{file}: train.spike.sigmas={spike.sigmas:g} and train.spike.factor={spike.factor:g} are mutually "
             "exclusive: both define a spike. Remedy: leave one out."
         )
+
+
+def _check_blend(data: DataConfig, file: Path) -> None:
+    for key in ("source", "format", "text_field", "bad_rows", "patterns") if data.blend else ():
+        if getattr(data, key) != getattr(DataConfig(), key):
+            raise ConfigError(
+                f"{file}: data.{key} and data.blend are mutually exclusive: each source of a blend has its own. "
+                f"Remedy: blend: [{{{key}: ...}}]."
+            )

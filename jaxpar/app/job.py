@@ -27,7 +27,7 @@ from jaxpar.app.optimizer_config import make_optimizer
 from jaxpar.app.own_data import OwnData, check_dims, own_data, tokens_of
 from jaxpar.app.pipeline_config import check_recompute, make_pipeline
 from jaxpar.data.token_file import TokenFile, is_token_file
-from jaxpar.data.tokenizer import Tokenizer, load_tokenizer
+from jaxpar.data.tokenizer import SEPARATOR, Tokenizer, load_tokenizer
 from jaxpar.errors import ConfigError, JaxparError
 from jaxpar.models import llama
 from jaxpar.models.llama.pipeline import staged_next_token_loss, staged_token_loss
@@ -44,6 +44,8 @@ from jaxpar.training.remat import SAVED_EMBED
 from jaxpar.utils.yaml_config import build
 
 BATCH_DIMS = ("batch", "seq")
+DOCUMENT_ARRAYS = ("segment_ids", "positions", "loss_mask")
+"""The arrays of a batch whose rows hold whole documents, beside tokens and targets."""
 
 
 @dataclass(frozen=True)
@@ -168,8 +170,9 @@ class Job:
           ConfigError: the model's vocabulary is smaller than the tokenizer's.
         """
         found = load_tokenizer(self.config.data.tokenizer)
-        if is_token_file(self.config.data.source):
-            TokenFile(self.config.data.source).check_tokenizer(found)
+        for source in self.config.data.sources:
+            if is_token_file(source.source):
+                TokenFile(source.source).check_tokenizer(found)
         self.check_vocab(found.vocab, f"the tokenizer ({found.name})")
         return found
 
@@ -183,7 +186,8 @@ class Job:
 
     def batch_names(self) -> tuple[str, ...]:
         """The names of a batch's arrays, each ``[batch, seq]``."""
-        packed = ("segment_ids",) if self.config.data.packing else ()
+        packing = self.config.data.packing
+        packed = ("segment_ids",) if packing is True else DOCUMENT_ARRAYS if packing else ()
         return ("tokens", "targets", *packed, *(("order",) if self.model.context.load_balance == BALANCED else ()))
 
     def batch_dims(self) -> Mapping[str, Sequence[str | None]]:
@@ -199,17 +203,13 @@ class Job:
         shape = (self.config.data.batch, self.config.data.seq)
         return {name: jp.tag(jax.ShapeDtypeStruct(shape, "int32"), *BATCH_DIMS) for name in self.batch_names()}
 
-    def reading(self, layout: jp.Layout, eos: int = 0) -> dict[str, Any]:
-        """Options of :func:`jaxpar.data.batches`: the document separator, and the token order for the layout's ring.
-
-        Args:
-          layout: the layout of the run.
-          eos: the token that ends a document of the text.
+    def reading(self, layout: jp.Layout) -> dict[str, Any]:
+        """Options of :func:`jaxpar.data.batches`: the separator of bytes, and the token order for the layout's ring.
 
         Raises:
           ConfigError: the sequence cannot be cut into pieces to balance.
         """
-        data, options = self.config.data, {"separator": eos if self.config.data.packing else None}
+        data, options = self.config.data, {"separator": SEPARATOR if self.config.data.packing else None}
         if self.model.context.load_balance != BALANCED or isinstance(self.model, FactoryModel):
             return options
         with layout:
@@ -272,7 +272,7 @@ def make_job(loaded: Loaded, *, training: bool = True) -> Job:
             raise ConfigError("model.remat and parallel.remat are both set. Remedy: leave model.remat out.")
         model = replace(model, remat=_remat(config.parallel.remat))
     if config.parallel.context is not None:
-        model = replace(model, context=_context(config.parallel.context, packed=config.data.packing))
+        model = replace(model, context=_context(config.parallel.context, packed=bool(config.data.packing)))
     if config.parallel.reshard_after_forward is not True:
         model = replace(model, reshard_after_forward=config.parallel.reshard_after_forward)
     model = _with_overlap(config, model)

@@ -142,7 +142,17 @@ class OwnData:
 _RETURNS = "Remedy: a sequence of examples, a mapping of arrays, or an iterable with get_state and set_state."
 
 
-_OF_TEXT = ("source", "packing", "tokenizer", "format", "text_field", "bad_rows", "patterns", "heldout_fraction")
+_OF_TEXT = (
+    "source",
+    "blend",
+    "packing",
+    "tokenizer",
+    "format",
+    "text_field",
+    "bad_rows",
+    "patterns",
+    "heldout_fraction",
+)
 
 
 def own_data(config: DataConfig) -> OwnData | None:

@@ -60,12 +60,15 @@ class TokenizeCommand:
         from jaxpar.data.tokenizer import load_tokenizer
 
         data = self._data()
+        (source, *others) = data.sources
+        if others:
+            raise ConfigError("tokenize: data.blend has several sources. Remedy: tokenize each, and blend the files.")
         with _bar() as progress:
             found = write_tokens(
-                data.source,
+                source.source,
                 self.out,
                 tokenizer=load_tokenizer(data.tokenizer),
-                options=data.read_options,
+                options=source.read_options,
                 heldout_fraction=data.heldout_fraction,
                 progress=progress,
             )
@@ -93,7 +96,12 @@ class TokenizeCommand:
             raise ConfigError("tokenize: --eos and --special are for a tokenizer. Remedy: --tokenizer tokenizer.json.")
         tokenizer = None if self.tokenizer is None else TokenizerConfig(self.tokenizer, self.eos, self.special)
         return DataConfig(
-            self.source, tokenizer, self.format, self.text_field, self.bad_rows, heldout_fraction=self.heldout_fraction
+            self.source,
+            tokenizer=tokenizer,
+            format=self.format,
+            text_field=self.text_field,
+            bad_rows=self.bad_rows,
+            heldout_fraction=self.heldout_fraction,
         )
 
 

@@ -9,25 +9,32 @@ Importing this package imports numpy only; ``grain`` and ``tokenizers`` are impo
 [((4, 32), (4, 32)), ((4, 32), (4, 32))]
 """
 
+from jaxpar.data.blend import Blend, BlendOrder
 from jaxpar.data.documents import ReadOptions
 from jaxpar.data.entropy import bigram_entropy, unigram_entropy
 from jaxpar.data.generated_images import Ellipses
 from jaxpar.data.loader import Batches, batches, eval_batches
+from jaxpar.data.packing import DocumentRows
 from jaxpar.data.sources import Text, load_text
 from jaxpar.data.token_file import TokenFile
 from jaxpar.data.tokenize import write_tokens
 from jaxpar.data.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
-from jaxpar.data.windows import Batch
+from jaxpar.data.windows import Batch, EpochPlan, Windows
 
 __all__ = [
     "Batch",
     "Batches",
+    "Blend",
+    "BlendOrder",
+    "DocumentRows",
     "Ellipses",
+    "EpochPlan",
     "ReadOptions",
     "Text",
     "TokenFile",
     "Tokenizer",
     "TokenizerConfig",
+    "Windows",
     "batches",
     "bigram_entropy",
     "eval_batches",

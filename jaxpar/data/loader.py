@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Protocol, Self
 
@@ -121,10 +121,13 @@ def eval_batches(
 
 def plan_eval_batches(plan: EpochPlan, max_batches: int) -> list[Batch]:
     """Returns at most ``max_batches`` full batches of a plan, spread evenly over its rows."""
-    steps = min(as_integer("max_batches", max_batches, least=1), plan.steps)
-    # Spread over the text, because the first windows are the first files, and neighbouring files are similar.
-    numbers = np.arange(steps * plan.batch) * plan.windows // (steps * plan.batch)
-    return [plan.read(rows) for rows in numbers.reshape(steps, plan.batch)]
+    numbers = plan.rows.spread(plan.batch, as_integer("max_batches", max_batches, least=1))
+    if not numbers.size:
+        raise DataError(
+            f"the held-out text is too short for one batch: {plan.rows.shortage(plan.batch)}. Remedy: a smaller batch "
+            "or seq, or a larger heldout_fraction."
+        )
+    return [plan.read(rows) for rows in numbers.reshape(-1, plan.batch)]
 
 
 class Stream(Protocol):
@@ -183,11 +186,19 @@ class Batches(Iterator[Any]):
     True
     """
 
-    def __init__(self, plan: NumberedRows, *, seed: int, shuffle: bool, epochs: int | None):
+    def __init__(
+        self,
+        plan: NumberedRows,
+        *,
+        seed: int,
+        shuffle: bool = True,
+        epochs: int | None = None,
+        order: Sequence[np.ndarray] | None = None,
+    ):
         self._plan = plan
         self._seed = seed
         self._shuffle = shuffle
-        self._iterator = _grain_iterator(plan, seed, shuffle, epochs)
+        self._iterator = _grain_iterator(plan, seed, shuffle, epochs, order)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -274,17 +285,22 @@ def position_of(state: Mapping[str, Any], here: Mapping[str, Any]) -> Any:
     return position
 
 
-def _grain_iterator(plan: NumberedRows, seed: int, shuffle: bool, epochs: int | None) -> Any:
-    """Returns the grain iterator over one process's batches.
+def _grain_iterator(
+    plan: NumberedRows, seed: int, shuffle: bool, epochs: int | None, order: Sequence[np.ndarray] | None
+) -> Any:
+    """Returns the grain iterator over one process's batches; ``order`` holds the row numbers of each, if given.
 
     Batching window numbers before reading keeps every process on the same global batch although it reads only its own
     tokens. Batching before repeating keeps epochs apart.
     """
     grain = _import_grain()
-    numbers = grain.MapDataset.range(plan.windows)
-    if shuffle:
-        numbers = numbers.shuffle(seed=_spread(seed))
-    dataset = numbers.batch(plan.batch, drop_remainder=True).repeat(epochs).map(plan.read)
+    if order is None:
+        rows = grain.MapDataset.range(plan.windows)
+        rows = rows.shuffle(seed=_spread(seed)) if shuffle else rows
+        numbers = rows.batch(plan.batch, drop_remainder=True).repeat(epochs)
+    else:
+        numbers = grain.MapDataset.source(order)
+    dataset = numbers.map(plan.read)
     options = grain.ReadOptions(num_threads=_THREADS, prefetch_buffer_size=_BATCHES_AHEAD)
     return iter(dataset.to_iter_dataset(options))
 

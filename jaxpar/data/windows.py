@@ -19,7 +19,8 @@ from jaxpar.errors import DataError
 
 type Batch = dict[str, npt.NDArray[np.int32]]
 """Arrays int32 [rows, seq]: ``tokens``, and ``targets``, which are the tokens shifted by one. Packed documents add
-``segment_ids``, and ``order`` if an ``arrange`` is given."""
+``segment_ids``, and ``order`` if an ``arrange`` is given; rows of whole documents also ``positions``, and
+``loss_mask``, which is 0 for padding."""
 
 type Arrange = Callable[[npt.NDArray[np.int32]], npt.NDArray[np.int32]]
 """Maps the segments [batch, seq] of a global batch to a token order [seq] for all its rows."""
@@ -30,7 +31,9 @@ _HASH_CHUNK = 1 << 20
 class RowSource(Protocol):
     """Rows of ``seq`` tokens that have numbers from 0."""
 
-    seq: int
+    @property
+    def seq(self) -> int:
+        """Tokens of a row."""
 
     @property
     def count(self) -> int:
@@ -45,6 +48,9 @@ class RowSource(Protocol):
 
     def segments(self, numbers: np.ndarray) -> npt.NDArray[np.int32]:
         """Returns the document of each token of these rows [n, seq], numbered from 0 in each row."""
+
+    def spread(self, batch: int, max_batches: int) -> np.ndarray:
+        """Returns the numbers of the rows of at most ``max_batches`` full batches, spread over all rows."""
 
     def identity(self) -> dict[str, int | str]:
         """Returns what must be equal for a number to mean the same row."""
@@ -107,6 +113,11 @@ class Windows:
         ends = self.tokens[numbers[:, None] * self.seq + np.arange(self.seq)] == self.separator
         return np.cumsum(ends, axis=1, dtype=np.int32) - ends
 
+    def spread(self, batch: int, max_batches: int) -> np.ndarray:
+        """Returns the windows of at most ``max_batches`` full batches, evenly spread over the text."""
+        # Spread over the text, because the first windows are the first files, and neighbouring files are similar.
+        return evenly(self.count, batch, max_batches)
+
     def identity(self) -> dict[str, int | str]:
         """Returns what must be equal for a window number to mean the same row. It may hash the full text."""
         content = content_hash(self.tokens) if self.checksum is None else self.checksum
@@ -131,6 +142,7 @@ class EpochPlan:
         process_index: index of this process.
         process_count: number of processes that share a global batch.
         arrange: maps the documents of a global batch to its token order.
+        heldout: the rows are for evaluation, which may take fewer than a batch.
 
     Raises:
         DataError: a size is not a positive integer, ``batch`` is not divisible by ``process_count``, there are too few
@@ -146,12 +158,13 @@ class EpochPlan:
     process_index: int = 0
     process_count: int = 1
     arrange: Arrange | None = None
+    heldout: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (("batch", 1), ("process_index", 0), ("process_count", 1)):
             setattr(self, name, as_integer(name, getattr(self, name), least))
         check_share(self.batch, self.process_index, self.process_count)
-        if self.windows < self.batch:
+        if self.windows < self.batch and not self.heldout:
             raise DataError(
                 f"the text is too short for one global batch: {self.rows.shortage(self.batch)}. Remedy: a smaller "
                 "batch or seq, or more text."
@@ -184,6 +197,16 @@ class EpochPlan:
     def identity(self) -> dict[str, int | str]:
         """Returns what must be equal for a number to mean the same row of a batch."""
         return {"batch": self.batch, **self.rows.identity()}
+
+
+def evenly(count: int, batch: int, max_batches: int) -> np.ndarray:
+    """Returns the numbers of at most ``max_batches`` full batches of ``count`` rows, evenly spread.
+
+    >>> evenly(10, batch=2, max_batches=2).tolist()
+    [0, 2, 5, 7]
+    """
+    rows = min(max_batches, count // batch) * batch
+    return np.arange(rows) * count // max(1, rows)
 
 
 def check_vocab(tokens: np.ndarray, vocab: int | None) -> None:

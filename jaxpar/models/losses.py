@@ -14,6 +14,8 @@ from jaxpar.parallel.precision.fp8_matmul import widened
 from jaxpar.sharding.layout import current_layout, hint
 from jaxpar.sharding.resolve import num_shards_over
 
+TOKEN_ARRAYS = ("tokens", "targets", "segment_ids", "positions", "loss_mask")
+"""The arrays [batch, seq] of a batch that follow the order of its tokens."""
 _PIECES = 8
 _FP16_UNIT = 2.0**13
 """Scale of a logit's gradient, at most 1, while it is stored in fp16: probabilities down to 1e-8 keep 3 digits."""
@@ -179,11 +181,13 @@ def next_token_loss(model: Any, batch: dict[str, jax.Array]) -> Any:
       model: has ``hidden(tokens)`` and ``unembedding()``. If ``hidden`` returns a pair, its second part is a dict of
         scalars: ``loss`` is added to the loss and reported as ``aux_loss``, and the others are metrics. A model with a
         method ``reorder_tokens`` chooses the order of its tokens; the mean loss does not depend on the order.
-      batch: ``tokens`` and ``targets``, each [batch, seq] int. For a model with ``reorder_tokens`` optionally
-        ``segment_ids``, the document of each token, and ``order``, one token order for all rows; each [batch, seq] int.
+      batch: ``tokens`` and ``targets``, each [batch, seq] int; optionally ``loss_mask``, 0 for targets that do not
+        count. For a model with ``reorder_tokens`` optionally ``segment_ids``, the document of each token, ``positions``
+        within it, and ``order``, one token order for all rows; each [batch, seq] int.
 
     Returns:
-      A scalar in nats; with scalars of the model ``(loss, metrics)``.
+      A scalar in nats; with scalars of the model ``(loss, metrics)``. With ``loss_mask``, the metric ``weight`` is the
+      number of targets that count.
 
     Raises:
       NoLayoutError: no layout is ambient.
@@ -201,23 +205,37 @@ def next_token_loss(model: Any, batch: dict[str, jax.Array]) -> Any:
     ...     round(float(next_token_loss(Uniform(), batch)), 4)  # log 4
     1.3863
     """
-    tokens, targets = batch["tokens"], batch["targets"]
     if not hasattr(model, "reorder_tokens"):
-        hidden, scalars = output_and_scalars(model.hidden(tokens))
-        return with_extras(linear_cross_entropy(hidden, model.unembedding(), targets), scalars)
-    arrays = [batch[name] for name in ("tokens", "targets", "segment_ids") if name in batch]
-    order, positions, (tokens, targets, *documents) = model.reorder_tokens(*arrays, order_BS=batch.get("order"))
-    hidden, scalars = output_and_scalars(model.hidden(tokens, positions, order, *documents))
-    return with_extras(linear_cross_entropy(hidden, model.unembedding(), targets), scalars)
+        hidden, scalars = output_and_scalars(model.hidden(batch["tokens"]))
+        return with_extras(mean_over_targets(hidden, model.unembedding(), batch), scalars)
+    names = [name for name in TOKEN_ARRAYS if name in batch]
+    order, positions, arrays = model.reorder_tokens(*(batch[name] for name in names), order_BS=batch.get("order"))
+    batch = dict(zip(names, arrays, strict=True))
+    documents = [batch["segment_ids"]] if "segment_ids" in batch else []
+    hidden, scalars = output_and_scalars(
+        model.hidden(batch["tokens"], batch.get("positions", positions), order, *documents)
+    )
+    return with_extras(mean_over_targets(hidden, model.unembedding(), batch), scalars)
 
 
-def token_loss(model: Any, batch: dict[str, jax.Array]) -> jax.Array:
+def mean_over_targets(x_BSE: jax.Array, head_EV: jax.Array, batch: dict[str, jax.Array]) -> Any:
+    """Returns :func:`linear_cross_entropy` of a batch; with ``loss_mask`` also the number of its targets, ``weight``.
+
+    The weight lets the means of microbatches with different numbers of targets add up to that of the batch.
+    """
+    mask_BS = batch.get("loss_mask")
+    loss = linear_cross_entropy(x_BSE, head_EV, batch["targets"], mask_BS)
+    return loss if mask_BS is None else (loss, {"weight": jnp.sum(mask_BS, dtype=jnp.float32)})
+
+
+def token_loss(model: Any, batch: dict[str, jax.Array]) -> Any:
     """Returns :func:`next_token_loss` without the model's own losses, such as those of routers: for held-out data."""
     found = next_token_loss(model, batch)
     if not isinstance(found, tuple):
         return found
     loss, metrics = found
-    return loss - metrics.get(REPORTED, 0)
+    loss = loss - metrics.get(REPORTED, 0)
+    return (loss, {"weight": metrics["weight"]}) if "weight" in metrics else loss
 
 
 def output_and_scalars(found: Any) -> tuple[Any, dict[str, jax.Array]]:

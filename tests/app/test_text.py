@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from small_tokenizer import save_tokenizer, write_jsonl
@@ -14,6 +15,9 @@ from jaxpar.app.cli import main
 from jaxpar.app.config import load_run
 from jaxpar.app.job import make_job
 from jaxpar.app.train.run_data import open_data
+from jaxpar.data import load_tokenizer
+from jaxpar.data.sources import is_heldout
+from jaxpar.errors import DataError
 
 LAYOUT = Path(__file__).parents[2] / "configs/layouts/fsdp_tp.yaml"
 MODEL = {"family": "llama", "preset": "tiny", "layers": 1, "embed": 64, "heads": 2, "head_dim": 16, "mlp": 64}
@@ -110,3 +114,81 @@ def test_options_of_tokenize_that_do_not_go_together(
 ) -> None:
     assert main(["tokenize", *words, "out.tokens"]) == 2
     assert capsys.readouterr().err == f"ConfigError: {error}\n"
+
+
+def losses(folder: str) -> tuple[list[float], list[float]]:
+    """The training losses of a run, and its held-out losses."""
+    records = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
+    return tuple([record[name] for record in records if name in record] for name in ("loss", "heldout_loss"))
+
+
+@pytest.mark.slow  # tests/models/test_packed_documents.py compares document by document
+def test_packed_and_padded_runs_have_the_same_losses(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each step of both runs takes all documents: 40 rows of one, or 20 rows of two. The last has no end."""
+    seq, texts, trained = 32, list[str](), 0
+    random = np.random.default_rng(0)
+    while trained < 40:
+        length = 5 + trained // 2
+        texts.append("".join(random.choice(list("abcdefgh"), seq - length if trained % 2 else length)))
+        trained += not is_heldout(f"pairs.jsonl:{len(texts)}", 0.2, 0)
+    write_jsonl(Path("pairs.jsonl"), texts)
+    model = {**MODEL, "vocab": 256, "dtype": "float32"}
+    data = {"source": "pairs.jsonl", "seq": seq, "heldout_fraction": 0.2}
+    run = yaml.safe_load(config.read_text()) | {"model": model, "checkpoint": None}
+    run["train"] = {"steps": 3, "eval_every": 3, "eval_batches": 1}
+    for packing, batch in (("documents", 20), ("padded", 40)):
+        changes = {"data": {**data, "packing": packing, "batch": batch}, "output": packing}
+        Path(f"{packing}.yaml").write_text(yaml.safe_dump(run | changes))
+        assert main(["train", f"{packing}.yaml"]) == 0
+    screen = capsys.readouterr().out
+    assert "20 rows, 99.8% full" in screen and "40 rows, 49.9% full" in screen
+    packed, padded = losses("documents"), losses("padded")
+    assert len(packed[0]) == 3 and len(packed[1]) == 2 and packed[0][2] < packed[0][0]
+    np.testing.assert_allclose(packed[0], padded[0], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(packed[1], padded[1], rtol=0, atol=1e-5)
+
+
+def blended(config: Path, *settings: str) -> tuple[Path, str]:
+    """A run on two sources, one of them a token file, and the line about its data."""
+    write_jsonl(Path("more/rows.jsonl"), [f"a dog {i} ran" for i in range(100)])
+    if not Path("more.tokens").exists():
+        assert main(["tokenize", "more", "more.tokens", "--tokenizer", "tokenizer.json"]) == 0
+    run = yaml.safe_load(config.read_text())
+    del run["data"]["source"]
+    run["data"]["blend"] = [{"source": "corpus", "weight": 3}, {"source": "more.tokens", "weight": 1}]
+    Path("blend.yaml").write_text(yaml.safe_dump(run))
+    job = make_job(load_run("blend.yaml", settings))
+    return Path("blend.yaml"), open_data(job, job.layout()).line
+
+
+def test_a_blend_reads_its_sources_in_their_shares(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, line = blended(config)
+    assert line.startswith("corpus (weight 3): 2,6") and "; more (weight 1): " in line
+    job = make_job(load_run(run))
+    data = open_data(job, job.layout())
+    dog = load_tokenizer("tokenizer.json").encode_prompt("a dog")
+    rows = np.concatenate([next(data.stream)["tokens"] for _ in range(40)])
+    of_dogs = [any(row[i : i + 2] == dog[:2] for i in range(len(row))) for row in rows.tolist()]
+    assert np.mean(of_dogs) == pytest.approx(0.25, abs=0.01)
+    packed = make_job(load_run(run, ["data.packing=documents"]))
+    assert next(open_data(packed, packed.layout()).stream).keys() == {*packed.batch_names()}
+
+
+def test_settings_of_a_blend_that_do_not_go_together(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, _ = blended(config)
+    capsys.readouterr()
+    assert main(["train", str(run), "--set", "data.source=corpus"]) == 2
+    assert capsys.readouterr().err == (
+        "ConfigError: blend.yaml: data.source and data.blend are mutually exclusive: each source of a blend has its "
+        "own. Remedy: blend: [{source: ...}].\nexit 2: the configuration or the command line is wrong\n"
+    )
+    assert main(["tokenize", str(run), "out.tokens"]) == 2
+    assert capsys.readouterr().err == (
+        "ConfigError: tokenize: data.blend has several sources. Remedy: tokenize each, and blend the files.\n"
+    )
+    with pytest.raises(DataError) as caught:
+        blended(config, "data.tokenizer=null")
+    assert str(caught.value) == (
+        "blend: more has 301 tokens, of which 0 ends a document, but corpus has 256 and 0. Remedy: one tokenizer for "
+        "all sources."
+    )

@@ -77,8 +77,10 @@ class StepPrograms:
             self._evaluation = evaluation.lower(state, heldout).compile()
 
     def evaluate(self, state: Any, heldout: Sequence[Any]) -> float:
-        """Returns the mean loss over batches."""
-        return float(np.mean([float(self._evaluation(state, batch)["loss"]) for batch in heldout]))
+        """Returns the mean loss over batches, weighted by their metric ``weight`` where the loss has one."""
+        found = [self._evaluation(state, batch) for batch in heldout]
+        weights = [float(metrics.get("weight", 1)) for metrics in found]
+        return float(np.average([float(metrics["loss"]) for metrics in found], weights=weights))
 
     def flush(self, state: Any) -> Any:
         """Returns the state after draining the pipeline."""

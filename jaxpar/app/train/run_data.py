@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 
 import jaxpar as jp
 from jaxpar.app.job import Job
-from jaxpar.data import Text, bigram_entropy, load_text
-from jaxpar.data.entropy import MAX_BIGRAM_VOCAB
+from jaxpar.app.text_data import RunText, TextPart, load_run_text
+from jaxpar.data.blend import Blend, BlendOrder
 from jaxpar.data.loader import Batches, Stream, plan_eval_batches
-from jaxpar.data.windows import EpochPlan, Windows
+from jaxpar.data.windows import EpochPlan
 
 
 @dataclass(frozen=True)
@@ -48,13 +47,8 @@ def open_data(job: Job, layout: jp.Layout) -> RunData:
         heldout = job.data.heldout(config.train.eval_batches, **process)
         return RunData(job.data.stream(**process), heldout, "data", job.data.describe())
     text = _text(job)
-    line = (
-        f"{text.name}: {text.train.size:,} tokens to train on, {text.heldout.size:,} held out "
-        f"({text.heldout_documents} of {text.documents} {text.unit}); batch {config.data.batch} × {config.data.seq} "
-        f"tokens{text.bad and '; '}{text.bad}"
-    )
-    heldout = plan_eval_batches(_plan(job, layout, text, text.heldout, process), config.train.eval_batches)
-    return RunData(_stream(job, layout, text, process), heldout, "text", line, _bigram(text))
+    heldout = plan_eval_batches(_plan(job, layout, text, "heldout", process), config.train.eval_batches)
+    return RunData(_stream(job, layout, text, process), heldout, "text", text.describe(), text.bigram())
 
 
 def global_stream(job: Job, layout: jp.Layout) -> Stream:
@@ -62,32 +56,23 @@ def global_stream(job: Job, layout: jp.Layout) -> Stream:
     return job.data.stream() if job.data is not None else _stream(job, layout, _text(job), {})
 
 
-def _stream(job: Job, layout: jp.Layout, text: Text, process: Mapping[str, int]) -> Batches:
-    plan = _plan(job, layout, text, text.train, process)
-    return Batches(plan, seed=job.config.data.seed, shuffle=True, epochs=None)
+def _stream(job: Job, layout: jp.Layout, text: RunText, process: Mapping[str, int]) -> Batches:
+    plan, seed = _plan(job, layout, text, "train", process), job.config.data.seed
+    order = BlendOrder(plan.rows, plan.batch, seed) if isinstance(plan.rows, Blend) else None
+    return Batches(plan, seed=seed, order=order)
 
 
-def _plan(job: Job, layout: jp.Layout, text: Text, tokens: np.ndarray, process: Mapping[str, int]) -> EpochPlan:
-    data, reading = job.config.data, job.reading(layout, text.eos)
-    rows = Windows(tokens, data.seq, reading["separator"], text.checksum, text.vocab)
-    return EpochPlan(rows, data.batch, **process, arrange=reading.get("arrange"))
+def _plan(job: Job, layout: jp.Layout, text: RunText, part: TextPart, process: Mapping[str, int]) -> EpochPlan:
+    arrange = job.reading(layout).get("arrange")
+    return EpochPlan(text.rows(part), job.config.data.batch, **process, arrange=arrange, heldout=part == "heldout")
 
 
-def _text(job: Job) -> Text:
+def _text(job: Job) -> RunText:
     """The text of a run. A token file needs no tokenizer to train on."""
-    data = job.config.data
-    tokenizer = None if data.tokenizer is None else job.tokenizer
-    text = load_text(
-        data.source, tokenizer=tokenizer, options=data.read_options, heldout_fraction=data.heldout_fraction
-    )
-    owner = "the text" if data.tokenizer is None else f"the tokenizer ({job.tokenizer.name})"
-    job.check_vocab(text.vocab, owner)
+    named = job.config.data.tokenizer is not None
+    text = load_run_text(job.config.data, job.tokenizer if named else None)
+    job.check_vocab(text.vocab, f"the tokenizer ({job.tokenizer.name})" if named else "the text")
     return text
-
-
-def _bigram(text: Text) -> float:
-    """The bigram entropy of the held-out text; NaN where a table of its pairs would be too large."""
-    return bigram_entropy(text.heldout, text.vocab) if text.vocab <= MAX_BIGRAM_VOCAB else math.nan
 
 
 def _process() -> dict[str, int]:

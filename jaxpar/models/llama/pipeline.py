@@ -16,7 +16,7 @@ from jaxpar.models.llama.interleaved import halves_order, interleaved_block
 from jaxpar.models.llama.layers import Block, Rope, TokenInfo, layer_shapes, rope_table
 from jaxpar.models.llama.model import Llama, remat
 from jaxpar.models.llama.sequence_chunks import ChunkCarry, carried_block, empty_carry
-from jaxpar.models.losses import linear_cross_entropy, output_and_scalars
+from jaxpar.models.losses import TOKEN_ARRAYS, mean_over_targets, output_and_scalars
 from jaxpar.parallel.attention.context import num_seq_shards
 from jaxpar.parallel.attention.split.token_order import permutation
 from jaxpar.parallel.pipeline.staged_loss import ADDED
@@ -29,7 +29,7 @@ type TokenBatch = dict[str, jax.Array]
 def staged_next_token_loss(config: LlamaConfig) -> PipelineLoss:
     """Returns :func:`jaxpar.models.losses.next_token_loss` of a Llama as a :class:`jaxpar.pipeline.PipelineLoss`.
 
-    Batches hold ``tokens`` and ``targets`` [batch, seq] int. Every layer recomputes by ``config.remat``.
+    Batches are those of ``next_token_loss``. Every layer recomputes by ``config.remat``.
 
     Raises:
       ConfigError: ``config.remat`` differs between layers or slices activations; or ``config.reshard_after_forward`` is
@@ -74,9 +74,9 @@ def staged_next_token_loss(config: LlamaConfig) -> PipelineLoss:
             )
         return carried_block(config, recompute)(block, x_BSE, *layer_inputs, carry, chunk)
 
-    def head(model: Llama, x_BSE: jax.Array, batch: TokenBatch) -> jax.Array:
+    def head(model: Llama, x_BSE: jax.Array, batch: TokenBatch) -> Any:
         h_BSE = hint(model.norm(x_BSE), "batch", "seq", "embed")
-        return linear_cross_entropy(h_BSE, model.unembedding(), batch["targets"])
+        return mean_over_targets(h_BSE, model.unembedding(), batch)
 
     return PipelineLoss(
         layers="blocks",
@@ -126,15 +126,15 @@ def _check(config: LlamaConfig, recompute: RematPolicy) -> None:
 
 def _prepared(config: LlamaConfig, batch: TokenBatch) -> TokenBatch:
     """Returns the batch in the token order of the layers, with ``positions`` [batch, seq]."""
-    arrays: TokenBatch = {name: batch[name] for name in ("tokens", "targets", "segment_ids") if name in batch}
+    arrays: TokenBatch = {name: batch[name] for name in TOKEN_ARRAYS if name in batch}
     shape = batch["tokens"].shape
     if halved(config):
         _, at, permuted = halves_order(*arrays.values())
-        return {**dict(zip(arrays, permuted, strict=True)), "positions": jnp.broadcast_to(at, shape)}
+        return {"positions": jnp.broadcast_to(at, shape), **dict(zip(arrays, permuted, strict=True))}
     order: Any = config.context.settled_order(*layer_shapes(config, shape))
     at = jnp.arange(shape[1], dtype=jnp.int32)
     if order is not None:
         ring = config.context.settled_ring(*layer_shapes(config, shape))
         at = jnp.asarray(permutation(order, shape[1], ring))
         arrays = {name: x[:, at] for name, x in arrays.items()}
-    return {**arrays, "positions": jnp.broadcast_to(at[None], shape)}
+    return {"positions": jnp.broadcast_to(at[None], shape), **arrays}
