@@ -434,10 +434,11 @@ class CostModel:
         if plan.pipeline > 1:
             # A stage gathers its weights once, and sums their gradients over its microbatches before it reduces them.
             elsewhere = [group for group in groups if not group.layered]
+            # Those of a microbatch's experts, which are most of a stage's weights, have memory of their own.
+            experts = sum(group.elements for group in groups if group.layered and group.experts) / plan.virtual_stages
             copies = inside + sum(map(of, elsewhere))
-            gradients = 4 * (
-                inside / (plan.virtual_stages if plan.zero == 3 else 1) + sum(g.elements for g in elsewhere)
-            )
+            sums = inside / (plan.virtual_stages if plan.zero == 3 else 1) + sum(g.elements for g in elsewhere)
+            gradients = 4 * (sums + experts)
         else:
             copies = sum(map(of, groups))
             # The peak of a layer with experts is in its backward pass, where all layers' gradients have their memory.

@@ -117,6 +117,14 @@ def test_gradients_of_experts_are_not_summed_over_expert() -> None:
     assert found == {("data",): pytest.approx(2 * 4 * 2 * LAYERS * EXPERTS * EMBED * INNER / 8 / 2)}
 
 
+def test_a_stage_has_the_gradients_of_a_microbatch_beside_their_sums() -> None:
+    plan = Plan(pipeline=2, data=2, expert=4, zero=3, remat="full", microbatches=4, virtual_stages=2)
+    found = CostModel(mixture(), V5E).cost(plan).memory["gradients"]
+    experts, mix = 2 * LAYERS * EXPERTS * EMBED * INNER / 4 / 2, LAYERS * EMBED * EMBED / 2
+    head = EMBED * 64 / 2
+    assert found == 4 * ((experts + mix) / 2 + head + experts / 2)
+
+
 def test_devices_share_the_flops_of_active_experts() -> None:
     work = mixture()
     active = 2 * LAYERS * ROWS * SEQ * (EMBED * EMBED + K * 2 * EMBED * INNER)
