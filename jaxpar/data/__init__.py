@@ -10,6 +10,8 @@ Importing this package imports numpy only; ``grain`` and ``tokenizers`` are impo
 """
 
 from jaxpar.data.blend import Blend, BlendOrder
+from jaxpar.data.chat_template import ChatTemplate, load_chat_template
+from jaxpar.data.conversations import ConversationData, load_conversations
 from jaxpar.data.documents import ReadOptions
 from jaxpar.data.entropy import bigram_entropy, unigram_entropy
 from jaxpar.data.generated_images import Ellipses
@@ -26,6 +28,8 @@ __all__ = [
     "Batches",
     "Blend",
     "BlendOrder",
+    "ChatTemplate",
+    "ConversationData",
     "DocumentRows",
     "Ellipses",
     "EpochPlan",
@@ -38,6 +42,8 @@ __all__ = [
     "batches",
     "bigram_entropy",
     "eval_batches",
+    "load_chat_template",
+    "load_conversations",
     "load_text",
     "load_tokenizer",
     "unigram_entropy",

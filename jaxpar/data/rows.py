@@ -42,6 +42,12 @@ def jsonl_rows(file: Path, text_field: str) -> Iterator[DataRow]:
       DataError: the compressed data is damaged.
       OSError: the file cannot be read.
     """
+    for number, row, position in jsonl_objects(file):
+        yield DataRow(number, row if isinstance(row, BadRow) else _text_of(row, text_field), position)
+
+
+def jsonl_objects(file: Path) -> Iterator[tuple[int, dict[str, Any] | BadRow, int]]:
+    """Yields number, object and position of each line of a jsonl file; arguments and errors as :func:`jsonl_rows`."""
     number = 0
     with file.open("rb") as raw:
         lines: IO[bytes] = cast(IO[bytes], gzip.GzipFile(fileobj=raw)) if file.suffix == ".gz" else raw
@@ -51,16 +57,16 @@ def jsonl_rows(file: Path, text_field: str) -> Iterator[DataRow]:
                 if len(line) > MOST_BYTES:
                     while line and not line.endswith(b"\n"):
                         line = lines.readline(MOST_BYTES)
-                    yield DataRow(number, BadRow(f"the line is longer than {MOST_BYTES:,} bytes"), raw.tell())
+                    yield number, BadRow(f"the line is longer than {MOST_BYTES:,} bytes"), raw.tell()
                 elif line.strip():
-                    yield DataRow(number, _parsed(line, text_field, first=number == 1), raw.tell())
+                    yield number, _parsed(line, first=number == 1), raw.tell()
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise DataError(
                 f"{file}: the compressed data is damaged after line {number}: {error}. Remedy: copy the file again."
             ) from error
 
 
-def _parsed(line: bytes, text_field: str, *, first: bool) -> bytes | BadRow:
+def _parsed(line: bytes, *, first: bool) -> dict[str, Any] | BadRow:
     try:
         row = json.loads(line.rstrip().decode("utf-8-sig" if first else "utf-8"))
     except UnicodeDecodeError as error:
@@ -71,8 +77,10 @@ def _parsed(line: bytes, text_field: str, *, first: bool) -> bytes | BadRow:
         return BadRow(f"it is not JSON: {error.msg}, at character {error.pos + 1}")
     except ValueError as error:  # a number of too many digits
         return BadRow(f"it cannot be read: {error}")
-    if not isinstance(row, dict):
-        return BadRow(f"it is not an object, but {shown(row)}")
+    return row if isinstance(row, dict) else BadRow(f"it is not an object, but {shown(row)}")
+
+
+def _text_of(row: dict[str, Any], text_field: str) -> bytes | BadRow:
     if text_field not in row:
         remedy = f"text_field: {shown(next(iter(row)))[1:-1]}" if row else ""
         return BadRow(f"it has no field {text_field!r}, but {shown(list(row))[1:-1] or 'none'}", remedy)

@@ -15,6 +15,7 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -65,18 +66,23 @@ class Tokenizer(Protocol):
       vocab: number of ids; each id is below it.
       eos: the id that ends a document.
       digest: a hash of everything that determines the ids.
+      special_tokens: names that are one token each in a rendered conversation.
     """
 
     name: str
     vocab: int
     eos: int
     digest: str
+    special_tokens: tuple[str, ...]
 
     def encode(self, documents: Sequence[bytes]) -> list[np.ndarray]:
         """Returns the ids [n] of each document of UTF-8 text, ``eos`` included."""
 
     def encode_prompt(self, text: str) -> list[int]:
         """Returns the ids of the beginning of a document."""
+
+    def encode_rendered(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the ids [n] of a rendered conversation, to which nothing is added, and where each begins in it."""
 
     def decoder(self) -> TextDecoder:
         """Returns a decoder for one text."""
@@ -114,6 +120,7 @@ class ByteTokenizer:
     """
 
     name, vocab, eos, digest = "bytes", BYTES, SEPARATOR, "bytes"
+    special_tokens: tuple[str, ...] = ("\0",)
 
     def encode(self, documents: Sequence[bytes]) -> list[np.ndarray]:
         """Returns the bytes of each document, and byte 0."""
@@ -122,6 +129,11 @@ class ByteTokenizer:
     def encode_prompt(self, text: str) -> list[int]:
         """Returns the bytes of a text."""
         return list(text.encode())
+
+    def encode_rendered(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the bytes of a text, and the position of the character of each."""
+        starts = [i for i, character in enumerate(text) for _ in character.encode()]
+        return np.frombuffer(text.encode(), np.uint8), np.asarray(starts, np.int64)
 
     def decoder(self) -> TextDecoder:
         """Returns a decoder for one text."""
@@ -155,6 +167,8 @@ class FileTokenizer:
         digest.update(f"eos {self.eos} special {config.special}".encode())
         self.digest = f"sha256:{digest.hexdigest()[:32]}"
         self._dtype = id_dtype(self.vocab)
+        added = self._inner.get_added_tokens_decoder().values()
+        self.special_tokens = tuple(token.content for token in added if token.special)
 
     def encode(self, documents: Sequence[bytes]) -> list[np.ndarray]:
         """Returns the ids of each document, encoded on all cores, each with ``eos`` at its end."""
@@ -170,6 +184,19 @@ class FileTokenizer:
         """Returns the ids of a text, without an ``eos`` that the post-processor adds."""
         ids = list(self._inner.encode(text, add_special_tokens=True).ids)
         return ids[:-1] if ids and ids[-1] == self.eos else ids
+
+    def encode_rendered(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the ids [n] of a rendered conversation, special tokens by their names, and where each begins."""
+        encoded = self._parsing.encode(text, add_special_tokens=False)
+        starts = np.asarray([start for start, _ in encoded.offsets], np.int64)
+        return np.asarray(encoded.ids, self._dtype), starts
+
+    @cached_property
+    def _parsing(self) -> Any:
+        """The tokenizer, but for text in which the names of special tokens are these tokens."""
+        found = type(self._inner).from_str(self._inner.to_str())
+        found.encode_special_tokens = False
+        return found
 
     def decoder(self) -> TextDecoder:
         """Returns a decoder for one text. Special tokens have no text."""

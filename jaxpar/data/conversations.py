@@ -1,0 +1,160 @@
+"""Instruction data: conversations as tokens, with a loss on the answers only.
+
+A row of a jsonl file is ``{"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}]}``, or
+``{"prompt": ..., "completion": ...}``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from jaxpar.data.bad_rows import BadRow, BadRows
+from jaxpar.data.chat_template import ANSWER, ChatTemplate
+from jaxpar.data.documents import ReadOptions, find_documents
+from jaxpar.data.rows import jsonl_objects
+from jaxpar.data.sources import check_fraction, check_parts, is_heldout
+from jaxpar.data.tokenizer import Tokenizer
+from jaxpar.errors import DataError
+from jaxpar.utils.checks import shown
+
+type Example = dict[str, npt.NDArray[np.int32]]
+"""Arrays int32 [seq]: ``tokens``, ``targets``, which are the tokens shifted by one, and ``loss_mask``: 1 where a target
+belongs to an answer."""
+
+
+class Conversations(Sequence[Example]):
+    """Conversations as rows of ``seq`` tokens; shorter ones are padded, longer ones cut.
+
+    Args:
+      rows: ids [n] and answers [n] (bool) of each conversation.
+      seq: tokens of a row.
+      pad: the id of padding, which has no loss.
+    """
+
+    def __init__(self, rows: Sequence[tuple[np.ndarray, np.ndarray]], seq: int, pad: int):
+        self._rows, self._seq, self._pad = rows, seq, pad
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Example: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Example]: ...
+    def __getitem__(self, index: int | slice) -> Example | Sequence[Example]:
+        if isinstance(index, slice):
+            return Conversations(self._rows[index], self._seq, self._pad)
+        ids, answers = self._rows[index]
+        row, mask = np.full(self._seq + 1, self._pad, np.int32), np.zeros(self._seq + 1, np.int32)
+        count = min(len(ids), self._seq + 1)
+        row[:count], mask[:count] = ids[:count], answers[:count]
+        return {"tokens": row[:-1], "targets": row[1:], "loss_mask": mask[1:]}
+
+
+@dataclass(frozen=True)
+class ConversationData:
+    """Conversations to train on and to evaluate on.
+
+    Attributes:
+      name: of the source.
+      train, heldout: the conversations.
+      truncated: how many are longer than a row.
+      bad: the rows that were left out, in words; empty if there are none.
+    """
+
+    name: str
+    train: Conversations
+    heldout: Conversations
+    truncated: int = 0
+    bad: str = ""
+
+
+def load_conversations(
+    source: str | os.PathLike[str],
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    *,
+    seq: int,
+    bad_rows: Literal["error", "skip"] = "error",
+    heldout_fraction: float = 0.05,
+    seed: int = 0,
+) -> ConversationData:
+    """Returns the conversations of a jsonl file, or of those of a folder.
+
+    Args:
+      source: the file or folder.
+      tokenizer: makes the ids. The names of special tokens are tokens where the template writes them, and an error in a
+        message, which could end its own turn with them.
+      template: makes the text.
+      seq: tokens of a row; of a longer conversation the beginning.
+      bad_rows: ``error``, or ``skip``: rows that hold no conversation, or none whose answer is in the first ``seq``
+        tokens, are counted and reported.
+      heldout_fraction, seed: which conversations are held out, as for :func:`jaxpar.data.load_text`.
+
+    Raises:
+      DataError: there is no such file; a row holds no conversation; the template refuses one; or a part has none.
+      MissingExtraError: the package ``jinja2`` is not installed.
+    """
+    check_fraction(heldout_fraction)
+    files, bad = find_documents(source, ReadOptions(format="jsonl")), BadRows(bad_rows)
+    parts: dict[bool, list[tuple[np.ndarray, np.ndarray]]] = {False: [], True: []}
+    truncated = 0
+    for relative, path in files.files:
+        for number, row, _ in jsonl_objects(path):
+            place = f"{path} row {number}"
+            found = row if isinstance(row, BadRow) else _encoded(row, tokenizer, template, seq, place)
+            if isinstance(found, BadRow):
+                bad.add(place, found)
+                continue
+            truncated += len(found[0]) > seq + 1
+            parts[is_heldout(f"{relative}:{number}", heldout_fraction, seed)].append(found)
+    train, heldout = parts[False], parts[True]
+    check_parts(files.name, len(train), len(heldout), fraction=heldout_fraction, seed=seed, unit="rows")
+    to_train, to_evaluate = (Conversations(rows, seq, tokenizer.eos) for rows in (train, heldout))
+    return ConversationData(files.name, to_train, to_evaluate, truncated, bad.describe())
+
+
+def _encoded(
+    row: Mapping[str, Any], tokenizer: Tokenizer, template: ChatTemplate, seq: int, place: str
+) -> tuple[np.ndarray, np.ndarray] | BadRow:
+    """Returns the ids of a conversation, and which of them belong to answers."""
+    messages = _messages(row)
+    if isinstance(messages, BadRow):
+        return messages
+    for message in messages:
+        name = next((token for token in tokenizer.special_tokens if token in message["content"]), None)
+        if name is not None:
+            return BadRow(f"a message contains the special token {name!r}", "remove it from the message")
+    try:
+        rendered = template.render(messages)
+    except DataError as error:
+        raise DataError(f"{place}: {error}") from error
+    ids, starts = tokenizer.encode_rendered(rendered.text)
+    answers = np.zeros(len(ids), bool)
+    for start, end in rendered.answers:
+        answers |= (starts >= start) & (starts < end)
+    if not answers[1 : seq + 1].any():
+        return BadRow(f"no answer begins in its first {seq} tokens", "a larger data.seq")
+    return ids, answers
+
+
+def _messages(row: Mapping[str, Any]) -> list[dict[str, Any]] | BadRow:
+    """Returns the messages of a row, or why it has none."""
+    if "messages" not in row and {"prompt", "completion"} <= row.keys():
+        pairs = (("user", row["prompt"]), (ANSWER, row["completion"]))
+        row = {"messages": [{"role": role, "content": content} for role, content in pairs]}
+    messages = row.get("messages")
+    if not isinstance(messages, list) or not messages:
+        return BadRow(f"it has neither messages nor prompt and completion, but {shown(list(row))[1:-1] or 'nothing'}")
+    for number, message in enumerate(messages):
+        if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
+            return BadRow(f"message {number} must have role and content as text, got {shown(message)}")
+    if not any(message["role"] == ANSWER and message["content"] for message in messages):
+        return BadRow(f"no message has the role {ANSWER!r}")
+    return messages

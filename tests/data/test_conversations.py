@@ -1,0 +1,160 @@
+"""Conversations: what a template renders, which tokens are answers, and what rows are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from small_tokenizer import BEGIN, EOS, save_tokenizer
+
+from jaxpar.data import ChatTemplate, load_chat_template, load_conversations, load_tokenizer
+from jaxpar.data.tokenizer import Tokenizer
+from jaxpar.errors import DataError
+
+TURNS = (
+    "{{ bos_token }}{% for message in messages %}\n"
+    "{{ message.role }}: {{ message.content | trim }}{{ eos_token }}\n"
+    "{% endfor %}\n"
+    "{% if add_generation_prompt %}\n"
+    "assistant: {% endif %}"
+)
+CHAT = [
+    {"role": "system", "content": "Be short."},
+    {"role": "user", "content": "Where sat the cat?"},
+    {"role": "assistant", "content": "On the mat."},
+    {"role": "user", "content": "And the dog — größer?"},
+    {"role": "assistant", "content": "On the log."},
+]
+
+
+def template(source: str = TURNS) -> ChatTemplate:
+    return ChatTemplate(source, "turns.jinja", (("bos_token", BEGIN), ("eos_token", EOS)))
+
+
+def write(file: Path, rows: list[Any]) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+@pytest.fixture(params=["bytes", "pairs"])
+def tokenizer(request: pytest.FixtureRequest, tmp_path: Path) -> Tokenizer:
+    return load_tokenizer(None if request.param == "bytes" else save_tokenizer(tmp_path))
+
+
+def text_of(tokenizer: Tokenizer, ids: Any) -> str:
+    decoder = tokenizer.decoder()
+    return "".join(decoder.add(int(token)) for token in ids) + decoder.end()
+
+
+def test_answers_and_the_tokens_that_end_them_have_a_loss(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    source = write(tmp_path / "chat.jsonl", [{"messages": CHAT}] * 40)
+    found = load_conversations(source, tokenizer, template(), seq=220, heldout_fraction=0.2)
+    assert len(found.train) + len(found.heldout) == 40 and found.truncated == 0 and found.bad == ""
+    example = found.train[0]
+    tokens, targets, mask = (example[name] for name in ("tokens", "targets", "loss_mask"))
+    assert {x.dtype.name for x in example.values()} == {"int32"} and tokens.shape == (220,)
+    np.testing.assert_array_equal(tokens[1:], targets[:-1])
+    starts = np.flatnonzero(np.diff(mask, prepend=0) == 1)
+    ends = np.flatnonzero(np.diff(mask, append=0) == -1)
+    answers = [text_of(tokenizer, targets[a : b + 1]) for a, b in zip(starts, ends, strict=True)]
+    end = EOS if tokenizer.name == "bytes" else ""  # a special token has no text
+    assert answers == [f"On the mat.{end}", f"On the log.{end}"]
+    if tokenizer.name != "bytes":
+        assert all(targets[b] == tokenizer.eos for b in ends)
+    padding = np.flatnonzero(targets != tokenizer.eos)[-1] + 1
+    assert not mask[padding + 1 :].any()
+    text = text_of(tokenizer, tokens)
+    assert text.startswith((f"{BEGIN}system: Be short.{EOS}", "system: Be short."))
+
+
+def test_a_template_writes_prompts_and_its_answers_are_found() -> None:
+    text, answers = template().render(CHAT)
+    assert text.count(EOS) == 5 and "größer" in text
+    assert [text[start:end] for start, end in answers] == [f"On the mat.{EOS}", f"On the log.{EOS}"]
+    marked = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    assert template(marked).render(CHAT[2:3]) == ("On the mat.", ((0, 11),))
+    loop = "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m | tojson }}{% endfor %}"
+    assert template(loop).render([{"role": "user", "content": "ä"}]).text == '{"role": "user", "content": "ä"}'
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("{{ raise_exception('no system') }}", "turns.jinja: TemplateError: no system."),
+        (
+            "{{ ''.__class__.__mro__ }}",
+            "turns.jinja: SecurityError: access to attribute '__class__' of 'str' object is ",
+        ),
+        (
+            "{{ messages.append(1) }}",
+            "turns.jinja: SecurityError: access to attribute 'append' of 'list' object is unsafe.",
+        ),
+        ("{% for %}", "turns.jinja is not a jinja2 template: "),
+        (
+            "{{ messages[-1].content }}",
+            "turns.jinja: what it writes for the answer in message 2 depends on later messages, ",
+        ),
+    ],
+)
+def test_a_template_that_fails_or_reaches_out_is_an_error(source: str, text: str) -> None:
+    with pytest.raises(DataError) as error:
+        template(source).render(CHAT)
+    assert str(error.value).startswith(text)
+
+
+def test_rows_without_an_answer_are_errors_or_counted(tmp_path: Path) -> None:
+    tokenizer, turn = load_tokenizer(save_tokenizer(tmp_path)), lambda role, text: {"role": role, "content": text}
+    bad = {
+        "it has neither messages nor prompt and completion, but 'text'. Remedy: correct the row": {"text": "a"},
+        "message 0 must have role and content as text, got {'role': 'user'}. Remedy: correct the row": {
+            "messages": [{"role": "user"}]
+        },
+        "no message has the role 'assistant'. Remedy: correct the row": {"messages": [turn("user", "a")]},
+        f"a message contains the special token {EOS!r}. Remedy: remove it from the message": {
+            "messages": [turn("user", f"a{EOS}"), turn("assistant", "b")]
+        },
+        "no answer begins in its first 40 tokens. Remedy: a larger data.seq": {
+            "messages": [turn("user", "the cat " * 100), turn("assistant", "b")]
+        },
+    }
+    for number, (text, row) in enumerate(bad.items()):
+        file = write(tmp_path / f"{number}.jsonl", [{"messages": CHAT[1:3]}, row])
+        with pytest.raises(DataError) as error:
+            load_conversations(file, tokenizer, template(), seq=40)
+        tail = "; or bad_rows: skip, which counts and reports such rows."
+        assert str(error.value) == f"{file} row 2: {text}{tail}"
+    rows = [{"prompt": f"Where sat cat {i}?", "completion": "On the mat."} for i in range(60)]
+    file = write(tmp_path / "all.jsonl", [*bad.values(), *rows, {"messages": CHAT[1:]}])
+    found = load_conversations(file, tokenizer, template(), seq=40, bad_rows="skip")
+    assert len(found.train) + len(found.heldout) == 61 and found.truncated == 1
+    assert found.bad.startswith(f"5 bad rows skipped: {file} row 1: it has neither messages nor")
+    assert all(example["loss_mask"].any() for example in found.train)
+
+
+def test_a_template_is_found_beside_the_tokenizer(tmp_path: Path) -> None:
+    file = save_tokenizer(tmp_path)
+    with pytest.raises(DataError) as error:
+        load_chat_template(file)
+    assert str(error.value) == (
+        f"{tmp_path} has no chat template: neither chat_template.jinja, nor a chat_template in tokenizer_config.json. "
+        "Remedy: name the file of a template."
+    )
+    config = {"bos_token": {"content": BEGIN}, "eos_token": EOS, "chat_template": TURNS}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    for place in (file, tmp_path, tmp_path / "tokenizer_config.json"):
+        assert load_chat_template(place).render(CHAT) == template().render(CHAT)
+    several = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": TURNS}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": several}))
+    assert load_chat_template(file).render(CHAT) == template().render(CHAT)
+    (tmp_path / "chat_template.jinja").write_text("{{ eos_token }}")
+    assert load_chat_template(file).render([]).text == EOS
+    assert load_chat_template(tmp_path / "chat_template.jinja").name == str(tmp_path / "chat_template.jinja")
+    with pytest.raises(DataError) as error:
+        load_chat_template(tmp_path / "none.jinja")
+    assert str(error.value) == (
+        f"chat template {str(tmp_path / 'none.jinja')!r} cannot be read: No such file or directory. Remedy: its path."
+    )
