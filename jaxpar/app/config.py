@@ -59,6 +59,9 @@ class DataConfig:
         token is a byte.
       format, text_field, bad_rows, patterns: how files are read (:class:`jaxpar.data.ReadOptions`).
       heldout_fraction: the fraction of the documents that is held out for evaluation.
+      chat_template: a chat template, or the ``tokenizer.json`` beside which it is; see
+        :func:`jaxpar.data.load_chat_template`. The rows of the source are then conversations, with a loss on answers
+        only.
       factory: instead of a text, ``module:function`` that returns the data (:class:`jaxpar.app.own_data.OwnData`).
       args: keyword arguments of the factory.
       dims: the logical dims of the batch's arrays, such as ``{image: [batch, height, width, channels]}``; without them
@@ -79,6 +82,7 @@ class DataConfig:
     bad_rows: Literal["error", "skip"] = "error"
     patterns: tuple[str, ...] | None = None
     heldout_fraction: Annotated[float, Range(0, 0.999, above=True)] = 0.05
+    chat_template: str | None = None
     factory: str | None = None
     args: dict[str, Any] = field(default_factory=dict)
     dims: dict[str, tuple[str | None, ...]] = field(default_factory=dict)

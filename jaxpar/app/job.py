@@ -20,6 +20,7 @@ from jaxpar.app.config import (
     RematConfig,
     RunConfig,
 )
+from jaxpar.app.conversation_data import check_conversations
 from jaxpar.app.factory import FactoryConfig, FactoryModel, factory_model
 from jaxpar.app.lora import LoraSettings, lora_settings, with_adapters
 from jaxpar.app.model_config import model_config
@@ -186,6 +187,8 @@ class Job:
 
     def batch_names(self) -> tuple[str, ...]:
         """The names of a batch's arrays, each ``[batch, seq]``."""
+        if self.config.data.chat_template is not None:
+            return ("tokens", "targets", "loss_mask")
         packing = self.config.data.packing
         packed = ("segment_ids",) if packing is True else DOCUMENT_ARRAYS if packing else ()
         return ("tokens", "targets", *packed, *(("order",) if self.model.context.load_balance == BALANCED else ()))
@@ -265,6 +268,7 @@ def make_job(loaded: Loaded, *, training: bool = True) -> Job:
             f"data.factory names data of your own, but model.family: {config.model.get('family')} trains on text. "
             "Remedy: data.source, or a model.factory of your own."
         )
+    check_conversations(config)
     precision, zero = _precision(config), _zero(config)
     model = model_config(config.model, precision)
     if config.parallel.remat is not None:

@@ -86,7 +86,8 @@ class ChatTemplate:
         try:
             return str(compiled.render(**values))
         except Exception as error:  # a template can raise anything
-            raise DataError(f"{self.name}: {type(error).__name__}: {str(error).rstrip('.'):.200}.") from error
+            text = str(error).rstrip(".")
+            raise DataError(f"{self.name}: {type(error).__name__}: {text:.200}.") from error
 
     @cached_property
     def _compiled(self) -> Any:
@@ -96,7 +97,7 @@ class ChatTemplate:
         except ModuleNotFoundError as error:
             raise need("jinja2", "text", "a chat template") from error
 
-        class Generation(importlib.import_module("jinja2.ext").Extension):  # type: ignore[misc]
+        class AnswerTag(importlib.import_module("jinja2.ext").Extension):  # type: ignore[misc]
             """Allows ``{% generation %}``, with which some templates mark answers for transformers."""
 
             tags = {"generation"}  # noqa: RUF012 (the name that jinja2 reads)
@@ -109,7 +110,7 @@ class ChatTemplate:
             raise jinja2.TemplateError(message)
 
         environment = sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+            trim_blocks=True, lstrip_blocks=True, extensions=[AnswerTag, "jinja2.ext.loopcontrols"]
         )
         environment.globals["raise_exception"] = raise_exception
         environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)

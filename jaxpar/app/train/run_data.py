@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 import jaxpar as jp
+from jaxpar.app.conversation_data import conversation_plans, describe, run_conversations
 from jaxpar.app.job import Job
 from jaxpar.app.text_data import RunText, TextPart, load_run_text
 from jaxpar.data.blend import Blend, BlendOrder
@@ -46,6 +47,11 @@ def open_data(job: Job, layout: jp.Layout) -> RunData:
     if job.data is not None:
         heldout = job.data.heldout(config.train.eval_batches, **process)
         return RunData(job.data.stream(**process), heldout, "data", job.data.describe())
+    if config.data.chat_template is not None:
+        found = run_conversations(config, job.tokenizer)
+        train, evaluation = conversation_plans(found, config.data.batch, process)
+        heldout = evaluation.heldout(config.train.eval_batches)
+        return RunData(train.stream(config.data.seed), heldout, "text", describe(found, config))
     text = _text(job)
     heldout = plan_eval_batches(_plan(job, layout, text, "heldout", process), config.train.eval_batches)
     return RunData(_stream(job, layout, text, process), heldout, "text", text.describe(), text.bigram())
@@ -53,7 +59,12 @@ def open_data(job: Job, layout: jp.Layout) -> RunData:
 
 def global_stream(job: Job, layout: jp.Layout) -> Stream:
     """Returns the training batches with the rows of all processes."""
-    return job.data.stream() if job.data is not None else _stream(job, layout, _text(job), {})
+    if job.data is not None:
+        return job.data.stream()
+    if job.config.data.chat_template is not None:
+        found = run_conversations(job.config, job.tokenizer)
+        return conversation_plans(found, job.config.data.batch, {})[0].stream(job.config.data.seed)
+    return _stream(job, layout, _text(job), {})
 
 
 def _stream(job: Job, layout: jp.Layout, text: RunText, process: Mapping[str, int]) -> Batches:

@@ -1,0 +1,64 @@
+"""Conversations as the data of a run: ``data: {source: chat.jsonl, chat_template: tokenizer.json}``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from jaxpar.app.config import RunConfig
+from jaxpar.data.chat_template import load_chat_template
+from jaxpar.data.conversations import ConversationData, load_conversations
+from jaxpar.data.examples import ExamplePlan
+from jaxpar.data.tokenizer import Tokenizer
+from jaxpar.errors import ConfigError
+
+
+def check_conversations(config: RunConfig) -> None:
+    """Raise a ConfigError if settings of a run exclude conversations."""
+    data, context = config.data, config.parallel.context
+    balance = None if context is None else context.load_balance
+    for key, excluded in (
+        ("data.blend", bool(data.blend)),
+        ("data.packing", bool(data.packing)),
+        ("parallel.context.load_balance", balance == "balanced"),
+    ):
+        if data.chat_template is not None and excluded:
+            raise ConfigError(
+                f"data.chat_template makes a row of each conversation, which {key} does not support. Remedy: leave "
+                f"{key} out."
+            )
+
+
+def run_conversations(config: RunConfig, tokenizer: Tokenizer) -> ConversationData:
+    """Returns the conversations of a run.
+
+    Raises:
+      DataError: as :func:`jaxpar.data.load_conversations` and :func:`jaxpar.data.load_chat_template`.
+    """
+    data = config.data
+    return load_conversations(
+        data.source,
+        tokenizer,
+        load_chat_template(data.chat_template or ""),
+        seq=data.seq,
+        bad_rows=data.bad_rows,
+        heldout_fraction=data.heldout_fraction,
+    )
+
+
+def conversation_plans(
+    found: ConversationData, batch: int, process: Mapping[str, int]
+) -> tuple[ExamplePlan, ExamplePlan]:
+    """Returns the batches of one process to train on and to evaluate on."""
+    parts = ((found.name, found.train), (f"{found.name} (heldout)", found.heldout))
+    train, heldout = (ExamplePlan(f"data: {name}", rows, batch, **process) for name, rows in parts)
+    return train, heldout
+
+
+def describe(found: ConversationData, config: RunConfig) -> str:
+    """Returns a line about the conversations."""
+    line = (
+        f"{found.name}: {len(found.train):,} conversations to train on, {len(found.heldout):,} held out; batch "
+        f"{config.data.batch} × {config.data.seq} tokens, with a loss on answers"
+    )
+    line += f"; {found.truncated:,} are longer, and cut" if found.truncated else ""
+    return f"{line}; {found.bad}" if found.bad else line

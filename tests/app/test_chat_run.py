@@ -1,0 +1,104 @@
+"""Runs on conversations: ``data.chat_template``, a loss on answers only, LoRA on the weights."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from small_tokenizer import EOS, save_tokenizer
+
+import jaxpar as jp
+from jaxpar.app.cli import main
+from jaxpar.app.config import load_run
+from jaxpar.app.job import Job, make_job
+from jaxpar.app.train.run_data import global_stream, open_data
+from jaxpar.errors import ConfigError
+from jaxpar.models.losses import next_token_loss
+
+RECIPE = Path(__file__).parents[2] / "configs" / "recipes" / "lora_llama.yaml"
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tokenizer, its template and 80 conversations."""
+    folder = tmp_path_factory.mktemp("chat")
+    save_tokenizer(folder)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": EOS, "chat_template": TEMPLATE}))
+    rows = [{"prompt": f"where sat cat {i} on the log?", "completion": f"cat {i} sat on the mat."} for i in range(80)]
+    (folder / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def settings(folder: Path, output: Path, **changes: Any) -> list[str]:
+    values: dict[str, Any] = {"model.layers": 1, "model.embed": 32, "model.mlp": 48, "model.head_dim": 8}
+    values |= {"model.vocab": 300, "data.source": folder / "chat.jsonl", "data.seq": 96, "data.batch": 8}
+    values |= {"data.tokenizer": folder / "tokenizer.json", "data.chat_template": folder / "tokenizer.json"}
+    values |= {"data.heldout_fraction": 0.2, "train.init_from": "null", "train.steps": 4, "train.eval_every": 2}
+    values |= {"train.eval_batches": 1, "checkpoint.save_interval_steps": 2, "output": output}
+    return [f"{key}={value}" for key, value in (values | changes).items()]
+
+
+def job_of(folder: Path, output: Path, **changes: Any) -> Job:
+    return make_job(load_run(RECIPE, settings(folder, output, **changes)))
+
+
+def test_batches_have_a_mask_and_the_loss_is_that_of_answers(folder: Path, tmp_path: Path) -> None:
+    job = job_of(folder, tmp_path)
+    assert job.batch_names() == ("tokens", "targets", "loss_mask")
+    layout = job.layout().on_one_device()
+    data = open_data(job, layout)
+    assert data.line.startswith("chat.jsonl: 6") and data.line.endswith("with a loss on answers")
+    batch, same = next(data.stream), next(global_stream(job, layout))
+    data.stream.close()
+    for name in job.batch_names():
+        np.testing.assert_array_equal(batch[name], same[name])
+        assert batch[name].shape == (8, 96) and batch[name].dtype == np.int32
+    assert 0 < batch["loss_mask"].mean() < 0.6 and len(data.heldout) == 1
+    assert {name: (leaf.value.shape, leaf.dims) for name, leaf in job.batch_spec().items()} == {
+        name: ((8, 96), ("batch", "seq")) for name in job.batch_names()
+    }
+    state = jp.init(layout, job.make_model, job.tx)
+    run = jax.jit(lambda state, batch: (next_token_loss(state.model, batch), state.model(batch["tokens"])))
+    with layout:
+        (loss, metrics), logits = run(state, batch)
+    chosen = np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), batch["targets"][..., None], -1)[..., 0]
+    mask = batch["loss_mask"]
+    assert float(loss) == pytest.approx(-(chosen * mask).sum() / mask.sum(), abs=1e-5)
+    assert int(metrics["weight"]) == mask.sum()
+
+
+def test_settings_that_exclude_conversations_are_errors(folder: Path, tmp_path: Path) -> None:
+    for key, value in (("data.packing", True), ("parallel.context.load_balance", "balanced")):
+        with pytest.raises(ConfigError) as error:
+            job_of(folder, tmp_path, **{key: value})
+        assert str(error.value) == (
+            f"data.chat_template makes a row of each conversation, which {key} does not support. Remedy: leave {key} "
+            "out."
+        )
+
+
+@pytest.mark.slow
+def test_a_run_on_conversations_resumes_bitwise(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = lambda output: [word for one in settings(folder, tmp_path / output) for word in ("--set", one)]
+    assert main(["train", str(RECIPE), *run("one")]) == 0
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    shutil.rmtree(tmp_path / "two" / "checkpoints" / "4")
+    assert main(["train", str(RECIPE), *run("two")]) == 0
+    assert "resumed from step 2" in capsys.readouterr().out
+    job = job_of(folder, tmp_path)
+    like = {"params": jp.abstract_state(job.layout(), job.make_model, job.tx).params}
+    ends = [jp.restore(tmp_path / name / "checkpoints" / "4", like, only=["params"]) for name in ("one", "two")]
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(np.asarray(x), np.asarray(y)), *ends)
+    records = [json.loads(line) for line in (tmp_path / "two" / "metrics.jsonl").read_text().splitlines()]
+    assert all(np.isfinite(record["loss"]) for record in records if "loss" in record)
