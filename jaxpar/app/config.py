@@ -37,7 +37,7 @@ class BlendSource:
 
     source: str
     weight: _Positive = 1.0
-    format: Literal["auto", "text", "jsonl"] = "auto"
+    format: Literal["auto", "text", "jsonl", "parquet", "arrow"] = "auto"
     text_field: str = "text"
     bad_rows: Literal["error", "skip"] = "error"
     patterns: tuple[str, ...] | None = None
@@ -77,7 +77,7 @@ class DataConfig:
     source: str = "stdlib"
     blend: tuple[BlendSource, ...] = ()
     tokenizer: str | TokenizerConfig | None = None
-    format: Literal["auto", "text", "jsonl"] = "auto"
+    format: Literal["auto", "text", "jsonl", "parquet", "arrow"] = "auto"
     text_field: str = "text"
     bad_rows: Literal["error", "skip"] = "error"
     patterns: tuple[str, ...] | None = None

@@ -27,6 +27,7 @@ from jaxpar.app.model_config import model_config
 from jaxpar.app.optimizer_config import make_optimizer
 from jaxpar.app.own_data import OwnData, check_dims, own_data, tokens_of
 from jaxpar.app.pipeline_config import check_recompute, make_pipeline
+from jaxpar.data.megatron import megatron_prefix
 from jaxpar.data.token_file import TokenFile, is_token_file
 from jaxpar.data.tokenizer import SEPARATOR, Tokenizer, load_tokenizer
 from jaxpar.errors import ConfigError, JaxparError
@@ -174,6 +175,8 @@ class Job:
         for source in self.config.data.sources:
             if is_token_file(source.source):
                 TokenFile(source.source).check_tokenizer(found)
+            elif self.config.data.tokenizer is None and megatron_prefix(source.source):
+                raise ConfigError(f"data: {source.source} does not hold its tokenizer. Remedy: data.tokenizer.")
         self.check_vocab(found.vocab, f"the tokenizer ({found.name})")
         return found
 

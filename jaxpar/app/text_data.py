@@ -40,8 +40,8 @@ class RunText:
         return self.texts[0].vocab
 
     @property
-    def eos(self) -> int:
-        """The token that ends a document."""
+    def eos(self) -> int | None:
+        """The token that ends a document, if it is known."""
         return self.texts[0].eos
 
     def rows(self, part: TextPart) -> RowSource:
@@ -59,6 +59,11 @@ class RunText:
     def _rows(self, text: Text, part: TextPart) -> RowSource:
         tokens: np.ndarray = getattr(text, part)
         packing, seq = self.config.packing, self.config.seq
+        if packing is True and text.eos is None:
+            raise DataError(
+                f"data.packing: true finds documents by the token that ends them, which {text.name} does not say. "
+                "Remedy: packing: documents, or data.tokenizer."
+            )
         if isinstance(packing, bool):
             return Windows(tokens, seq, text.eos if packing else None, text.checksum, text.vocab)
         starts = getattr(text, f"{part}_starts")

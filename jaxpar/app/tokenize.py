@@ -50,7 +50,7 @@ class TokenizeCommand:
     tokenizer: Annotated[str | None, arg(metavar="FILE")] = None
     eos: Annotated[str | None, arg(metavar="TOKEN")] = None
     special: Literal["text", "parse"] = "text"
-    format: Literal["auto", "text", "jsonl"] = "auto"
+    format: Literal["auto", "text", "jsonl", "parquet", "arrow"] = "auto"
     text_field: str = "text"
     bad_rows: Literal["error", "skip"] = "error"
     heldout_fraction: float = 0.05

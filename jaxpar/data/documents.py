@@ -1,4 +1,4 @@
-"""Documents of text: each file of a folder, each row of its jsonl files, or one of the two texts that have a name."""
+"""Documents of text: each file of a folder, each row of its data files, or one of the two texts that have a name."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from typing import Literal, NamedTuple
 from jaxpar.data.bad_rows import BadRow, BadRows
 from jaxpar.data.rows import DataRow, jsonl_rows
 from jaxpar.data.synthetic import synthetic_documents
+from jaxpar.data.tables import table_rows
 from jaxpar.errors import DataError, did_you_mean, listing
 
 PATTERNS: dict[str, tuple[str, ...]] = {
     "text": ("*.txt", "*.md", "*.rst", "*.py"),
     "jsonl": ("*.jsonl", "*.ndjson", "*.jsonl.gz"),
+    "parquet": ("*.parquet",),
+    "arrow": ("*.arrow", "*.feather"),
 }
 """Names of the files of each format."""
 NAMED_SOURCES = ("stdlib", "synthetic")
@@ -46,14 +49,15 @@ class ReadOptions:
     """How the files of a source are read.
 
     Attributes:
-      format: ``text``: each file is a document; ``jsonl``: each line is a JSON object with a text; ``auto``: as the
-        names of the files say. In a folder, files of rows go before plain text beside them, such as a README.
+      format: ``text``: each file is a document; ``jsonl``: each line is a JSON object with a text; ``parquet``,
+        ``arrow``: each row has a column with a text; ``auto``: as the names of the files say. In a folder, files of
+        rows go before plain text beside them, such as a README.
       text_field: the field of a row that holds its text.
       bad_rows: ``error``, or ``skip``, which counts and reports rows without text.
       patterns: shell patterns of the file names to read from a folder; by default those of the format.
     """
 
-    format: Literal["auto", "text", "jsonl"] = "auto"
+    format: Literal["auto", "text", "jsonl", "parquet", "arrow"] = "auto"
     text_field: str = "text"
     bad_rows: Literal["error", "skip"] = "error"
     patterns: tuple[str, ...] | None = None
@@ -120,7 +124,9 @@ class DocumentFiles:
         if self.format == "text":
             content = path.read_bytes()
             return iter((DataRow(1, content, len(content)),))
-        return jsonl_rows(path, self.options.text_field)
+        if self.format == "jsonl":
+            return jsonl_rows(path, self.options.text_field)
+        return table_rows(path, self.format, self.options.text_field)
 
 
 def find_documents(source: str | os.PathLike[str], options: ReadOptions, seed: int = 0) -> DocumentFiles:

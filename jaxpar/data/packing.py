@@ -79,13 +79,12 @@ class DocumentRows:
             for segment, piece in enumerate(pieces):
                 offset, length = self._offsets[piece], self._lengths[piece]
                 at, ids = slice(end, end + length), np.asarray(self.tokens[offset : offset + length + 1])
+                check_vocab(ids, self.vocab)
                 found["tokens"][row, at], found["targets"][row, at] = ids[:-1], ids[1:]
                 found["segment_ids"][row, at], found["positions"][row, at] = segment, np.arange(length)
                 found["loss_mask"][row, at] = 1
                 end += length
             found["segment_ids"][row, end:], found["positions"][row, end:] = len(pieces), np.arange(self.seq - end)
-        check_vocab(found["tokens"], self.vocab)
-        check_vocab(found["targets"], self.vocab)
         return found
 
     def segments(self, numbers: np.ndarray) -> npt.NDArray[np.int32]:

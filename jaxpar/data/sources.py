@@ -18,6 +18,7 @@ import numpy as np
 
 from jaxpar.data.bad_rows import BadRow, BadRows
 from jaxpar.data.documents import Document, DocumentFiles, ReadOptions, find_documents
+from jaxpar.data.megatron import MegatronDataset, check_largest, megatron_prefix, read_megatron
 from jaxpar.data.token_file import TokenFile, is_token_file
 from jaxpar.data.tokenizer import ByteTokenizer, Tokenizer, id_dtype
 from jaxpar.errors import DataError
@@ -40,7 +41,7 @@ class Text:
         heldout_documents: number of held-out documents.
         unit: what a document is: ``files`` or ``rows``.
         train_starts, heldout_starts: offset of each document of a part, and the end of the last, ``[documents + 1]``.
-        eos: the token that ends a document: 0 for bytes.
+        eos: the token that ends a document: 0 for bytes; ``None`` if it is not known.
         bad: the rows that were left out, in words; empty if there are none.
         checksum: identifies the tokens of a token file; ``None`` for a text that was tokenized now.
 
@@ -58,7 +59,7 @@ class Text:
     train_starts: np.ndarray
     heldout_starts: np.ndarray
     unit: str = "files"
-    eos: int = 0
+    eos: int | None = 0
     bad: str = ""
     checksum: str | None = None
 
@@ -89,7 +90,9 @@ def load_text(
               one;
             - a folder, searched recursively; write ``"./stdlib"`` for a folder of that name. Hidden files and folders
               are skipped, and symbolic links to folders are not followed;
-            - a file, also one of :func:`jaxpar.data.write_tokens`, which is mapped into memory as it was written.
+            - a file, also one of :func:`jaxpar.data.write_tokens`, which is mapped into memory as it was written;
+            - the prefix of Megatron's ``.bin`` and ``.idx`` files. They are mapped too; the last documents are held
+              out, and without a tokenizer the vocabulary is found by reading all tokens.
         tokenizer: of :func:`jaxpar.data.load_tokenizer`; by default bytes, or for a token file its own.
         options: formats of the files, and what to do with rows that have no text.
         heldout_fraction: expected fraction of the documents to hold out, strictly between 0 and 1.
@@ -109,8 +112,10 @@ def load_text(
     """
     if is_token_file(source):
         return _mapped(TokenFile(source), tokenizer)
-    tokenizer = ByteTokenizer() if tokenizer is None else tokenizer
     check_fraction(heldout_fraction)
+    if prefix := megatron_prefix(source):
+        return _of_megatron(read_megatron(prefix), tokenizer, heldout_fraction)
+    tokenizer = ByteTokenizer() if tokenizer is None else tokenizer
     files, bad = find_documents(source, options, seed), BadRows(options.bad_rows)
     parts: dict[bool, list[np.ndarray]] = {False: [], True: []}
     for document in split_documents(files, bad, tokenizer, fraction=heldout_fraction, seed=seed):
@@ -151,6 +156,28 @@ def _mapped(file: TokenFile, tokenizer: Tokenizer | None) -> Text:
         eos=header.eos,
         bad=header.bad,
         checksum=header.checksum,
+    )
+
+
+def _of_megatron(dataset: MegatronDataset, tokenizer: Tokenizer | None, fraction: float) -> Text:
+    """The text of Megatron's files, whose last documents are held out, as Megatron splits them."""
+    count = len(dataset.starts) - 1
+    heldout = min(count - 1, max(1, round(count * fraction)))
+    check_parts(dataset.prefix.name, count - heldout, heldout, fraction=fraction, seed=0, unit="documents")
+    at = count - heldout
+    start = int(dataset.starts[at])
+    return Text(
+        dataset.prefix.name,
+        dataset.tokens[:start],
+        dataset.tokens[start:],
+        vocab=check_largest(dataset, None if tokenizer is None else tokenizer.vocab),
+        documents=count,
+        heldout_documents=heldout,
+        train_starts=dataset.starts[: at + 1],
+        heldout_starts=dataset.starts[at:] - start,
+        unit="documents",
+        eos=None if tokenizer is None else tokenizer.eos,
+        checksum=dataset.checksum,
     )
 
 

@@ -102,8 +102,9 @@ class Windows:
         Raises:
           DataError: a token is not below ``vocab``.
         """
-        span = self.tokens[numbers[:, None] * self.seq + np.arange(self.seq + 1)].astype(np.int32)
+        span = self.tokens[numbers[:, None] * self.seq + np.arange(self.seq + 1)]
         check_vocab(span, self.vocab)
+        span = span.astype(np.int32)
         # Contiguous here, on the reading thread: otherwise the copy to the device copies them on the training thread.
         found = {"tokens": np.ascontiguousarray(span[:, :-1]), "targets": np.ascontiguousarray(span[:, 1:])}
         return {**found, "segment_ids": self.segments(numbers)} if self.packed else found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from megatron_files import write_megatron
+from rich.console import Console
 from small_tokenizer import save_tokenizer, write_jsonl
 
 from jaxpar.app.cli import main
@@ -17,7 +20,7 @@ from jaxpar.app.job import make_job
 from jaxpar.app.train.run_data import open_data
 from jaxpar.data import load_tokenizer
 from jaxpar.data.sources import is_heldout
-from jaxpar.errors import DataError
+from jaxpar.errors import ConfigError, DataError
 
 LAYOUT = Path(__file__).parents[2] / "configs/layouts/fsdp_tp.yaml"
 MODEL = {"family": "llama", "preset": "tiny", "layers": 1, "embed": 64, "heads": 2, "head_dim": 16, "mlp": 64}
@@ -192,3 +195,38 @@ def test_settings_of_a_blend_that_do_not_go_together(config: Path, capsys: pytes
         "blend: more has 301 tokens, of which 0 ends a document, but corpus has 256 and 0. Remedy: one tokenizer for "
         "all sources."
     )
+
+
+def test_megatrons_files_need_no_tokenizer_to_train(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    documents = [[5 + i, 6, 7 + i % 3, 2] * (1 + i % 4) for i in range(300)]
+    write_megatron(Path("pile"), documents)
+    settings = ["data.source=pile", "data.tokenizer=null", "data.packing=documents"]
+    job = make_job(load_run(config, settings))
+    data = open_data(job, job.layout())
+    assert data.line.startswith("pile: 2,") and "held out (15 of 300 documents); batch 8 × 16 tokens; " in data.line
+    assert next(data.stream)["targets"].max() > 255
+    with pytest.raises(ConfigError) as caught:
+        job.tokenizer  # noqa: B018 (it is loaded when it is read)
+    assert str(caught.value) == "data: pile does not hold its tokenizer. Remedy: data.tokenizer."
+    windows = make_job(load_run(config, [*settings[:2], "data.packing=true"]))
+    with pytest.raises(DataError) as error:
+        open_data(windows, windows.layout())
+    assert str(error.value) == (
+        "data.packing: true finds documents by the token that ends them, which pile does not say. Remedy: packing: "
+        "documents, or data.tokenizer."
+    )
+    with pytest.raises(ConfigError) as caught:
+        small = make_job(load_run(config, [*settings, "model.vocab=64"]))
+        open_data(small, small.layout())
+    assert str(caught.value) == (
+        "model: vocab must be at least 305, the number of tokens of the text, got 64. Remedy: model: {vocab: 305}."
+    )
+
+
+def test_tokenize_shows_its_progress_in_a_terminal(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("rich.console.Console", functools.partial(Console, force_terminal=True, width=120))
+    assert main(["tokenize", "corpus", "a.tokens"]) == 0
+    shown = capsys.readouterr().err
+    assert "400 documents, 9,200 tokens" in shown and "\u2501" in shown and "kB" in shown
