@@ -73,9 +73,9 @@ class ChatTemplate:
             prompt, upto = self._rendered(messages[:i], prompt=True), self._rendered(messages[: i + 1])
             if not (upto.startswith(prompt) and text.startswith(upto.rstrip())):
                 raise DataError(
-                    f"{self.name}: what it writes for the answer in message {i} depends on later messages, or does not begin with its "
-                    "prompt for an answer, so the answer's tokens are not known. Remedy: a template that only adds to "
-                    "what it wrote before; or rows with one answer."
+                    f"{self.name}: what it writes for the answer in message {i} depends on later messages, or does not "
+                    "begin with its prompt for an answer, so the answer's tokens are not known. Remedy: a template "
+                    "that only adds to what it wrote before; or rows with one answer."
                 )
             answers.append((len(prompt), len(upto.rstrip())))
         return RenderedConversation(text, tuple(answers))
