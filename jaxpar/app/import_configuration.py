@@ -220,7 +220,7 @@ def _show(report: ImportReport) -> None:
 
 
 def _write(command: ImportMindFormersCommand, name: str, config: dict[str, Any], devices: int) -> None:
-    """Writes the configuration after it has been explained, so that what is written loads, builds and is sharded."""
+    """Writes the configuration after its step was traced, so that what is written loads and fits together."""
     import yaml
 
     import jaxpar as jp
@@ -238,7 +238,9 @@ def _write(command: ImportMindFormersCommand, name: str, config: dict[str, Any],
             how: dict[str, Any] = {"batch": job.batch_spec(), "loss_fn": job.loss_fn, "step": job.step_options()}
             with warnings.catch_warnings():  # about this machine, not about the run's
                 warnings.simplefilter("ignore", UserWarning)
-                jp.explain(job.layout(devices), job.make_model, job.tx, **how)
+                found = jp.explain(job.layout(devices), job.make_model, job.tx, **how)
+            for reason in () if found.memory is None else found.memory.unknown:
+                raise ConfigError(reason)
         except JaxparError as error:
             problem = str(error).replace(str(file), str(command.out))
             raise ConfigError(f"{command.file}: its translation is not a valid run: {problem}") from error

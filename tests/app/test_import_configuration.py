@@ -45,6 +45,7 @@ parallel:
 swap_config: {swap: true}
 runner_wrapper: {scale_sense: {type: DynamicLossScaleUpdateCell, loss_scale_value: 65536}}
 """
+ADAPTERS = "pet_config: {pet_type: lora, lora_rank: 2, lora_dropout: 0.0, target_modules: '.*wq|.*w2'}"
 
 
 def convert(folder: Path, text: str, *options: str) -> int:
@@ -58,6 +59,7 @@ def convert(folder: Path, text: str, *options: str) -> int:
         pytest.param(
             PIPELINE + MODEL % "fine_grain_interleave: 2", {"pipeline": 2, "data": 2, "model": 2}, id="pipeline"
         ),
+        pytest.param("parallel_config: {data_parallel: 8}" + MODEL % ADAPTERS, {"data": 8}, id="adapters"),
         pytest.param(CONTEXT + MODEL % "qk_layernorm: true", {"data": 2, "context": 2, "ulysses": 2}, id="context"),
         pytest.param(EXPERTS + MODEL % "rms_norm_eps: 1.e-6", {"data": 2, "expert": 2, "model": 2}, id="experts"),
         pytest.param(GROUPS + (MODEL % "qkv_has_bias: true").replace("runner_wrapper", "#"), {"data": 8}, id="groups"),
@@ -73,7 +75,7 @@ def test_a_translation_builds_a_job(
     assert job.layout_data["mesh"] == mesh and job.abstract_devices() == 8
     rows = json.loads((tmp_path / "report.json").read_text())["rows"]
     assert {row["status"] for row in rows} <= {"translated", "ignored"}
-    if "context" in mesh:
+    if "lora" in text:
         assert main(["check", str(tmp_path / "run.yaml")]) == 0  # no rule is unused
 
 
@@ -149,7 +151,7 @@ SCRIPT = """
 ARGS=(--num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 256 --seq-length 64 --swiglu
   --normalization RMSNorm --position-embedding-type rope --attention-dropout 0 --hidden-dropout 0
   --disable-bias-linear --bf16 --micro-batch-size 1 --global-batch-size 8 --train-iters 4 --lr 1e-3
-  --tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2 --use-distributed-optimizer)
+  --tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer)
 torchrun --nproc_per_node 8 --nnodes $NODES pretrain_gpt.py ${ARGS[@]}
 """
 
@@ -166,7 +168,7 @@ def test_a_launch_script_builds_a_job(
     )
     assert main(["import-megatron", str(script), str(out), "--variable", "NODES=1"]) == 0
     job = make_job(load_run(out))
-    assert job.layout_data["mesh"] == {"data": 2, "context": 2, "model": 2} and job.zero.stage == 1
+    assert job.layout_data["mesh"] == {"data": 4, "model": 2} and job.zero.stage == 1
     monkeypatch.setattr("sys.stdin", io.StringIO("--lr 1e-3 --wrong 3 --micro-batch-size 1 --train-iters 3"))
     base = ["--base", str(out), "--devices", "1", "--ignore", "wrong"]
     assert main(["import-megatron", "-", str(tmp_path / "second.yaml"), *base]) == 0

@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import pytest
+from mutations import mutated
 
 from jaxpar.errors import ConfigError
 from jaxpar.interop.configurations import ImportedRun, ImportOptions, import_deepspeed
@@ -275,3 +276,15 @@ def test_a_base_is_required() -> None:
     with pytest.raises(ConfigError) as error:
         import_deepspeed(PLAIN, ImportOptions("ds.json"))
     assert str(error.value) == "ds.json: the configuration has no model. Remedy: --base RUN.yaml."
+
+
+def test_any_value_of_deepspeed_is_translated_refused_or_an_error() -> None:
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {}, "mics_shard_size": 4}
+    texts = []
+    for seed in range(300):
+        data = mutated(PLAIN | {"zero_optimization": zero, "tensor_parallel": {"autotp_size": 1}}, seed)
+        try:
+            assert import_deepspeed(data, ImportOptions("ds.json", devices=8, base="llama")).report.to_text()
+        except ConfigError as error:
+            texts.append(str(error))
+    assert len({*texts}) > 20 and all(text.startswith("ds.json: ") for text in texts)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from mutations import mutated
 
 from jaxpar.errors import ConfigError
 from jaxpar.interop.configurations import ImportedRun, ImportOptions, import_megatron, read_script
-from jaxpar.interop.configurations.megatron.script import Conditions
+from jaxpar.interop.configurations.megatron.script import Conditions, ScriptArguments
 
 LLAMA: dict[str, Any] = {
     "num-layers": 8,
@@ -343,3 +344,16 @@ def test_rules_of_megatron(changes: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError) as error:
         run_of(**changes)
     assert str(error.value) == f"run.sh: {text}"
+
+
+def test_any_value_of_an_argument_is_translated_refused_or_an_error() -> None:
+    more = {"pipeline-model-parallel-size": 2, "context-parallel-size": 2, "num-experts": 4, "moe-layer-freq": 1}
+    data = {f"--{name}": value if value != "" else True for name, value in (LLAMA | more).items()}
+    texts = []
+    for seed in range(300):
+        arguments = ScriptArguments(mutated(data, seed), {}, {"--nproc-per-node": 8})
+        try:
+            assert import_megatron(arguments, ImportOptions("run.sh")).report.to_text()
+        except ConfigError as error:
+            texts.append(str(error))
+    assert len({*texts}) > 20 and all(text.startswith("run.sh: ") for text in texts)

@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import pytest
+from mutations import mutated
 
 import jaxpar as jp
 from jaxpar.errors import ConfigError
@@ -321,6 +322,16 @@ def test_schedules(interleave: bool, scheduler: str, virtual: int, chunks: int, 
     }
 
 
+def test_sequence_chunks_recompute_whole_stages() -> None:
+    found = run_of(
+        parallel__pipeline_config={"pipeline_scheduler": "seqpipe"},
+        parallel_config__seq_split_num=2,
+    )
+    pipeline = found.config["parallel"]["pipeline"]
+    assert pipeline["activation_checkpointing"] == "full" and "recompute" not in pipeline
+    assert row(found, "recompute_config.recompute")[2].endswith("all layers of every stage recompute")
+
+
 def test_offsets_move_layers_between_stages() -> None:
     assert run_of(m__offset=[-1, 1]).config["parallel"]["pipeline"]["layers_per_stage"] == [3, 5]
     found = run_of(
@@ -416,6 +427,19 @@ def test_latent_attention_and_keys_of_hugging_face() -> None:
     assert "kv_heads" not in found.config["rules"] and found.config["rules"]["latent"] is None
 
 
+def test_adapters() -> None:
+    lora = {"pet_type": "lora", "lora_rank": 4, "lora_alpha": 8, "lora_dropout": 0.0}
+    found = run_of(**ONE_STAGE, m__pet_config=lora | {"target_modules": ".*wq|.*wk|.*wv|.*linear_fc1"})
+    found.report.check()
+    targets = ["attention/q", "attention/k", "attention/v", "mlp/gate", "mlp/up"]
+    assert found.config["model"]["lora"] == {"rank": 4, "alpha": 8.0, "targets": targets}
+    staged = run_of(m__pet_config=lora)
+    assert row(staged, "model.model_config.pet_config")[2] == "adapters do not train in a pipeline"
+    unknown = run_of(**ONE_STAGE, m__pet_config=lora | {"target_modules": ".*dense"})
+    key = "model.model_config.pet_config.target_modules"
+    assert row(unknown, key) == ("refused", "", "no weight here corresponds to '.*dense'")
+
+
 @pytest.mark.parametrize(
     ("sense", "scale"),
     [
@@ -445,6 +469,7 @@ def test_loss_scales(sense: Any, scale: dict[str, float]) -> None:
         ({"lr_schedule__warmup_lr_init": 1e-5}, "lr_schedule.warmup_lr_init", "only 0 is built"),
         ({"recompute_config__select_recompute_exclude": ["a"]}, "recompute_config.select_recompute_exclude", "operat"),
         ({"m__fine_grain_interleave": 4}, "model.model_config.fine_grain_interleave", "two halves"),
+        ({"swap_config__swap": True, "recompute_config__recompute": False}, "swap_config.swap", "pipeline stages"),
         ({"m__mtp_depth": 1}, "model.model_config.mtp_depth", "only the next token"),
         ({"parallel_config__seq_split_num": 2, "m__num_experts": 4,
           "parallel__pipeline_config": {"pipeline_scheduler": "seqpipe"}},
@@ -551,6 +576,14 @@ RULES = [
             "model.model_config.offset must be a list that sums to 1, the model.model_config.num_layers=9 modulo 2 "
             "pieces of the pipeline, got 0. Remedy: [1, 0]."
         ),
+    ),
+    (
+        {"m__num_layers": 1},
+        "model.model_config.num_layers must be at least the 2 pieces of the pipeline, got 1.",
+    ),
+    (
+        {"m__num_layers": 2**25},
+        "model.model_config.num_layers must be at most 16,777,216, got 33554432.",
     ),
     (
         {"m__offset": [-4, 4]},
@@ -668,3 +701,22 @@ def test_one_device_and_data_parallelism() -> None:
     options = ImportOptions("run.yaml", devices=4)
     found = run_of(options, parallel__parallel_mode=0, recompute_config__recompute=True)
     assert (found.config["mesh"], found.devices, found.config["data"]["batch"]) == ({"data": 4}, 4, 8)
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_any_value_is_translated_refused_or_an_error(experts: bool) -> None:
+    data = changed(
+        swap_config={"swap": True, "layer_swap": [{"layers": [0], "backward_prefetch": 1}], "op_swap": []},
+        parallel__pipeline_config={"pipeline_interleave": True, "pipeline_scheduler": "1f1b"},
+        m__pp_interleave_num=2,
+        m__offset=[[0, 0], [0, 0]],
+        **(EXPERTS if experts else {}),
+    )
+    texts = []
+    for seed in range(300):
+        try:
+            found = import_mindformers(mutated(data, seed), ImportOptions("run.yaml"))
+            assert found.report.to_text() and json.loads(found.report.to_json())
+        except ConfigError as error:
+            texts.append(str(error))
+    assert len({*texts}) > 30 and all(text.startswith("run.yaml: ") for text in texts)

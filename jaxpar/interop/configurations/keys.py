@@ -15,6 +15,8 @@ from jaxpar.utils.checks import INT32, is_count, shown
 type ValueKind = Literal["count", "natural", "integer", "number", "bool", "text", "list", "mapping"]
 
 _MISSING = object()
+_MOST = 2**24
+"""The largest count. Lists have as many items as there are stages or layers."""
 
 
 def _remedy(value: Any) -> str:
@@ -93,6 +95,8 @@ class ConfigKeys:
         what, fits = _KINDS[kind]
         if not fits(value):
             raise self.error(path, f"must be {what}, got {shown(value)}", _remedy(value))
+        if kind == "count" and value > _MOST:
+            raise self.error(path, f"must be at most {_MOST:,}, got {shown(value)}")
         return value
 
     def first(self, paths: Sequence[str]) -> str:

@@ -180,7 +180,7 @@ def _write_uneven(keys: ConfigKeys, stages: int, virtual: int, layers: int | Non
         keys.refuse(_FIRST if ends[0] is not None else _LAST, "uneven stages with virtual stages are not translated")
     elif layers is not None and given:
         middle, rest = stages - len(given), layers - sum(given)
-        if rest < middle or (middle == 0 and rest) or (middle and rest % middle):
+        if middle < 0 or rest < middle or (middle == 0 and rest) or (middle and rest % middle):
             raise keys.error(
                 "--num-layers", f"{layers} without {sum(given)} cannot be split over {middle} other stages"
             )

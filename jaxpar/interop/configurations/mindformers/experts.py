@@ -122,6 +122,8 @@ def _losses(keys: ConfigKeys, kinds: str, factors: str) -> dict[str, Any]:
     names, weights = keys.get(kinds, "list"), keys.get(factors, "list")
     if weights is None or len(names) != len(weights):
         raise keys.error(factors, f"must have one number for each of {kinds}={names}, got {weights}")
+    if not all(isinstance(weight, int | float) and not isinstance(weight, bool) for weight in weights):
+        raise keys.error(factors, f"must be numbers, got {weights}")
     unknown = [name for name in names if name not in ("expert", "device", "comm")]
     if unknown:
         raise keys.error(kinds, f"must be of expert, device and comm, got {unknown[0]!r}")

@@ -111,7 +111,6 @@ MODEL_NEUTRAL: NeutralKeys = (
     ("use_3d_tensor_parallel", (False,), "tensor parallelism has one dim"),
     ("quant_config", ({},), "weights are not quantized"),
     ("quantization_config", ({},), "weights are not quantized"),
-    ("pet_config", ({},), "adapters are not imported"),
     ("mtp_depth", (0,), "only the next token is predicted"),
     ("mtp_num_layers", (0,), "only the next token is predicted"),
     ("num_nextn_predict_layers", (0,), "only the next token is predicted"),

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxpar.interop.configurations.keys import ConfigKeys
+from jaxpar.interop.configurations.mindformers.adapters import read_adapters
 from jaxpar.interop.configurations.mindformers.experts import read_experts
 from jaxpar.interop.configurations.mindformers.ignored import MODEL_IGNORED, MODEL_NEUTRAL
 
@@ -62,7 +63,13 @@ def read_model(keys: ConfigKeys) -> ImportedModel:
         if keys.options.base is None:
             raise keys.error(f"{prefix}hidden_size", "is missing, so the model is not known", "--base RUN.yaml")
         return ImportedModel(prefix, seq=seq)
-    fields = _sizes(keys, prefix) | _rope(keys, prefix) | _numerics(keys, prefix)
+    adapters = read_adapters(keys, prefix)
+    fields = (
+        ({} if adapters is None else {"lora": adapters})
+        | _sizes(keys, prefix)
+        | _rope(keys, prefix)
+        | _numerics(keys, prefix)
+    )
     latent = _latent(keys, prefix)
     if latent:
         fields |= {"head_dim": latent.pop("head_dim"), "kv_heads": fields["heads"], "latent_attention": latent}

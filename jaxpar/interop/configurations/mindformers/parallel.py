@@ -177,7 +177,7 @@ def _check_dataset_strategy(keys: ConfigKeys) -> None:
     if strategy is None or strategy == "full_batch" or keys.get("parallel.full_batch", "bool", True):
         keys.ignore(path, "each process reads its own rows")
         return
-    if not isinstance(strategy, list) or not all(isinstance(entry, list) and entry for entry in strategy):
+    if not isinstance(strategy, list) or not strategy or not all(isinstance(x, list) and x for x in strategy):
         raise keys.error(path, "must be a list of lists if full_batch is false", f"[[{data}, 1]]")
     if strategy[0][0] != data:
         raise keys.error(path, f"must begin with data_parallel={data}, got {strategy[0][0]}")

@@ -75,6 +75,8 @@ def read_stage_layers(keys: ConfigKeys, model: ImportedModel, stages: int, virtu
     offset, pieces = keys.raw(path) or 0, stages * virtual
     low, rest = divmod(model.layers, pieces)
     layers = keys.first([f"{model.prefix}{name}" for name in LAYERS])
+    if pieces > model.layers:
+        raise keys.error(layers, f"must be at least the {pieces} pieces of the pipeline, got {model.layers}")
     if isinstance(offset, int):
         if offset or rest:
             raise keys.error(

@@ -161,6 +161,11 @@ def _write_stages(
     note: str = "",
 ) -> None:
     put(config, "parallel.remat", "none")
+    if config["parallel"]["pipeline"].get("sequence_chunks", 1) > 1 and any(numbers):
+        put(config, "parallel.pipeline.activation_checkpointing", "full")
+        all_layers = "the nearest: with sequence chunks, all layers of every stage recompute"
+        keys.translate(f"{_AT}{name}", "parallel.pipeline.activation_checkpointing", all_layers)
+        return
     put(config, "parallel.pipeline.recompute", [int(number) for number in numbers])
     if stages is not None and stages.virtual > 1:
         rounded = f"each of {stages.virtual} pieces of a stage recomputes its share, rounded up"
@@ -186,6 +191,9 @@ def _write_swap(keys: ConfigKeys, full: list[int | bool], config: dict[str, Any]
     for entry in operators:
         _check_layers(keys, f"{at}op_swap", entry, config)
         offloaded += _operator_names(keys, f"{at}op_swap", entry)
+    if "pipeline" in config["parallel"]:
+        keys.refuse(f"{at}swap", "pipeline stages store activations on the devices")
+        return False
     if not layers and not operators:
         offloaded = ["attention"]  # the default of MindFormers: the results of flash attention
     if not offloaded:
