@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 from tyro.conf import Positional, UseAppendAction, arg
 
+from jaxpar import __version__
 from jaxpar.app.export import ExportCommand
 from jaxpar.app.huggingface import ImportCommand
 from jaxpar.app.import_configuration import ConfigurationCommands
@@ -34,7 +35,7 @@ from jaxpar.app.launch import heartbeat
 from jaxpar.app.launch.exit_codes import ExitCode, last_line, report
 from jaxpar.app.schedule import ScheduleCommand
 from jaxpar.app.tokenize import TokenCommands
-from jaxpar.errors import ConfigError
+from jaxpar.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
     from jaxpar.app.job import Job
@@ -53,6 +54,10 @@ type File = Annotated[Path | None, arg(metavar="FILE")]
 type Folder = Annotated[Path | None, arg(metavar="DIR")]
 type Number = Annotated[int | None, arg(metavar="N")]
 type Address = Annotated[str | None, arg(metavar="HOST:PORT")]
+COMMANDS = (
+    *("train", "explain", "check", "plan", "verify", "generate", "verify-checkpoint", "schedule", "import", "export"),
+    *("import-mindformers", "import-deepspeed", "import-megatron", "tokenize", "verify-tokens", "doctor"),
+)
 type Texts = Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="TEXT")]
 
 
@@ -349,15 +354,17 @@ def _report(command: Explain, *, strict: bool | None, **options: Any) -> int:
 
     import jaxpar as jp
 
+    if command.devices is not None and command.devices < 1:
+        raise ConfigError(f"--devices must be at least 1, got {command.devices}. Remedy: leave it out, or such as 8.")
     job = _job(command)
     if command.topology is None:
-        layout = job.layout(command.devices or job.abstract_devices())
+        layout = job.layout(job.abstract_devices() if command.devices is None else command.devices)
     else:
         from jaxpar.analysis.compile.ahead_of_time import aim
         from jaxpar.sharding.hardware.topology import Topology
 
         parsed = Topology.parse(command.topology)
-        layout = aim(job.layout(command.devices or parsed.devices), parsed)
+        layout = aim(job.layout(parsed.devices if command.devices is None else command.devices), parsed)
     inputs: dict[str, Any] = {"batch": job.batch_spec(), "loss_fn": job.loss_fn, "step": job.step_options()}
     report = jp.explain(layout, job.make_model, job.tx, **inputs)
     for file, content in ((command.json, report.to_json), (command.html, report._repr_html_)):
@@ -437,6 +444,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     ``train`` prints its exit status in the last line.
     """
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    if given[:1] == ["--version"]:
+        print(f"jaxpar {__version__}")
+        return 0
+    if given and not given[0].startswith("-") and given[0] not in COMMANDS:
+        known = ", ".join(COMMANDS)
+        print(
+            f"unknown command {given[0]!r}.{did_you_mean(given[0], COMMANDS)} The commands are {known}.",
+            file=sys.stderr,
+        )
+        return int(ExitCode.CONFIGURATION)
     chosen: Any = tyro.cli(
         Train
         | Explain

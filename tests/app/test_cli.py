@@ -15,7 +15,7 @@ from interpreters import python
 from profiles import few
 
 import jaxpar as jp
-from jaxpar.app.cli import main
+from jaxpar.app.cli import COMMANDS, main
 from jaxpar.models.llama.layers import SwiGLU
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
@@ -69,6 +69,24 @@ def test_too_late_to_simulate() -> None:
     assert str(caught.value) == (
         "jax already runs on 8 cpu device(s), so 5 cannot be simulated. Remedy: call simulate_devices(5) first, or set "
         "XLA_FLAGS=--xla_force_host_platform_device_count=5 before jax starts."
+    )
+
+
+def test_the_version_and_unknown_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"jaxpar {jp.__version__}\n"
+    assert main(["trian", "config.yaml"]) == 2
+    assert capsys.readouterr().err.startswith("unknown command 'trian'. Did you mean 'train'? The commands are train, ")
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert all(f" {command} " in shown for command in COMMANDS)
+
+
+def test_the_number_of_devices_is_at_least_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "configs/quickstart.yaml", "--devices", "0"]) == 2
+    assert capsys.readouterr().err == (
+        "ConfigError: --devices must be at least 1, got 0. Remedy: leave it out, or such as 8.\n"
     )
 
 

@@ -9,9 +9,12 @@ from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 _LINES = 20
 """Number of lines that a run prints without a terminal."""
+_NARROW = 100
+"""A terminal of at most so many columns shows no bar, but all of the text."""
 
 
 class StepLine:
@@ -25,9 +28,12 @@ class StepLine:
 
     def __init__(self, console: Console, steps: int, unit: str = "tokens"):
         self._unit = "tok" if unit == "tokens" else unit
-        self._console, self._steps, self._began = console, steps, time.perf_counter()
-        columns = (MofNCompleteColumn(), BarColumn(bar_width=24), TextColumn("{task.fields[text]}"))
-        self._bar = Progress(*columns, TextColumn("ETA"), TimeRemainingColumn(), console=console)
+        self._console, self._steps = console, steps
+        self._first: tuple[int, float] | None = None  # the first step that this process ends, and when
+        counter = MofNCompleteColumn(table_column=Column(no_wrap=True, min_width=2 * len(f"{steps}") + 1))
+        text = TextColumn("{task.fields[text]}", table_column=Column(no_wrap=True, overflow="ellipsis"))
+        bar = [BarColumn(bar_width=24)] if console.width > _NARROW else []
+        self._bar = Progress(counter, *bar, text, TextColumn("ETA"), TimeRemainingColumn(), console=console)
         self._task = self._bar.add_task("train", total=steps, text="")
 
     def update(
@@ -55,10 +61,17 @@ class StepLine:
         text = f"loss {loss:.4f}{known}  {per_second:,.0f} {self._unit}/s  {seconds * 1e3:.0f} ms/step"
         text += f"  MFU {mfu:.1%}" if mfu is not None else ""
         text += "".join(f"  {name} {value:.4g}" for name, value in metrics.items())
+        now = time.perf_counter()
+        if self._first is None:
+            # After a resume, the steps before took this process no time.
+            self._first = (step, now)
+            self._bar.reset(self._task, completed=step)
         if self._console.is_terminal:
             self._bar.update(self._task, completed=step, text=text)
         elif step % max(1, self._steps // _LINES) == 0 or step == self._steps:
-            left = (time.perf_counter() - self._began) / step * (self._steps - step)
+            first, then = self._first
+            each = (now - then) / (step - first) if step > first else seconds
+            left = each * (self._steps - step)
             self._console.print(f"step {step}/{self._steps}  {text}  ETA {left:.0f} s")
 
     def __enter__(self) -> Self:

@@ -32,6 +32,25 @@ def test_the_metrics_of_the_loss_are_shown() -> None:
     assert shown in cast(Any, console.file).getvalue()
 
 
+def test_the_remaining_time_after_a_resume_is_that_of_the_steps_since(monkeypatch: pytest.MonkeyPatch) -> None:
+    console, clock = Console(file=io.StringIO(), width=200), [100.0]
+    monkeypatch.setattr("jaxpar.app.train.progress.time.perf_counter", lambda: clock[0])
+    with StepLine(console, 1000) as line:
+        for step in range(900, 951):
+            line.update(step, 1.0, math.nan, 2.0, 10.0, None, {})
+            clock[0] += 2.0
+    text = cast(Any, console.file).getvalue()
+    assert "step 900/1000" in text and "ETA 200 s" in text and "ETA 100 s" in text  # from the first, and since
+
+
+def test_a_narrow_terminal_shows_the_counter_and_whole_words() -> None:
+    console = Console(file=io.StringIO(), width=80, force_terminal=True, legacy_windows=False, color_system=None)
+    with StepLine(console, 4000) as line:
+        line.update(2400, 3.25, 2.5, 0.1, 64000.0, None, {})
+        line._bar.refresh()
+    assert "2400/4000 loss 3.2500  held-out 2.5000  64,000 tok/s" in cast(Any, console.file).getvalue()
+
+
 def test_the_training_loss_begins_with_the_first_known_one(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=200)
     summary = Summary(losses=[math.nan, math.nan, 3.0, 2.0], goodput=Goodput().record())
