@@ -189,13 +189,14 @@ def _merged(base: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
     """The run with the base's model and data, and with its optimizer, steps and remat where the import sets none."""
     from jaxpar.utils.yaml_config import merge
 
-    data = {key: value for key, value in config["data"].items() if key != "source"}
+    data = {key: value for key, value in config["data"].items() if (key, value) != ("source", "synthetic")}
+    replaced = ("source", "blend") if {"source", "blend"} & data.keys() else ()
     optimizer = config["optimizer"] if "name" in config["optimizer"] else merge(base["optimizer"], config["optimizer"])
     kept = lambda part, key: {key: base[part][key]} if key in base[part] else {}
     return {
         "model": merge(base["model"], config.get("model", {})),
         **{key: value for key, value in config.items() if key != "model"},
-        "data": merge(base["data"], data),
+        "data": merge({key: value for key, value in base["data"].items() if key not in replaced}, data),
         "optimizer": optimizer,
         "train": {**kept("train", "steps"), **config.get("train", {})},
         "parallel": {**kept("parallel", "remat"), **config["parallel"]},

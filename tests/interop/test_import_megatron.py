@@ -201,6 +201,26 @@ def test_experts_of_arguments() -> None:
     assert model["latent_attention"] == {"kv_latent": 16, "q_latent": None, "rope_dim": 8, "value_dim": 16}
 
 
+@pytest.mark.parametrize(
+    ("path", "data"),
+    [
+        ("pile_document", {"source": "pile_document"}),
+        ("1 pile_document", {"source": "pile_document"}),
+        (
+            "0.3 books 7 code",
+            {"blend": [{"source": "books", "weight": 0.3}, {"source": "code", "weight": 7.0}]},
+        ),
+        ("books code", {"source": "synthetic"}),
+        ("$DATA", {"source": "synthetic"}),
+    ],
+)
+def test_token_files(path: str, data: dict[str, Any]) -> None:
+    found = run_of(data_path=path, reset_attention_mask="")
+    found.report.check()
+    assert found.config["data"] == {**data, "batch": 16, "seq": 64, "packing": True}
+    assert row(found, "--data-path")[0] == ("ignored" if data == {"source": "synthetic"} else "translated")
+
+
 def test_precision_of_arguments() -> None:
     half = run_of(bf16=None, fp16="", hysteresis=1).config
     assert half["model"]["dtype"] == "float16"

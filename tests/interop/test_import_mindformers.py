@@ -696,6 +696,13 @@ def test_steps_follow_from_the_data_or_the_caller() -> None:
     assert run_of(ImportOptions("run.yaml", steps=7), **sized).config["train"]["steps"] == 7
 
 
+def test_a_megatron_data_set_is_read() -> None:
+    loader = {"type": "BlendedMegatronDatasetDataLoader", "config": {"data_path": ["1", "wiki_document"]}}
+    found = run_of(train_dataset={"data_loader": loader})
+    assert found.config["data"] == {"source": "wiki_document", "batch": 16, "seq": 64}
+    assert row(found, "train_dataset")[0] == "translated"
+
+
 def test_one_device_and_data_parallelism() -> None:
     assert run_of(use_parallel=False, recompute_config__recompute=True).config["mesh"] == {"data": 1}
     options = ImportOptions("run.yaml", devices=4)

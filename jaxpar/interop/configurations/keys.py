@@ -213,6 +213,28 @@ def put(config: dict[str, Any], path: str, value: Any) -> None:
     config[last] = value
 
 
+def token_sources(value: Any) -> dict[str, Any]:
+    """Returns ``data`` of a run for Megatron's token files: one path, or weights and paths in turn; else ``{}``.
+
+    >>> token_sources(["1", "books_document", 2, "code_document"])["blend"][1]
+    {'source': 'code_document', 'weight': 2.0}
+    """
+    items = value if isinstance(value, list) else [value]
+    if not all(isinstance(item, str | int | float) and not isinstance(item, bool) for item in items):
+        return {}
+    texts = [str(item) for item in items]
+    if any("$" in text or not text for text in texts):
+        return {}
+    if len(texts) == 1:
+        return {"source": texts[0]}
+    weights = [text for text in texts[::2] if re.fullmatch(r"\d+\.?\d*|\.\d+", text) and float(text) > 0]
+    if len(texts) % 2 or len(weights) != len(texts) // 2:
+        return {}
+    if len(texts) == 2:
+        return {"source": texts[1]}
+    return {"blend": [{"source": p, "weight": float(w)} for w, p in zip(texts[::2], texts[1::2], strict=True)]}
+
+
 def fixed_scale(value: float) -> dict[str, float]:
     """Returns a loss scale that never changes: it neither grows nor shrinks below its first value."""
     return {"initial": value, "minimum": value, "interval": INT32}

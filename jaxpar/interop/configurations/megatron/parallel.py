@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from jaxpar.interop.configurations.keys import ConfigKeys, put
+from jaxpar.interop.configurations.keys import ConfigKeys, put, token_sources
 from jaxpar.interop.configurations.layout import AxisSizes
 
 _TP, _PP, _CP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size"
@@ -127,7 +127,16 @@ def write_batch(keys: ConfigKeys, sizes: AxisSizes, config: dict[str, Any]) -> i
             f"must be a multiple of --micro-batch-size {micro} × {ranks} data-parallel ranks, got {batch}",
         )
     seq = keys.take("--seq-length", "count", None, "data.seq")
-    put(config, "data", {"source": "synthetic", "batch": batch, **({} if seq is None else {"seq": seq})})
+    sources = token_sources(keys.raw("--data-path"))
+    if sources:
+        keys.translate("--data-path", f"data.{next(iter(sources))}")
+    put(
+        config,
+        "data",
+        {**(sources or {"source": "synthetic"}), "batch": batch, **({} if seq is None else {"seq": seq})},
+    )
+    if keys.take("--reset-attention-mask", "bool", False, "data.packing"):
+        put(config, "data.packing", True)
     parts = batch // (micro * ranks)
     if sizes.pipeline == 1:
         put(config, "train.grad_accum_steps", parts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxpar.interop.configurations.keys import ConfigKeys, fixed_scale, put
+from jaxpar.interop.configurations.keys import ConfigKeys, fixed_scale, put, token_sources
 from jaxpar.interop.configurations.layout import AxisSizes
 from jaxpar.interop.configurations.mindformers.model import ImportedModel
 
@@ -33,7 +33,13 @@ def write_batch(keys: ConfigKeys, model: ImportedModel, sizes: AxisSizes, config
     else:
         keys.ignore(accumulation, "a pipeline accumulates over micro_batch_num")
     batch = rows * copies * parts * sizes.data * sizes.expert
-    put(config, "data", {"source": "synthetic", "batch": batch, **({} if model.seq is None else {"seq": model.seq})})
+    loader = "train_dataset.data_loader.config"
+    sources = token_sources(keys.raw(f"{loader}.data_path")) or {"source": "synthetic"}
+    put(config, "data", {**sources, "batch": batch, **({} if model.seq is None else {"seq": model.seq})})
+    if keys.get(f"{loader}.reset_attention_mask", "bool", False):
+        put(config, "data.packing", True)
+    if keys.has(f"{loader}.data_path"):
+        keys.translate("train_dataset", "data", "data_path and reset_attention_mask of a Megatron data set")
     _write_overlap(keys, model, sizes, config, copies)
     return int(batch)
 
