@@ -1,9 +1,10 @@
 """jaxpar: explained and proven parallelism for Flax models.
 
 The names that most programs need stand here; the others are in the modules ``pipeline``, ``context``, ``offload``,
-``overlap``, ``moe``, ``lora``, ``spatial``, ``inference``, ``interop``, ``analysis``, ``models``, ``data``, ``nnx``,
-``linen``, ``testing`` and ``errors``. All load on first use, so ``import jaxpar`` imports no jax. If jax is already
-loaded, it creates jaxpar's jax contexts, so that none is created while jax traces (:mod:`jaxpar.utils.contexts`).
+``overlap``, ``moe``, ``lora``, ``compression``, ``spatial``, ``inference``, ``interop``, ``analysis``, ``models``,
+``data``, ``nnx``, ``linen``, ``testing`` and ``errors``. All load on first use, so ``import jaxpar`` imports no jax. If
+jax is already loaded, it creates jaxpar's jax contexts, so that none is created while jax traces
+(:mod:`jaxpar.utils.contexts`).
 
 >>> import jaxpar as jp
 >>> jp.MeshSpec(data=-1, model=2).sizes(8)["data"]
@@ -28,6 +29,7 @@ def _create_contexts() -> None:
 
 if TYPE_CHECKING:
     from jaxpar import analysis as analysis
+    from jaxpar import compression as compression
     from jaxpar import context as context
     from jaxpar import data as data
     from jaxpar import errors as errors

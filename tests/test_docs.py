@@ -35,7 +35,9 @@ def test_links_lead_to_a_page_and_a_heading() -> None:
     assert {page: links for page, links in found.items() if links} == {}
 
 
-PUBLIC = "analysis|context|data|errors|inference|interop|linen|lora|models|nnx|offload|overlap|pipeline|testing"
+PUBLIC = (
+    "analysis|compression|context|data|errors|inference|interop|linen|lora|models|nnx|offload|overlap|pipeline|testing"
+)
 
 
 def deep_imports(text: str) -> list[str]:

@@ -55,6 +55,12 @@ def test_zero(readme: dict[str, Any]) -> None:
     assert np.isfinite(metrics["loss"])
 
 
+def test_prune(readme: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = blocks("docs/guides/prune.md")
+    run(code, readme)
+    assert capsys.readouterr().out == "{'down/kernel': 0.5, 'up/kernel': 0.5}\n"
+
+
 def test_finetune(readme: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     found = run("\n".join(blocks("docs/guides/finetune.md")), readme)

@@ -99,6 +99,19 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
+class PruneSettings:
+    """Which weights are pruned while the model trains; see :class:`jaxpar.compression.PruneConfig`."""
+
+    sparsity: float | None = None
+    pattern: tuple[int, ...] | None = None
+    targets: tuple[str, ...] = ("*",)
+    axis: int | dict[str, int] = -2
+    begin: _Natural = 0
+    end: _Natural = 0
+    every: _Count = 1
+
+
+@dataclass(frozen=True)
 class OptimizerConfig:
     """An optax optimizer by name, or ``one_bit_adam``, with a schedule of its learning rate.
 
@@ -111,6 +124,7 @@ class OptimizerConfig:
       final_lr_ratio: the last rate, as a fraction of the highest; a ``constant`` schedule ignores it.
       clip_norm: gradients are scaled down to this norm over all parameters; ``None`` keeps them.
       options: the optimizer's other keyword arguments.
+      prune: which weights are pruned: ``{sparsity: 0.5, begin: 100, end: 300}`` or ``{pattern: [2, 4]}``.
     """
 
     name: str = "adamw"
@@ -121,6 +135,7 @@ class OptimizerConfig:
     final_lr_ratio: float = 0.1
     clip_norm: _Positive | None = 1.0
     options: dict[str, Option | None] = field(default_factory=dict)
+    prune: PruneSettings | None = None
 
 
 @dataclass(frozen=True)

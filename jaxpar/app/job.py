@@ -409,6 +409,11 @@ def _offload(config: RunConfig, model: llama.LlamaConfig, tx: optax.GradientTran
         )
     if offload.optimizer is None:
         return tx
+    if config.optimizer.prune is not None:
+        raise ConfigError(
+            "optimizer.prune keeps masks on the device, but parallel.offload moves the optimizer state. Remedy: leave "
+            "one of them out."
+        )
     with _prefixed():
         if offload.path is not None:
             return jp.offload.to_disk(tx, offload.path, min_bytes=offload.min_bytes)

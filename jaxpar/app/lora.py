@@ -73,6 +73,7 @@ def with_adapters(config: RunConfig, make_model: MakeModel) -> MakeModel:
         ("parallel.pipeline", config.parallel.pipeline, "the stages of a pipeline do not hold frozen weights"),
         ("parallel.offload.parameters", offload.parameters, "it moves trained parameters, which are small"),
         ("parallel.offload.path", offload.path, "the optimizer state of adapters is small"),
+        ("optimizer.prune", config.optimizer.prune, "it prunes trained parameters, and weights are frozen"),
     ):
         if lora is not None and value is not None:
             raise ConfigError(f"model.lora does not support {key}: {why}. Remedy: leave {key} out.")

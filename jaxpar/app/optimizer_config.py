@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import warnings
@@ -12,7 +13,8 @@ import jax.numpy as jnp
 import optax
 
 import jaxpar as jp
-from jaxpar.app.config import OptimizerConfig
+from jaxpar.app.config import OptimizerConfig, PruneSettings
+from jaxpar.compression import PruneConfig, prune
 from jaxpar.errors import ConfigError, JaxparError, did_you_mean
 from jaxpar.training.one_bit_adam import NAME as ONE_BIT
 
@@ -57,7 +59,18 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
             f"optimizer: {config.name} fails with the options {config.options}: {type(error).__name__}: "
             f"{str(error).partition(chr(10))[0]}. Remedy: correct or leave out the options, or use another optimizer."
         ) from error
-    return tx
+    return tx if config.prune is None else _pruning(tx, config.name, config.prune)
+
+
+def _pruning(tx: Any, name: str, settings: PruneSettings) -> Any:
+    """The optimizer, which also prunes."""
+    if name == ONE_BIT:
+        raise ConfigError(f"optimizer: {ONE_BIT} does not support prune. Remedy: another optimizer.")
+    values = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
+    try:
+        return prune(tx, PruneConfig(**values))
+    except ConfigError as error:
+        raise ConfigError(f"optimizer.{error}") from error
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:

@@ -7,8 +7,10 @@ from typing import Literal
 import numpy as np
 import pytest
 
-from jaxpar.app.config import OptimizerConfig
-from jaxpar.app.optimizer_config import learning_rate
+from jaxpar.app.config import OptimizerConfig, PruneSettings
+from jaxpar.app.optimizer_config import learning_rate, make_optimizer
+from jaxpar.compression import PruneState
+from jaxpar.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -33,3 +35,19 @@ def test_a_rate_ends_at_its_final_ratio(schedule: Literal["cosine", "linear"]) -
 def test_a_rate_may_end_its_decay_before_the_run() -> None:
     config = OptimizerConfig(learning_rate=2.0, warmup=2, schedule="linear", decay_steps=4, final_lr_ratio=0.5)
     np.testing.assert_allclose([learning_rate(config, 9)(step) for step in range(7)], [0, 1, 2, 1.5, 1, 1, 1])
+
+
+def test_an_optimizer_prunes_as_configured() -> None:
+    settings = PruneSettings(pattern=(1, 2), targets=("w",), axis={"w": 1})
+    state = make_optimizer(OptimizerConfig(prune=settings), 6).init({"w": np.ones((3, 4)), "v": np.ones((2, 2))})
+    assert isinstance(state, PruneState) and state.masks["w"].shape == (3, 4)
+    for config, text in (
+        (OptimizerConfig(prune=PruneSettings()), "optimizer.prune: give either sparsity or pattern. Remedy: "),
+        (
+            OptimizerConfig("one_bit_adam", options={"warmup": 2}, prune=settings),
+            "optimizer: one_bit_adam does not support prune. Remedy: another optimizer.",
+        ),
+    ):
+        with pytest.raises(ConfigError) as error:
+            make_optimizer(config, 6)
+        assert str(error.value).startswith(text)

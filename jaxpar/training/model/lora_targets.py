@@ -5,9 +5,8 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -123,7 +122,7 @@ def find_adapters(
         matched = [path for path in shapes if matches(path, pattern)]
         fitting = [path for path in matched if len(shapes[path]) - stacked[path] >= 2]
         if not matched:
-            raise ConfigError(_no_match("targets", pattern, shapes))
+            raise ConfigError(f"lora: {no_match('targets', pattern, shapes)}")
         if not fitting:
             first = matched[0]
             raise ConfigError(
@@ -133,7 +132,7 @@ def find_adapters(
         chosen |= dict.fromkeys(fitting)
     for pattern in config.inputs:
         if not any(matches(path, pattern) for path in chosen):
-            raise ConfigError(_no_match("inputs", pattern, chosen))
+            raise ConfigError(f"lora: {no_match('inputs', pattern, chosen)}")
     for path in shapes:
         if path in chosen:
             yield Adapter(path, shapes[path], stacked[path], _inputs(config, path, shapes[path], stacked[path]))
@@ -169,8 +168,10 @@ def _inputs(config: LoraConfig, path: Path, shape: tuple[int, ...], stacked: int
     return given
 
 
-def _no_match(key: str, pattern: str, paths: Any) -> str:
+def no_match(key: str, pattern: str, paths: Iterable[Path]) -> str:
+    """Returns the text of an error about a pattern that matches nothing, with the nearest paths."""
+    paths = list(paths)
     ends = {"/".join(path[i:]): show(path) for path in paths for i in range(len(path))}
     near = [ends[end] for end in difflib.get_close_matches(pattern, ends, n=6, cutoff=0.4)]
     nearest = list(dict.fromkeys(near))[:3] or [show(path) for path in paths][:3]
-    return f"lora: {key}: no weight matches {pattern!r}. The nearest are {listing(nearest)}. Remedy: one of these."
+    return f"{key}: no weight matches {pattern!r}. The nearest are {listing(nearest)}. Remedy: one of these."

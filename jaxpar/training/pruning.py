@@ -1,0 +1,218 @@
+"""Pruning as an optimizer: weights of small magnitude become 0 and stay 0, by masks in the optimizer's state.
+
+The masks are arrays of the state like moments, so they are sharded like their parameters, and checkpoints hold them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxpar.errors import ConfigError
+from jaxpar.training.model import Path, leaves_with_paths, show
+from jaxpar.training.model.lora_targets import matches, no_match
+from jaxpar.training.optimizers import accepted
+from jaxpar.utils.checks import is_count
+
+
+@dataclass(frozen=True)
+class PruneConfig:
+    """Which weights are pruned, how many of their numbers, and when.
+
+    Attributes:
+      sparsity: the fraction of the numbers of each parameter that end as 0, those of the smallest magnitude.
+      pattern: instead, ``(n, m)`` keeps the n largest of each m neighbours along ``axis``, such as (2, 4).
+      targets: patterns of the parameters' paths, as for :class:`jaxpar.lora.LoraConfig`; vectors are never pruned.
+      axis: with ``pattern`` the dim of the neighbours, the one that the product sums over: a number, or pattern →
+        number. By default the last but one.
+      begin: the step after which the first numbers are pruned.
+      end: the step after which the masks stay. In between the sparsity grows as 1 - (1 - t)**3 (Zhu & Gupta 2017,
+        arXiv:1710.01878); a ``pattern`` holds from ``begin`` on.
+      every: steps between two changes of the masks.
+
+    Raises:
+      ConfigError: a number is out of range, or both or none of ``sparsity`` and ``pattern`` are given.
+    """
+
+    sparsity: float | None = None
+    pattern: tuple[int, int] | None = None
+    targets: tuple[str, ...] = ("*",)
+    axis: int | Mapping[str, int] = field(default=-2)
+    begin: int = 0
+    end: int = 0
+    every: int = 1
+
+    def __post_init__(self) -> None:
+        if (self.sparsity is None) is (self.pattern is None):
+            raise ConfigError("prune: give either sparsity or pattern. Remedy: sparsity: 0.5, or pattern: [2, 4].")
+        if self.sparsity is not None and not 0 < self.sparsity < 1:
+            raise ConfigError(f"prune: sparsity must be between 0 and 1, got {self.sparsity!r}. Remedy: sparsity: 0.5.")
+        if self.pattern is not None:
+            valid = len(self.pattern) == 2 and all(map(is_count, self.pattern)) and self.pattern[0] < self.pattern[1]
+            if not valid:
+                raise ConfigError(
+                    f"prune: pattern must be two numbers n < m, got {list(self.pattern)}. Remedy: pattern: [2, 4]."
+                )
+        if not (is_count(self.begin, 0) and is_count(self.end, 0) and self.begin <= self.end and is_count(self.every)):
+            raise ConfigError(
+                f"prune: begin, end and every must be steps with 0 <= begin <= end and every >= 1, got {self.begin}, "
+                f"{self.end} and {self.every}."
+            )
+
+
+class PruneState(NamedTuple):
+    """The state of :func:`prune`.
+
+    Attributes:
+      count: number of steps.
+      masks: a tree like the parameters: true where a number is kept; ``optax.MaskedNode`` for those never pruned.
+      inner: the state of the optimizer.
+    """
+
+    count: Any
+    masks: Any
+    inner: Any
+
+
+def prune(tx: optax.GradientTransformation, config: PruneConfig) -> optax.GradientTransformationExtraArgs:
+    """Returns an optimizer that also prunes: after each update, masked numbers are exactly 0.
+
+    The threshold of a parameter is found by counting, digit by digit of its bits. So no device needs more than its own
+    shard, and the masks are equal in every layout. Numbers as large as the threshold are pruned too.
+
+    Args:
+      tx: any optimizer.
+      config: what is pruned, and when.
+
+    Raises (when initialized):
+      ConfigError: a pattern matches no matrix, or m of ``pattern`` does not divide a parameter's dim ``axis``.
+
+    >>> import jax.numpy as jnp, optax
+    >>> params = {"w": jnp.array([[1.0, -4.0], [3.0, 2.0]])}
+    >>> tx = prune(optax.sgd(0.0), PruneConfig(sparsity=0.5))
+    >>> updates, state = tx.update(params, tx.init(params), params)
+    >>> optax.apply_updates(params, updates)["w"].tolist(), sparsity_of(state)
+    ([[0.0, -4.0], [3.0, 0.0]], {'w': 0.5})
+    """
+    tx = optax.with_extra_args_support(tx)
+
+    def init(params: Any) -> PruneState:
+        axes = _axes(config, params)
+        mask = lambda path, w: jnp.ones(jnp.shape(w), bool) if path in axes else optax.MaskedNode()
+        leaves = [mask(path, w) for path, w in leaves_with_paths(params)]
+        masks = jax.tree.unflatten(jax.tree.structure(params), leaves)
+        return PruneState(jnp.zeros((), jnp.int32), masks, tx.init(params))
+
+    def update(updates: Any, state: PruneState, params: Any = None, **extra: Any) -> tuple[Any, PruneState]:
+        if params is None:
+            raise ConfigError("prune: the update needs the parameters. Remedy: tx.update(grads, state, params).")
+        updates, inner = tx.update(updates, state.inner, params, **accepted(tx, extra))
+        axes, steps = _axes(config, params), state.count - config.begin
+        due = (steps >= 0) & (state.count <= config.end) & (steps % config.every == 0)
+        span = max(1, config.end - config.begin)
+        share = jnp.where(config.end > config.begin, jnp.clip(steps / span, 0, 1), 1.0)
+        sparsity = (config.sparsity or 0.0) * (1 - (1 - share) ** 3)
+
+        def one(path: Path, w: jax.Array, change: jax.Array, mask: Any) -> tuple[jax.Array, Any]:
+            if path not in axes:
+                return change, mask
+            after = optax.apply_updates(w, change)
+            found = lambda: _mask(config, after, axes[path], sparsity)
+            mask = jax.lax.cond(due, found, lambda: mask)
+            return jnp.where(mask, change, -w.astype(change.dtype)), mask
+
+        is_mask = lambda x: isinstance(x, optax.MaskedNode)
+        rows = zip(
+            leaves_with_paths(params),
+            jax.tree.leaves(updates),
+            jax.tree.leaves(state.masks, is_leaf=is_mask),
+            strict=True,
+        )
+        pairs = [one(path, w, change, mask) for (path, w), change, mask in rows]
+        build = lambda leaves: jax.tree.unflatten(jax.tree.structure(params), leaves)
+        changes, masks = (build([pair[i] for pair in pairs]) for i in range(2))
+        return changes, PruneState(state.count + 1, masks, inner)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def sparsity_of(state: PruneState) -> dict[str, float]:
+    """Returns the fraction of zeros of each pruned parameter, by path, from the state of :func:`prune`."""
+    return {show(path): float((~mask).mean()) for path, mask in leaves_with_paths(state.masks)}
+
+
+def _axes(config: PruneConfig, params: Any) -> dict[Path, int]:
+    """Returns the pruned parameters, and for each the dim of the neighbours."""
+    shapes = {path: tuple(jnp.shape(w)) for path, w in leaves_with_paths(params)}
+    found: dict[Path, int] = {}
+    for target in config.targets:
+        chosen = [path for path, shape in shapes.items() if len(shape) > 1 and matches(path, target)]
+        if not chosen:
+            raise ConfigError(f"prune: {no_match('targets', target, shapes)}")
+        found |= {path: _axis(config, path, shapes[path]) for path in chosen}
+    return found
+
+
+def _axis(config: PruneConfig, path: Path, shape: tuple[int, ...]) -> int:
+    axis = config.axis
+    if not isinstance(axis, int):
+        axis = next((number for pattern, number in axis.items() if matches(path, pattern)), -2)
+    if config.pattern is None:
+        return 0
+    if not -len(shape) <= axis < len(shape) or shape[axis] % config.pattern[1]:
+        raise ConfigError(
+            f"prune: {show(path)} {list(shape)}: groups of {config.pattern[1]} must divide its dim {axis}. Remedy: "
+            "axis: the dim that the product sums over, or targets without it."
+        )
+    return axis % len(shape)
+
+
+def _mask(config: PruneConfig, w: jax.Array, axis: int, sparsity: jax.Array) -> jax.Array:
+    size = jnp.abs(w.astype(jnp.float32))
+    if config.pattern is not None:
+        return _largest(size, *config.pattern, axis)
+    bits = jax.lax.bitcast_convert_type(size, jnp.uint32)  # in the order of the magnitudes
+    threshold, some = _smallest(bits, sparsity)
+    return (bits > threshold) | ~some
+
+
+def _largest(size: jax.Array, n: int, m: int, axis: int) -> jax.Array:
+    """Returns where the n largest of each m neighbours are; of equal ones the first."""
+    shape = size.shape
+    groups = size.reshape(*shape[:axis], shape[axis] // m, m, *shape[axis + 1 :])
+    place = jax.lax.broadcasted_iota(jnp.int32, groups.shape, axis + 1)
+    larger = jnp.zeros(groups.shape, jnp.int32)
+    for i in range(m):
+        other = jax.lax.slice_in_dim(groups, i, i + 1, axis=axis + 1)
+        larger += (other > groups) | ((other == groups) & (i < place))
+    return (larger < n).reshape(shape)
+
+
+def _smallest(bits: jax.Array, share: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the least number that a share of the numbers does not exceed, and whether the share has any.
+
+    The number is found by counting, for each of its 31 bits.
+
+    Counts have two digits of 16 bits, because an array may have more numbers than an int32 counts.
+    """
+    total = bits.size / 2**16 * share
+    wanted = jnp.floor(total), jnp.round((total - jnp.floor(total)) * 2**16)
+
+    def count(limit: jax.Array) -> tuple[jax.Array, jax.Array]:
+        rows = jnp.sum(bits <= limit, axis=tuple(range(1, bits.ndim)), dtype=jnp.uint32)
+        low = jnp.sum(rows & 0xFFFF, dtype=jnp.uint32)
+        high = jnp.sum(rows >> 16, dtype=jnp.uint32) + (low >> 16)
+        return high.astype(jnp.float32), (low & 0xFFFF).astype(jnp.float32)
+
+    def step(i: jax.Array, found: jax.Array) -> jax.Array:
+        half = jnp.uint32(1) << (30 - i).astype(jnp.uint32)
+        high, low = count(found + half - 1)
+        enough = (high > wanted[0]) | ((high == wanted[0]) & (low >= wanted[1]))
+        return jnp.where(enough, found, found + half)
+
+    return jax.lax.fori_loop(0, 31, step, jnp.uint32(0)), (wanted[0] > 0) | (wanted[1] > 0)

@@ -1,0 +1,127 @@
+"""Pruned weights are 0 and stay 0; masks are those of NumPy in every layout, sharded and saved like parameters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxpar as jp
+from jaxpar.compression import PruneConfig, prune, sparsity_of
+from jaxpar.errors import ConfigError
+
+RULES = jp.Rules(batch="data", embed=None, mlp="model", params={"embed": "data"})
+X = np.random.default_rng(0).normal(size=(8, 16)).astype("float32")
+
+
+def layout_of(data: int, model: int) -> jp.Layout:
+    return jp.Layout(jp.MeshSpec(data=data, model=model).build(jax.devices()[: data * model]), RULES)
+
+
+def make_model(key: jax.Array) -> Any:
+    up, down = jax.random.split(key)
+    return {
+        "up": jp.tag(jax.random.normal(up, (16, 24)), "embed", "mlp"),
+        "down": jp.tag(jax.random.normal(down, (24, 16)), "mlp", "embed"),
+        "bias": jp.tag(jnp.zeros(24), "mlp"),
+    }
+
+
+def loss_fn(model: Any, batch: Any) -> Any:
+    return (((jnp.tanh(batch["x"] @ model["up"] + model["bias"]) @ model["down"]) - batch["x"]) ** 2).mean()
+
+
+def trained(layout: jp.Layout, config: PruneConfig, steps: int, state: Any = None) -> Any:
+    tx = OPTIMIZERS.setdefault(str(config), prune(optax.adam(1e-2), config))
+    state = jp.init(layout, make_model, tx) if state is None else state
+    step = STEPS.setdefault(layout, jp.train_step(layout, loss_fn, donate=False))
+    for _ in range(steps):
+        state, _ = step(state, {"x": X})
+    return state
+
+
+STEPS: dict[jp.Layout, Any] = {}
+OPTIMIZERS: dict[str, Any] = {}
+"""One optimizer for each configuration: a state is that of its own."""
+HALF = PruneConfig(sparsity=0.5, begin=1, end=5, every=2)
+
+
+def test_the_sparsity_grows_and_pruned_numbers_stay_zero_in_every_layout(tmp_path: Path) -> None:
+    one = trained(layout_of(1, 1), HALF, 2)
+    assert sparsity_of(one.opt_state) == {"down": 0.0, "up": 0.0}  # 1 - (1 - t)**3 at t = 0
+    one = trained(layout_of(1, 1), HALF, 2, one)
+    assert sparsity_of(one.opt_state) == {"down": 168 / 384, "up": 168 / 384}  # half of 1 - 0.5**3 = 7 / 8
+    layout = layout_of(2, 2)
+    state = trained(layout, HALF, 4)
+    for name in ("up", "down"):
+        mask, w = state.opt_state.masks[name], state.params[name]
+        assert mask.sharding.spec == w.sharding.spec and mask.dtype == bool
+        np.testing.assert_array_equal(np.asarray(mask), np.asarray(one.opt_state.masks[name]))
+        np.testing.assert_array_equal(np.asarray(w) == 0, ~np.asarray(mask))
+    jp.save(tmp_path / "one", state, layout=layout)
+    restored = jp.restore(tmp_path / "one", jp.abstract_state(layout, make_model, OPTIMIZERS[str(HALF)]))
+    ends = [trained(layout, HALF, 3, start) for start in (state, restored)]
+    assert sparsity_of(ends[0].opt_state) == {"down": 0.5, "up": 0.5}
+    for a, b in zip(*(jax.tree.leaves((end.params, end.opt_state)) for end in ends), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    assert not np.asarray(ends[0].params["up"])[~np.asarray(state.opt_state.masks["up"])].any()
+    assert np.count_nonzero(ends[0].params["bias"]) == 24
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("share", [0.0001, 0.1, 0.5, 0.999])
+def test_the_smallest_numbers_are_pruned(share: float, dtype: str) -> None:
+    w = jnp.asarray(np.random.default_rng(1).normal(size=(3, 40, 50)), dtype)
+    tx = prune(optax.sgd(0.0), PruneConfig(sparsity=share))
+    changes, state = jax.jit(tx.update)({"w": w}, tx.init({"w": w}), {"w": w})
+    after = np.asarray(optax.apply_updates({"w": w}, changes)["w"], np.float32)
+    size = np.abs(np.asarray(w, np.float32)).reshape(-1)
+    count = round(share * size.size)
+    limit = np.sort(size)[count - 1] if count else -1.0
+    np.testing.assert_array_equal(after.reshape(-1) == 0, size <= limit)
+    assert sparsity_of(state)["w"] == pytest.approx((size <= limit).mean())
+
+
+def test_a_pattern_keeps_the_largest_of_neighbours_along_the_inputs() -> None:
+    config = PruneConfig(pattern=(2, 4), targets=("up", "down"))
+    state = trained(layout_of(2, 2), config, 3)
+    for name in ("up", "down"):
+        mask = np.asarray(state.opt_state.masks[name])
+        groups = mask.reshape(mask.shape[0] // 4, 4, -1)
+        assert (groups.sum(1) == 2).all()
+        np.testing.assert_array_equal(np.asarray(state.params[name]) == 0, ~mask)
+    w = jnp.array([[1.0, 2.0, 2.0, 2.0]])
+    tx = prune(optax.sgd(0.0), PruneConfig(pattern=(1, 2), axis={"w": 1}))
+    changes, _ = tx.update({"w": w}, tx.init({"w": w}), {"w": w})
+    assert optax.apply_updates({"w": w}, changes)["w"].tolist() == [[0.0, 2.0, 2.0, 0.0]]  # of equal ones the first
+
+
+def test_settings_that_do_not_fit_are_errors() -> None:
+    both = "prune: give either sparsity or pattern. Remedy: sparsity: 0.5, or pattern: [2, 4]."
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({}, both),
+        ({"sparsity": 0.5, "pattern": (2, 4)}, both),
+        ({"sparsity": 1.0}, "prune: sparsity must be between 0 and 1, got 1.0. Remedy: sparsity: 0.5."),
+        ({"pattern": (4, 4)}, "prune: pattern must be two numbers n < m, got [4, 4]. Remedy: pattern: [2, 4]."),
+    ]
+    for options, text in cases:
+        with pytest.raises(ConfigError) as error:
+            PruneConfig(**options)
+        assert str(error.value) == text
+    with pytest.raises(ConfigError, match=r"^prune: begin, end and every must be steps .* got 5, 2 and 1\.$"):
+        PruneConfig(sparsity=0.5, begin=5, end=2)
+    params = {"up": jnp.ones((6, 8)), "bias": jnp.ones(8)}
+    remedy = "Remedy: axis: the dim that the product sums over, or targets without it."
+    nearest = "prune: targets: no weight matches 'upp'. The nearest are 'up'. Remedy: one of these."
+    for config, text in (
+        (PruneConfig(sparsity=0.5, targets=("upp",)), nearest),
+        (PruneConfig(pattern=(2, 4)), f"prune: up [6, 8]: groups of 4 must divide its dim -2. {remedy}"),
+    ):
+        with pytest.raises(ConfigError) as error:
+            prune(optax.sgd(0.1), config).init(params)
+        assert str(error.value) == text
