@@ -9,9 +9,11 @@ from dataclasses import replace
 import pytest
 
 from jaxpar.parallel.experts.options import ExpertCall
+from jaxpar.planning.search.best_estimate import best_estimate
 from jaxpar.planning.search.cost import CostModel
 from jaxpar.planning.search.experts import ExpertExchange, exchanges
 from jaxpar.planning.search.plan import Plan
+from jaxpar.planning.search.search import FULL
 from jaxpar.planning.search.shards import weight_groups
 from jaxpar.planning.search.space import Space, plans
 from jaxpar.planning.search.workload import Backward, ExpertLayers, KeptArray, Matmul, Workload
@@ -155,6 +157,18 @@ def test_meshes_that_do_not_fit_the_experts_have_a_reason() -> None:
     refused.clear()
     every = {p.expert for p in plans(mixture(), 32, replace(space, slices=8, fixed={"data": 4}), refused)}
     assert every == set() and refused["expert crosses 8 slices: the step would wait for the network"] == 1
+
+
+@pytest.mark.parametrize("batch", [ROWS, 64 * ROWS])
+def test_pruning_changes_no_estimate(batch: int) -> None:
+    work, topology = mixture().of_batch(batch), Topology.parse("v5e:2x4")
+    space = Space(("pipeline", "data", "expert", "context", "model"), ("expert_mlp",), remat=("none", "full"))
+    model = CostModel(work, topology)
+    limit = topology.accelerator.hbm_bytes * FULL
+    costs = [model.cost(plan) for plan in plans(work, 8, space, Counter())]
+    lowest = min(cost.step for cost in costs if cost.peak_bytes <= limit)
+    found = best_estimate(CostModel(work, topology), space)
+    assert found is not None and found.cost.step == pytest.approx(lowest)
 
 
 def test_rules_keep_experts_apart() -> None:
