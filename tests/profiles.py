@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, settings
 _ANY_MACHINE: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("fast", **_ANY_MACHINE)
 settings.register_profile("thorough", **_ANY_MACHINE, max_examples=1000)
+settings.load_profile("fast")  # the command line may select the other one afterwards
 
 
 def examples(fast: int = 100, **options: Any) -> settings:
