@@ -21,6 +21,7 @@ from jaxpar.app.huggingface import spread
 from jaxpar.app.job import Job, make_job
 from jaxpar.app.train.checkpointing import config_values
 from jaxpar.app.train.programs import StepPrograms
+from jaxpar.app.train.summary import describe_model
 from jaxpar.errors import CheckpointError, ConfigError
 from jaxpar.interop import huggingface
 from jaxpar.interop.peft import read_header
@@ -83,6 +84,10 @@ def test_adapters_of_imported_weights_are_merged_and_written(
     layout = job.layout()
     engine = StepPrograms(job, layout)
     state = engine.first_state()
+    assert describe_model(job, len(jax.tree.leaves(state.params))) == (
+        "llama, 24,160 parameters, frozen, float32 compute; 3,712 parameters in adapters of 7 arrays of weights (rank "
+        "8, alpha 16)"
+    )
     assert {len(state.params["blocks"][part]) for part in ("attention", "mlp")} == {4, 3}
     frozen = jp.lora.frozen_params(state)
     wanted = huggingface.load(layout, base / "source")

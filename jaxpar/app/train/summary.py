@@ -20,6 +20,7 @@ from jaxpar.app.train.checkpointing import Saver
 from jaxpar.app.train.metrics import draw_loss
 from jaxpar.app.train.run_data import RunData
 from jaxpar.app.train.signals import signal_name
+from jaxpar.training.model import build_shapes
 
 
 @dataclass
@@ -89,12 +90,8 @@ def introduce(job: Job, layout: jp.Layout, data: RunData, console: Console) -> N
     inputs: dict[str, Any] = {"batch": job.batch_spec(), "loss_fn": job.loss_fn, "step": job.step_options()}
     report = jp.check(layout, job.make_model, job.tx, strict=False, **inputs)
     total, params = report.total(), report.total("params")
-    config = job.config
     console.print(f"[bold]{job.name}[/]  {report.headline()} ({jax.devices()[0].device_kind})")
-    model = config.model.get("family", config.model.get("factory"))
-    console.print(
-        f"model   {model}, {job.model.params:,} parameters in {params.tensors} tensors, {job.model.dtype} compute"
-    )
+    console.print(f"model   {escape(describe_model(job, params.tensors))}")
     console.print(
         f"memory  {show_bytes(total.bytes)} of parameters and optimizer state, {show_bytes(total.device_bytes)} on "
         f"each device ({total.copies:.2f} copies, {total.replicated:.1%} of the bytes replicated on every device)"
@@ -102,6 +99,19 @@ def introduce(job: Job, layout: jp.Layout, data: RunData, console: Console) -> N
     console.print(f"{data.title}    {escape(data.line)}")
     for line in report.remarks():
         console.print(line)
+
+
+def describe_model(job: Job, tensors: int) -> str:
+    """Returns a line about the model; ``tensors`` is the number of its trained arrays."""
+    table, model = job.config.model, job.model
+    name = f"{table.get('family', table.get('factory'))}, {model.params:,} parameters"
+    if job.lora is None:
+        return f"{name} in {tensors} tensors, {model.dtype} compute"
+    count = sum(leaf.size for leaf in jax.tree.leaves(build_shapes(job.make_model).params))
+    return (
+        f"{name}, frozen, {model.dtype} compute; {count:,} parameters in adapters of {tensors // 2} arrays of weights "
+        f"(rank {job.lora.rank}, alpha {job.lora.alpha:g})"
+    )
 
 
 def conclude(summary: Summary, folder: Path, console: Console, saver: Saver) -> None:
