@@ -24,6 +24,9 @@ from jaxpar.models.llama import LlamaConfig
 
 CONFIG = LlamaConfig(vocab=256, embed=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=48, sliding_window=24)
 
+WITHOUT_TOKENIZER = ["--set", "data.tokenizer=null"]
+"""The checkpoint's tokenizer is an empty file; the run then trains on bytes."""
+
 
 @pytest.fixture(scope="module")
 def imported(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -66,9 +69,9 @@ def test_an_import_is_trained_generated_from_and_exported(
 ) -> None:
     run, settings = str(imported / "out" / "run.yaml"), ["--set", f"output={tmp_path}", "--set", "train.steps=2"]
     checkpoint = ["--set", "checkpoint={save_interval_steps: 2}"]
-    assert main(["train", run, *settings, *checkpoint, "--set", "data.source=synthetic"]) == 0
+    assert main(["train", run, *settings, *checkpoint, "--set", "data.source=synthetic", *WITHOUT_TOKENIZER]) == 0
     arguments = ["--prompt", "a", "--max-new-tokens", "4", "--checkpoint"]
-    assert main(["generate", run, *arguments, str(imported / "out" / "checkpoint")]) == 0
+    assert main(["generate", run, *WITHOUT_TOKENIZER, *arguments, str(imported / "out" / "checkpoint")]) == 0
     assert main(["export", str(tmp_path / "checkpoints"), str(tmp_path / "trained"), "--dtype", "bfloat16"]) == 0
     assert "parameters of" in capsys.readouterr().err
     assert {dtype for dtype, _, _ in values(tmp_path / "trained").values()} == {"BF16"}

@@ -26,7 +26,7 @@ CONFIGS = {
     # A capacity that would drop half of the choices: decoding drops none.
     "mixtral": preset("mixtral", **SIZES, layers=2, kv_heads=2, capacity_factor=0.5),
     "qwen3_moe": preset("qwen3_moe", **SIZES, layers=2, kv_heads=2, tie_embeddings=True),
-    "deepseek_v3": preset("deepseek_v3", **SIZES, layers=2, kv_heads=4, latent_attention=LATENT),
+    "deepseek_v3": preset("deepseek_v3", **SIZES, layers=3, kv_heads=4, latent_attention=LATENT),
 }
 MESHES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "ep": ({"expert": 4}, {}),

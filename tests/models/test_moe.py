@@ -87,7 +87,14 @@ CASES = {
     "accumulated per step": Case(EP_FSDP, options={"grad_accum_steps": 2, "grad_reduction": "per_step"}),
     "per step fsdp": Case(EP_FSDP, FSDP, {"grad_reduction": "per_step"}),
     "gather per step": Case(EP_FSDP, FSDP, {"weight_gather": "per_step"}),
-    "fused sums": Case(EP_FSDP, options={"grad_accum_steps": 2, "fusion": jp.overlap.CollectiveFusion(reduce=(1,))}),
+    "fused sums": Case(
+        EP_FSDP,
+        options={
+            "grad_accum_steps": 2,
+            "grad_reduction": "per_step",
+            "fusion": jp.overlap.CollectiveFusion(reduce=(1,)),
+        },
+    ),
     "fused gathers": Case(
         EP_FSDP,
         FSDP,

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from jaxpar.errors import ConfigError, did_you_mean
 from jaxpar.parallel.offload.placement import on_host
+from jaxpar.utils.checks import INT32
 
 INT8, FP8 = "int8", "fp8"
 NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
@@ -65,8 +66,8 @@ class LossScale:
             "initial": (0 < self.initial < math.inf, "a positive number"),
             "growth": (1 < self.growth < math.inf, "a number > 1"),
             "backoff": (0 < self.backoff < 1, "a number between 0 and 1"),
-            "interval": (self.interval >= 1, "a number of steps >= 1"),
-            "hysteresis": (self.hysteresis >= 1, "a number of steps >= 1"),
+            "interval": (1 <= self.interval <= INT32, f"a number of steps from 1 to {INT32:,}"),
+            "hysteresis": (1 <= self.hysteresis <= INT32, f"a number of steps from 1 to {INT32:,}"),
             "minimum": (0 < self.minimum <= self.initial, f"a positive number up to initial ({self.initial:g})"),
         }
         for name, (right, what) in wanted.items():

@@ -27,7 +27,6 @@ from jaxpar.app.train import loop, run_data
 from jaxpar.app.train.metrics import MetricsWriter
 from jaxpar.app.train.programs import StepPrograms
 from jaxpar.checkpoint.verify import check, steps_in
-from jaxpar.data import batches
 from jaxpar.errors import DivergedError
 
 LAYOUTS = Path(__file__).parents[3] / "configs" / "layouts"
@@ -49,15 +48,18 @@ class Kept(StepPrograms):
             super().compile(*arguments)
 
 
+REAL = run_data._stream
+
+
 class Stream:
     """A run's batches, numbered from 1: batches in ``bad`` are marked, and batches in ``dropped`` never come."""
 
     def __init__(self, bad: Collection[int], dropped: Collection[int], *arguments: Any, **options: Any):
-        fresh = batches(*arguments, **options)
+        fresh = REAL(*arguments, **options)
         self._numbers = {next(fresh)["tokens"].tobytes(): number for number in range(1, 30)}
         fresh.close()
         assert len(self._numbers) == 29
-        self._inner, self._bad, self._dropped = batches(*arguments, **options), bad, dropped
+        self._inner, self._bad, self._dropped = REAL(*arguments, **options), bad, dropped
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -134,7 +136,7 @@ def ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             file.write_text(yaml.safe_dump(RUN))
             jobs[key] = make(make_job(load_run(file, settings)))
         job = replace(jobs[key], config=replace(jobs[key].config, output=str(tmp_path / name)))
-        monkeypatch.setattr(run_data, "batches", lambda *a, **o: Stream(bad, dropped, *a, **o))
+        monkeypatch.setattr(run_data, "_stream", lambda *a, **o: Stream(bad, dropped, *a, **o))
         if not any("disk" in setting for setting in settings):
             monkeypatch.setattr(loop, "StepPrograms", lambda job, layout: engines.setdefault(key, Kept(job, layout)))
         summary = loop.train(job, Console(file=screen, width=300, highlight=False))

@@ -120,8 +120,12 @@ def test_fp16_scales_unless_told_otherwise() -> None:
         ({"initial": -1.0}, "precision.scale: initial must be a positive number, got -1."),
         ({"growth": 1.0}, "precision.scale: growth must be a number > 1, got 1."),
         ({"backoff": 1.0}, "precision.scale: backoff must be a number between 0 and 1, got 1."),
-        ({"interval": 0}, "precision.scale: interval must be a number of steps >= 1, got 0."),
-        ({"hysteresis": 0}, "precision.scale: hysteresis must be a number of steps >= 1, got 0."),
+        ({"interval": 0}, "precision.scale: interval must be a number of steps from 1 to 2,147,483,647, got 0."),
+        ({"hysteresis": 0}, "precision.scale: hysteresis must be a number of steps from 1 to 2,147,483,647, got 0."),
+        (
+            {"hysteresis": 2**40},
+            "precision.scale: hysteresis must be a number of steps from 1 to 2,147,483,647, got 1.09951e+12.",
+        ),
         (
             {"initial": 8.0, "minimum": 16.0},
             "precision.scale: minimum must be a positive number up to initial (8), got 16.",
