@@ -57,6 +57,10 @@ def with_adapters(run: Program, kind: LoraKind) -> Program:
                 "offload only the optimizer state."
             )
         frozen = jax.tree.map(current_precision().computing, variables[FROZEN])
+        if jax.config.jax_disable_jit:  # it is used to inspect values, which a traced program does not have
+            merged = kind.merged(params, {FROZEN: frozen})
+            loss, (aux, carried) = run(merged, variables[CARRIED], batch, extra)
+            return loss, (aux, {FROZEN: variables[FROZEN], CARRIED: carried})
         arguments = (frozen, variables[CARRIED], batch, extra)
         traced, shapes = jax.make_jaxpr(run, return_shape=True)(*arguments)
         traced = with_inlined(traced)

@@ -16,6 +16,7 @@ import pytest
 from flax import nnx
 
 import jaxpar as jp
+from jaxpar.analysis.divergence import first_nonfinite
 from jaxpar.errors import ConfigError, LayoutError, ModelError
 from jaxpar.lora import LoraConfig, adapt
 from jaxpar.sharding.layout import tracing_under
@@ -273,6 +274,15 @@ def test_a_bf16_step_casts_frozen_weights_too() -> None:
     assert {v.aval.dtype.name for eqn in dots for v in eqn.invars if v.aval.shape[-2:] in ((16, 32), (32, 16))} == {
         "bfloat16"
     }
+
+
+def test_the_first_number_that_is_not_finite_is_found() -> None:
+    layout = layout_of(2, 2)
+    make = lambda key: {"up": jp.tag(jnp.ones((16, 4)), "embed", "mlp")}
+    state = trained(jp.init(layout, adapt(make, CONFIG), optax.sgd(0.1)))
+    loss = lambda model, batch: jnp.sum(jp.hint(batch["x"] @ model["up"], "batch", None, "mlp"))
+    found = first_nonfinite(layout, state, {"x": X * np.nan}, loss)
+    assert "<lambda> (test_adapters.py" in found and found.endswith("(batch, None, mlp), call 1")
 
 
 def error_of(*targets: str, **options: Any) -> str:
