@@ -85,7 +85,7 @@ MIXTRAL = ("model_name=mixtral-8x7b", "base_mlp_dim=7168", "base_moe_mlp_dim=716
 DEEPSEEK = ("model_name=deepseek2-16b", "first_num_dense_layers=0", "shared_experts=1", "base_mlp_dim=1408")
 SETTINGS = {
     "mix_ep4": (*MIXTRAL, "ici_expert_parallelism=4", "ici_fsdp_parallelism=4"),
-    "mix_ep8": (*MIXTRAL, "ici_expert_parallelism=8", "ici_fsdp_parallelism=2"),
+    "mix_ep8": (*MIXTRAL, "ici_expert_parallelism=8", "ici_fsdp_parallelism=2", "allow_split_physical_axes=true"),
     "mix_ep4_capacity": (
         *MIXTRAL,
         "ici_expert_parallelism=4",
