@@ -73,10 +73,13 @@ def first_nonfinite(
     precision = precision or Precision()
     found: list[str] = []
     calls: dict[str, int] = {}
+    unseen: list[str] = []
 
     def note(site: str, dims: Sequence[str | None], x: Any, _: Any) -> None:
         calls[site] = calls.get(site, 0) + 1
-        if not found and not _finite(x):
+        if isinstance(x, jax.core.Tracer):  # an annotated loss is traced, and then run by its operations
+            unseen.append(site)
+        elif not found and not _finite(x):
             found.append(f"{site} ({', '.join(map(str, dims))}), call {calls[site]}")
 
     compute = lambda params: loss_of(loss_fn, state, batch)(jax.tree.map(precision.computing, params))[0]
@@ -85,13 +88,15 @@ def first_nonfinite(
     if found:
         return found[0]
     if not _finite(loss):
-        return "the loss; every activation is finite"
+        return f"the loss; {'the parameters are' if unseen else 'every activation is'} finite"
     with layout:
         grads = jax.jit(jax.grad(compute))(state.params)
     bad = [show(path) for path, leaf in leaves_with_paths(grads) if not _finite(leaf)]
     if bad:
         more = f" and of {len(bad) - 1} more" if len(bad) > 1 else ""
-        return f"the gradient of {bad[0]}{more}; every activation and the loss are finite"
+        return (
+            f"the gradient of {bad[0]}{more}; {'the loss is' if unseen else 'every activation and the loss are'} finite"
+        )
     return "the norm of the gradients, which overflows; each of them is finite"
 
 

@@ -14,6 +14,7 @@ from flax import linen as nn
 from flax import nnx
 
 import jaxpar as jp
+from jaxpar.analysis.divergence import first_nonfinite
 from jaxpar.errors import AnnotationError
 from jaxpar.models import LlamaConfig, ViTConfig, make_llama, make_vit, next_token_loss, vit_loss
 from jaxpar.planning.names.annotation import Annotation
@@ -301,3 +302,14 @@ def test_an_annotated_loss_runs_with_zero(stage: int) -> None:
         state, _ = step(state, batch)
         losses.append(float(step(state, batch)[1]["loss"]))
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
+
+
+def test_the_first_number_that_is_not_finite_in_an_annotated_step_is_looked_for() -> None:
+    make_model, loss_fn, shapes = models.CASES["gpt"]()
+    annotation, batch = (
+        jp.annotate(make_model, lambda model, batch: loss_fn(model, batch) * jnp.nan, shapes),
+        numbers(shapes),
+    )
+    layout = layout_for(annotation, "fsdp")
+    state = jp.init(layout, annotation.make_model, optax.sgd(0.1))
+    assert first_nonfinite(layout, state, batch, annotation.loss_fn) == "the loss; the parameters are finite"
