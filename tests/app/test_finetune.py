@@ -1,0 +1,82 @@
+"""A pretrained checkpoint, tuned with adapters on jsonl through a tokenizer, killed, resumed, exported, loaded again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import yaml
+from run_processes import TrainProcess
+from small_tokenizer import save_tokenizer, sentences, write_jsonl
+
+import jaxpar as jp
+from jaxpar.app.cli import main
+from jaxpar.app.huggingface import spread
+from jaxpar.interop import huggingface
+from jaxpar.models import make_decoder
+from jaxpar.models.llama import LlamaConfig
+
+RECIPE = Path(__file__).parents[2] / "configs" / "recipes" / "lora_llama.yaml"
+SIZES = {"layers": 2, "embed": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "mlp": 48, "vocab": 304}
+CONFIG = LlamaConfig(**SIZES)
+STEPS, SAVED = 30, 10
+
+
+def pretrained(folder: Path) -> None:
+    """Write ``source``, a random Hugging Face checkpoint with a tokenizer, and ``out``, its import."""
+    state = jp.init(spread(CONFIG), make_decoder(CONFIG), optax.identity(), seed=3)
+    huggingface.export(folder / "source", state.params, CONFIG, family="llama")
+    save_tokenizer(folder / "source")
+    assert main(["import", str(folder / "source"), str(folder / "out")]) == 0
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    write_jsonl(folder / "text" / "rows.jsonl", sentences(400))
+    return {
+        "extends": str(RECIPE),
+        "model": SIZES,
+        "data": {
+            "source": str(folder / "text" / "rows.jsonl"),
+            "tokenizer": str(folder / "source" / "tokenizer.json"),
+            "batch": 8,
+            "seq": 16,
+        },
+        "train": {"steps": STEPS, "eval_every": STEPS, "init_from": str(folder / "out" / "checkpoint")},
+        "checkpoint": {"save_interval_steps": SAVED},
+    }
+
+
+def logits(folder: Path) -> np.ndarray:
+    """Those of a Hugging Face checkpoint on one device, read without the run's configuration."""
+    config = huggingface.read_config(folder)
+    layout = jp.Layout.from_yaml(RECIPE.parents[1] / "layouts" / "dp.yaml").on_one_device()
+    tokens = np.random.default_rng(0).integers(0, CONFIG.vocab, (2, 16))
+    abstract = jp.abstract_state(layout, make_decoder(config), optax.identity())
+    with layout:
+        model = abstract.metadata.kind.merge(huggingface.load(layout, folder), {})
+        return np.asarray(jax.jit(lambda tokens: model(tokens))(tokens))
+
+
+def test_a_killed_run_is_resumed_exported_and_loaded_again(tmp_path: Path) -> None:
+    pretrained(tmp_path)
+    config = config_of(tmp_path)
+    whole = tmp_path / "whole.yaml"
+    whole.write_text(yaml.safe_dump({**config, "output": str(tmp_path / "whole")}))
+    assert main(["train", str(whole)]) == 0
+
+    run = TrainProcess(tmp_path / "killed", config)
+    run.wait_for(lambda: run.reached(SAVED + 3))
+    run.process.kill()
+    assert run.process.wait() == -9
+    assert main(["train", str(tmp_path / "killed" / "run.yaml")]) == 0
+
+    folders = {"whole": tmp_path / "whole", "killed": tmp_path / "killed" / "run"}
+    for name, folder in folders.items():
+        assert main(["export", str(folder / "checkpoints"), str(tmp_path / f"tuned_{name}")]) == 0
+    files = [sorted((tmp_path / f"tuned_{name}").glob("*.safetensors")) for name in folders]
+    assert [[file.read_bytes() for file in found] for found in files[:1]] == [[f.read_bytes() for f in files[1]]]
+    before, after = logits(tmp_path / "source"), logits(tmp_path / "tuned_killed")
+    assert np.abs(after - before).max() > 1e-2, "the adapters changed nothing"
