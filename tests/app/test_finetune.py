@@ -1,4 +1,4 @@
-"""A pretrained checkpoint, tuned with adapters on jsonl through a tokenizer, killed, resumed, exported, loaded again."""
+"""A pretrained checkpoint, tuned with adapters on jsonl through a tokenizer, killed, resumed, exported, loaded."""
 
 from __future__ import annotations
 
