@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +46,41 @@ LLAMA3 = {
     "rope_theta": 500.0,
 }
 MIXTURE = {"num_experts_per_tok": 2, "num_hidden_layers": 2}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 100.0}
+"""Of few rotations, so that pairs are kept, blended and stretched."""
+GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 6, "sliding_window": 12, "tie_word_embeddings": True}
+GEMMA3_ROPE = {
+    "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+}
 CASES: dict[str, dict[str, Any]] = {
     "llama2": {"model_type": "llama", "rms_norm_eps": 1e-5},
     "llama3": {"model_type": "llama", "rope_parameters": LLAMA3, "tie_word_embeddings": True},
     "mistral": {"model_type": "mistral", "sliding_window": 12},
     "qwen2": {"model_type": "qwen2"},
+    "qwen2_windows": {
+        "model_type": "qwen2",
+        "num_hidden_layers": 3,
+        "use_sliding_window": True,
+        "sliding_window": 12,
+        "max_window_layers": 1,
+        "rope_parameters": {**YARN, "beta_fast": 4, "beta_slow": 1},
+    },
     "qwen3": {"model_type": "qwen3"},
+    "gemma2": {
+        "model_type": "gemma2",
+        **GEMMA,
+        "num_hidden_layers": 4,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+    },
+    "gemma3": {
+        "model_type": "gemma3_text",
+        **GEMMA,
+        "num_hidden_layers": 5,
+        "layer_types": ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"],
+        "rope_parameters": GEMMA3_ROPE,
+    },
     "mixtral": {"model_type": "mixtral", **MIXTURE, "num_local_experts": 4},
     "qwen3_moe": {"model_type": "qwen3_moe", **MIXTURE, "num_experts": 4, "moe_intermediate_size": 12},
     "deepseek_v3": {
@@ -71,13 +101,14 @@ CASES: dict[str, dict[str, Any]] = {
         "v_head_dim": 4,
         "norm_topk_prob": True,
         "routed_scaling_factor": 2.5,
+        "rope_parameters": {**YARN, "beta_fast": 4, "beta_slow": 1, "mscale": 0.5, "mscale_all_dim": 0.8},
     },
 }
 CASES["qwen3_moe"]["norm_topk_prob"] = True
 
 
 def make(name: str) -> None:
-    torch.manual_seed(sorted(CASES).index(name))
+    torch.manual_seed(zlib.crc32(name.encode()))
     values = {**BASE, **CASES[name]}
     config = AutoConfig.for_model(values.pop("model_type"), **values)
     config._attn_implementation = "eager"
@@ -85,8 +116,9 @@ def make(name: str) -> None:
     with torch.no_grad():
         for key, tensor in model.named_parameters():
             # Norms near 1, weights large enough that logits of different tokens differ by much more than the bound.
+            one = 0 if "gemma" in name else 1  # a Gemma's norms add 1 to their weights
             tensor.copy_(
-                1 + 0.1 * torch.randn_like(tensor)
+                one + 0.1 * torch.randn_like(tensor)
                 if tensor.ndim == 1 and "bias" not in key
                 else torch.randn_like(tensor) * (0.5 if tensor.ndim == 1 else tensor.shape[-1] ** -0.5)
             )

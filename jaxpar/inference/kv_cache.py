@@ -95,7 +95,9 @@ def cached_attention(
     at_B: jax.Array,
     group: tuple[Any, int] = (0, 1),
     *,
-    window: int | None = None,
+    window: Any = None,
+    scale: float | None = None,
+    softcap: float | None = None,
 ) -> tuple[jax.Array, CachedKeys]:
     """Returns a token's attention to all tokens up to its position, and the cache with its keys and values written.
 
@@ -112,7 +114,9 @@ def cached_attention(
       at_B: position of each row's token [batch] int, which is its slot.
       group: (number, groups): the rows given are one group of the cache's rows, and row ``i`` is the cache's row
         ``i * groups + number``. The number may be traced.
-      window: a token attends to this many tokens, itself and those before it; ``None`` for all.
+      window: a token attends to this many tokens, itself and those before it; ``None`` for all. It may be traced.
+      scale: factor of the scores; 1 / sqrt(head_dim) if not given.
+      softcap: replaces a score s by softcap * tanh(s / softcap).
 
     Returns:
       The output [batch, 1, heads, head_dim of the values], and the updated cache.
@@ -166,8 +170,17 @@ def cached_attention(
 
     groups = group[1]
 
+    score_scale = 1 / math.sqrt(q_B1HD.shape[3]) if scale is None else scale
+
     def local(
-        q: jax.Array, k: jax.Array, v: jax.Array, cache: CachedKeys, at_B: jax.Array, layer: Any, number: Any
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        cache: CachedKeys,
+        at_B: jax.Array,
+        layer: Any,
+        number: Any,
+        window: Any = None,
     ) -> Any:
         first = jax.lax.axis_index(ring) * cache["keys"].shape[3] if ring else jnp.int32(0)
         new = (("keys", k), ("values", v))
@@ -176,16 +189,20 @@ def cached_attention(
         mine = jax.tree.map(lambda x: _group(x, layer, number, groups), cache)
         if heads != kv_heads:  # Query heads are sharded, key heads replicated.
             mine = jax.tree.map(lambda x: _own_heads(x, q.shape[2], heads), mine)
-        return _attended(q, mine["keys"], mine["values"], at_B - first, ring, window), cache
+        slots_seen = (jnp.arange(mine["keys"].shape[2]), at_B - first, window)
+        visible = _visible(*slots_seen)
+        o = _attended(q, mine["keys"], mine["values"], visible, ring, scale=score_scale, softcap=softcap)
+        return o, cache
 
-    args: Any = (q, k, v, cache, at_B, *(jnp.asarray(x, jnp.int32) for x in (layer, group[0])))
+    numbers = [layer, group[0], *(() if window is None else (window,))]
+    args: Any = (q, k, v, cache, at_B, *(jnp.asarray(x, jnp.int32) for x in numbers))
     # Inside a pipeline stage some axes are already manual, and the cache holds only the stage's layers.
     if not free:
         found: tuple[jax.Array, CachedKeys] = local(*args)
         return found
     out: tuple[jax.Array, CachedKeys] = jax.shard_map(
         local,
-        in_specs=(q_spec, kv_spec, kv_spec, cache_specs, at_spec, PartitionSpec(), PartitionSpec()),
+        in_specs=(q_spec, kv_spec, kv_spec, cache_specs, at_spec, *(PartitionSpec() for _ in numbers)),
         out_specs=(q_spec, cache_specs),
         axis_names=free,
         check_vma=False,
@@ -223,19 +240,29 @@ def _written(
     return jax.tree.map(lambda old, x: old.at[layer, rows_B, :, slot_B].set(x, mode="drop"), cache_LBKTD, new)
 
 
+def _visible(slots: jax.Array, last_B: jax.Array, window: Any) -> jax.Array:
+    """Returns which slots each row sees, [batch, slots]: the last ``window`` up to ``last_B``."""
+    visible = slots <= last_B[:, None]
+    return visible if window is None else visible & (slots > last_B[:, None] - window)
+
+
 def _attended(
-    q_B1HD: jax.Array, keys: CachePart, values: CachePart, last_B: jax.Array, ring: Axes, window: int | None
+    q_B1HD: jax.Array,
+    keys: CachePart,
+    values: CachePart,
+    visible: jax.Array,
+    ring: Axes,
+    *,
+    scale: float,
+    softcap: float | None,
 ) -> jax.Array:
-    """Attend to the last ``window`` local slots [batch, kv_heads, slots, head_dim] up to ``last_B``, and merge over
-    ``ring``."""
+    """Attend to the ``visible`` local slots [batch, kv_heads, slots, head_dim], and merge over ``ring``."""
     wide = jnp.promote_types(q_B1HD.dtype, jnp.float32)
     q_BKGD = q_B1HD.reshape(q_B1HD.shape[0], keys.shape[1], -1, q_B1HD.shape[3])
     (k_BKTD, k_scales), (v_BKTD, v_scales) = (_split_scales(x, q_B1HD.dtype) for x in (keys, values))
-    s = jnp.einsum("bkgd,bktd->bkgt", q_BKGD, k_BKTD, preferred_element_type=wide) / math.sqrt(q_B1HD.shape[3])
+    s = jnp.einsum("bkgd,bktd->bkgt", q_BKGD, k_BKTD, preferred_element_type=wide) * scale
     s = s if k_scales is None else s * k_scales
-    slots = jnp.arange(k_BKTD.shape[2])
-    visible = slots <= last_B[:, None]
-    visible = visible if window is None else visible & (slots > last_B[:, None] - window)
+    s = s if softcap is None else softcap * jnp.tanh(s / softcap)
     s = jnp.where(visible[:, None, None], s, -jnp.inf)
     # Unseen slots hold arbitrary numbers, and a weight of 0 times NaN is NaN.
     v_BKTD = jnp.where(visible[:, None, :, None], v_BKTD, jnp.zeros((), v_BKTD.dtype))

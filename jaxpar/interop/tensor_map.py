@@ -90,6 +90,12 @@ class TensorRule:
 
 
 _NORMS = (("attention_norm/scale", "input_layernorm.weight"), ("mlp_norm/scale", "post_attention_layernorm.weight"))
+_GEMMA_NORMS = (
+    ("attention_norm/scale", "input_layernorm.weight"),
+    ("post_attention_norm/scale", "post_attention_layernorm.weight"),
+    ("mlp_norm/scale", "pre_feedforward_layernorm.weight"),
+    ("post_mlp_norm/scale", "post_feedforward_layernorm.weight"),
+)
 _ATTENTION = (
     ("q", "q_proj.weight", "(h d) e -> e h d"),
     ("k", "k_proj.weight", "(h d) e -> e h d"),
@@ -121,7 +127,8 @@ def _mlp(path: str, name: str, first_layer: int = 0) -> list[TensorRule]:
 
 
 def _attention(config: LlamaConfig, blocks: str, first: int) -> list[TensorRule]:
-    rules = [TensorRule(f"{blocks}/{ours}", f"{LAYER}{theirs}", "e -> e", first) for ours, theirs in _NORMS]
+    norms = _NORMS if config.gemma is None else _GEMMA_NORMS
+    rules = [TensorRule(f"{blocks}/{ours}", f"{LAYER}{theirs}", "e -> e", first) for ours, theirs in norms]
     own = lambda ours, theirs, pattern, interleaved=0: rules.append(
         TensorRule(f"{blocks}/attention/{ours}", f"{LAYER}self_attn.{theirs}", pattern, first, interleaved)
     )

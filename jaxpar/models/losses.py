@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -50,8 +51,26 @@ def cross_entropy(logits_BSV: jax.Array, targets_BS: jax.Array, mask_BS: jax.Arr
     return jnp.sum(loss_BS * weight_BS) / jnp.where(total > 0, total, 1)
 
 
+def soft_capped(logits: jax.Array, cap: float | None) -> jax.Array:
+    """Returns ``cap * tanh(logits / cap)`` in the dtype of the logits, computed in at least fp32; ``None``: no cap.
+
+    >>> import jax.numpy as jnp
+    >>> soft_capped(jnp.array([1.0, 1000.0]), 30.0).tolist()
+    [0.9996299743652344, 30.0]
+    """
+    if cap is None:
+        return logits
+    wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    return (cap * jnp.tanh(wide / cap)).astype(logits.dtype)
+
+
 def linear_cross_entropy(
-    x_BSE: jax.Array, head_EV: jax.Array, targets_BS: jax.Array, mask_BS: jax.Array | None = None
+    x_BSE: jax.Array,
+    head_EV: jax.Array,
+    targets_BS: jax.Array,
+    mask_BS: jax.Array | None = None,
+    *,
+    softcap: float | None = None,
 ) -> jax.Array:
     """Returns ``cross_entropy(x_BSE @ head_EV, ...)``, turning logits into their gradients piece by piece.
 
@@ -63,6 +82,7 @@ def linear_cross_entropy(
       x_BSE: output of the last layer, [batch, seq, embed].
       head_EV: output head [embed, vocab] in the same dtype; its vocabulary may be sharded.
       targets_BS, mask_BS: as for :func:`cross_entropy`.
+      softcap: c: a logit z becomes c tanh(z / c), as in Gemma 2; ``None`` for no cap.
 
     Returns:
       A scalar in nats, as :func:`cross_entropy`.
@@ -75,33 +95,38 @@ def linear_cross_entropy(
     total = jnp.sum(weight_BS)
     total = jnp.where(total > 0, total, 1)
     if mask_BS is None or x_BSE.dtype != jnp.float16:
-        return _weighted_nll(x_BSE, head_EV, targets_BS, weight_BS) / total
+        return _weighted_nll(softcap, x_BSE, head_EV, targets_BS, weight_BS) / total
     # fp16 has 5 digits of range: scale the weights to at most 1, whatever the unit of the mask.
     unit = jax.lax.stop_gradient(jnp.max(jnp.abs(weight_BS)))
     unit = jnp.where(unit > 0, unit, 1)
-    return _weighted_nll(x_BSE, head_EV, targets_BS, weight_BS / unit) * (unit / total)
+    return _weighted_nll(softcap, x_BSE, head_EV, targets_BS, weight_BS / unit) * (unit / total)
 
 
-@jax.custom_vjp
-def _weighted_nll(x_BSE: jax.Array, head_EV: jax.Array, targets_BS: jax.Array, weight_BS: jax.Array) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _weighted_nll(
+    softcap: float | None, x_BSE: jax.Array, head_EV: jax.Array, targets_BS: jax.Array, weight_BS: jax.Array
+) -> jax.Array:
     """Returns the weighted sum of the losses of all positions."""
     x, targets, weight = _pieces(x_BSE), _pieces(targets_BS), _pieces(weight_BS)
-
-    nll_PBWT = jax.lax.map(lambda p: _nll(_piece(x, p) @ head_EV, _piece(targets, p))[0], jnp.arange(x.shape[2]))
+    loss = lambda p: _nll(_piece(x, p) @ head_EV, _piece(targets, p), softcap).nll
+    nll_PBWT = jax.lax.map(loss, jnp.arange(x.shape[2]))
     return jnp.sum(jnp.moveaxis(nll_PBWT, 0, 2) * weight)
 
 
-def _forward(x_BSE: jax.Array, head_EV: jax.Array, targets_BS: jax.Array, weight_BS: jax.Array) -> tuple[Any, Any]:
+def _forward(
+    softcap: float | None, x_BSE: jax.Array, head_EV: jax.Array, targets_BS: jax.Array, weight_BS: jax.Array
+) -> tuple[Any, Any]:
     x, targets, weight = _pieces(x_BSE), _pieces(targets_BS), _pieces(weight_BS)
     unit = _unit(x_BSE.dtype)
 
     def one(grad_BWPTV: jax.Array, p: jax.Array) -> tuple[jax.Array, jax.Array]:
         weight_BWT = _piece(weight, p)
-        nll_BWT, probability_BWTV, right_BWTV = _nll(_piece(x, p) @ head_EV, _piece(targets, p))
-        grad_BWTV = (probability_BWTV - right_BWTV) * (unit * weight_BWT)[..., None]
+        found = _nll(_piece(x, p) @ head_EV, _piece(targets, p), softcap)
+        grad_BWTV = (found.probability - found.right) * (unit * weight_BWT)[..., None]
+        grad_BWTV = grad_BWTV if found.slope is None else grad_BWTV * found.slope
         grad_BWTV = grad_BWTV.astype(x_BSE.dtype)
         grad_BWPTV = jax.lax.dynamic_update_index_in_dim(grad_BWPTV, grad_BWTV, p, 2)
-        return hint(grad_BWPTV, *_GRAD_DIMS), nll_BWT
+        return hint(grad_BWPTV, *_GRAD_DIMS), found.nll
 
     empty = hint(jnp.zeros((*x.shape[:-1], head_EV.shape[1]), x_BSE.dtype), *_GRAD_DIMS)
     grad_BWPTV, nll_PBWT = jax.lax.scan(one, empty, jnp.arange(x.shape[2]))
@@ -110,7 +135,7 @@ def _forward(x_BSE: jax.Array, head_EV: jax.Array, targets_BS: jax.Array, weight
     return jnp.sum(nll_BWPT * weight), (x, head_EV, grad_BWPTV, nll_BWPT.reshape(targets_BS.shape))
 
 
-def _backward(saved: tuple[jax.Array, ...], grad: jax.Array) -> tuple[jax.Array | None, ...]:
+def _backward(_: float | None, saved: tuple[jax.Array, ...], grad: jax.Array) -> tuple[jax.Array | None, ...]:
     """Returns the stored gradients times ``grad``, which holds 1 / tokens and the loss scale, in at least fp32.
 
     In fp16 the scale must not touch the logits' gradients: 1 / tokens rounds those of rare tokens to 0, and a loss
@@ -149,16 +174,36 @@ def _unit(dtype: Any) -> float:
 _weighted_nll.defvjp(_forward, _backward)
 
 
-def _nll(logits_BWTV: jax.Array, targets_BWT: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns negative log likelihoods, probabilities, and a mask of the target class, in at least fp32."""
+class _Piece(NamedTuple):
+    """The losses of some positions, and the gradients of their logits.
+
+    Attributes:
+      nll: negative log likelihoods [B, W, T].
+      probability: [B, W, T, V].
+      right: the mask of the target class [B, W, T, V].
+      slope: the derivative of the soft cap [B, W, T, V], if there is one.
+    """
+
+    nll: jax.Array
+    probability: jax.Array
+    right: jax.Array
+    slope: jax.Array | None
+
+
+def _nll(logits_BWTV: jax.Array, targets_BWT: jax.Array, softcap: float | None) -> _Piece:
+    """Returns the losses of some positions, in at least fp32."""
     logits_BWTV = hint(logits_BWTV, "batch", "seq", None, "vocab")
     logits_BWTV = logits_BWTV.astype(jnp.promote_types(logits_BWTV.dtype, jnp.float32))
+    slope_BWTV = None
+    if softcap is not None:
+        tanh_BWTV = jnp.tanh(logits_BWTV / softcap)
+        logits_BWTV, slope_BWTV = softcap * tanh_BWTV, 1 - tanh_BWTV * tanh_BWTV
     lse_BWT1 = jax.nn.logsumexp(logits_BWTV, axis=-1, keepdims=True)
     # A comparison with iota instead of take_along_axis: each vocabulary shard reads only its own slice.
     vocab = jax.lax.broadcasted_iota(jnp.int32, logits_BWTV.shape, logits_BWTV.ndim - 1)
     right_BWTV = vocab == targets_BWT[..., None]
     nll_BWT = lse_BWT1[..., 0] - jnp.sum(jnp.where(right_BWTV, logits_BWTV, 0), axis=-1)
-    return nll_BWT, jnp.exp(logits_BWTV - lse_BWT1), right_BWTV
+    return _Piece(nll_BWT, jnp.exp(logits_BWTV - lse_BWT1), right_BWTV, slope_BWTV)
 
 
 def _pieces(x_BS: jax.Array) -> jax.Array:
@@ -180,7 +225,8 @@ def next_token_loss(model: Any, batch: dict[str, jax.Array]) -> Any:
     Args:
       model: has ``hidden(tokens)`` and ``unembedding()``. If ``hidden`` returns a pair, its second part is a dict of
         scalars: ``loss`` is added to the loss and reported as ``aux_loss``, and the others are metrics. A model with a
-        method ``reorder_tokens`` chooses the order of its tokens; the mean loss does not depend on the order.
+        method ``reorder_tokens`` chooses the order of its tokens; the mean loss does not depend on the order. A number
+        ``logit_softcap`` caps the logits; see :func:`linear_cross_entropy`.
       batch: ``tokens`` and ``targets``, each [batch, seq] int; optionally ``loss_mask``, 0 for targets that do not
         count. For a model with ``reorder_tokens`` optionally ``segment_ids``, the document of each token, ``positions``
         within it, and ``order``, one token order for all rows; each [batch, seq] int.
@@ -205,9 +251,10 @@ def next_token_loss(model: Any, batch: dict[str, jax.Array]) -> Any:
     ...     round(float(next_token_loss(Uniform(), batch)), 4)  # log 4
     1.3863
     """
+    loss = functools.partial(mean_over_targets, softcap=getattr(model, "logit_softcap", None))
     if not hasattr(model, "reorder_tokens"):
         hidden, scalars = output_and_scalars(model.hidden(batch["tokens"]))
-        return with_extras(mean_over_targets(hidden, model.unembedding(), batch), scalars)
+        return with_extras(loss(hidden, model.unembedding(), batch), scalars)
     names = [name for name in TOKEN_ARRAYS if name in batch]
     order, positions, arrays = model.reorder_tokens(*(batch[name] for name in names), order_BS=batch.get("order"))
     batch = dict(zip(names, arrays, strict=True))
@@ -215,16 +262,18 @@ def next_token_loss(model: Any, batch: dict[str, jax.Array]) -> Any:
     hidden, scalars = output_and_scalars(
         model.hidden(batch["tokens"], batch.get("positions", positions), order, *documents)
     )
-    return with_extras(mean_over_targets(hidden, model.unembedding(), batch), scalars)
+    return with_extras(loss(hidden, model.unembedding(), batch), scalars)
 
 
-def mean_over_targets(x_BSE: jax.Array, head_EV: jax.Array, batch: dict[str, jax.Array]) -> Any:
+def mean_over_targets(
+    x_BSE: jax.Array, head_EV: jax.Array, batch: dict[str, jax.Array], *, softcap: float | None = None
+) -> Any:
     """Returns :func:`linear_cross_entropy` of a batch; with ``loss_mask`` also the number of its targets, ``weight``.
 
     The weight lets the means of microbatches with different numbers of targets add up to that of the batch.
     """
     mask_BS = batch.get("loss_mask")
-    loss = linear_cross_entropy(x_BSE, head_EV, batch["targets"], mask_BS)
+    loss = linear_cross_entropy(x_BSE, head_EV, batch["targets"], mask_BS, softcap=softcap)
     return loss if mask_BS is None else (loss, {"weight": jnp.sum(mask_BS, dtype=jnp.float32)})
 
 

@@ -20,6 +20,7 @@ from profiles import few, few_pairs
 import jaxpar as jp
 from jaxpar.errors import ConfigError
 from jaxpar.models.llama import PRESETS, LlamaConfig, make_llama, preset
+from jaxpar.models.llama.rope import RopeScaling
 from jaxpar.models.losses import cross_entropy, linear_cross_entropy, next_token_loss
 
 # Grouped queries, three rotary pairs per head, and a vocabulary size that no other dim has.
@@ -31,7 +32,7 @@ VARIANTS = {
     "a key head each": replace(CONFIG, kv_heads=4),
     "tied": replace(CONFIG, tie_embeddings=True),
     "window and biases": replace(CONFIG, sliding_window=4, qkv_bias=True),
-    "long positions": replace(CONFIG, rope_theta=100.0, rope_factor=8.0, rope_original_seq=40),
+    "long positions": replace(CONFIG, rope_theta=100.0, rope_scaling=RopeScaling(original_seq=40)),
     "remat full": replace(CONFIG, remat="full"),
     "remat dots": replace(CONFIG, remat="dots"),
     "remat save_outputs": replace(CONFIG, remat="save_outputs"),
@@ -51,14 +52,15 @@ def one_device(layout_of: Any) -> jp.Layout:
 def frequencies(config: LlamaConfig) -> np.ndarray:
     """The angle per position of each rotary pair, by the published recipe of Llama 3.1, one frequency at a time."""
     result = []
+    scaling = config.rope_scaling or RopeScaling(factor=1.0)
     for i in range(config.head_dim // 2):
         frequency = config.rope_theta ** (-2 * i / config.head_dim)
         wavelength = 2 * math.pi / frequency
-        if wavelength > config.rope_original_seq:
-            frequency /= config.rope_factor
-        elif wavelength > config.rope_original_seq / 4:
-            smooth = (config.rope_original_seq / wavelength - 1) / 3
-            frequency = (1 - smooth) * frequency / config.rope_factor + smooth * frequency
+        if wavelength > scaling.original_seq:
+            frequency /= scaling.factor
+        elif wavelength > scaling.original_seq / 4:
+            smooth = (scaling.original_seq / wavelength - 1) / 3
+            frequency = (1 - smooth) * frequency / scaling.factor + smooth * frequency
         result.append(frequency)
     return np.array(result)
 

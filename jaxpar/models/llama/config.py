@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from jaxpar.errors import ConfigError, did_you_mean
+from jaxpar.models.llama.rope import RopeScaling
 from jaxpar.parallel.attention.context import AUTO, Context
 from jaxpar.parallel.attention.tiled.padding import KEPT, SAVED
 from jaxpar.parallel.overlap.interleave import Cut, check_count
@@ -27,6 +28,27 @@ def halved(config: LlamaConfig) -> bool:
 
 
 @dataclass(frozen=True)
+class GemmaConfig:
+    """What Gemma 2 (arXiv:2408.00118) and Gemma 3 (arXiv:2503.19786) change in a Llama.
+
+    Embeddings are multiplied by sqrt(``embed``). Norms multiply by 1 + their parameter. Two more norms follow attention
+    and MLP. The gate of the MLP is a GELU in its tanh form.
+
+    Attributes:
+      query_scalar: scores are divided by its square root, instead of that of ``head_dim``.
+      attention_softcap: c: a score s becomes c tanh(s / c); ``None`` for no cap.
+      logit_softcap: the same for logits.
+      local_rope_theta: base of the rotary frequencies, without scaling, in layers with a sliding window; ``None`` for
+        the same frequencies as in other layers.
+    """
+
+    query_scalar: _Size = 256
+    attention_softcap: _Positive | None = None
+    logit_softcap: _Positive | None = None
+    local_rope_theta: _Positive | None = None
+
+
+@dataclass(frozen=True)
 class LlamaConfig:
     """Sizes and numerics of a Llama.
 
@@ -39,13 +61,15 @@ class LlamaConfig:
       head_dim: size of one head; must be even.
       mlp: hidden width of the gated MLP.
       rope_theta: base of the rotary frequencies.
-      rope_factor: above 1, stretches the low rotary frequencies by this factor, as Llama 3.1 does.
-      rope_original_seq: the context length, in positions, before the stretch.
+      rope_scaling: how the rotary frequencies are stretched beyond the context length of the pretraining.
       norm_eps: epsilon of the RMS norms.
       qk_norm: normalize the queries and keys of each head, as Qwen3 does.
       qkv_bias: add biases to queries, keys and values, as Qwen2 does.
       sliding_window: a token attends to this many tokens, itself and those before it, as in Mistral; ``None`` for all.
+      window_pattern: which layers have the sliding window; the others attend to all tokens. It repeats: [true, false]
+        alternates, as Gemma 2 does.
       tie_embeddings: use the embedding table, transposed, as the output head.
+      gemma: the further differences of Gemma 2 and 3; ``None`` for a Llama.
       dtype: the compute dtype.
       param_dtype: the dtype in which parameters are stored.
       remat: what the backward pass recomputes: the name of a policy, or a :class:`jaxpar.RematPolicy`.
@@ -56,8 +80,9 @@ class LlamaConfig:
       copies_dim: ``batch`` splits each device's rows into these parts, ``seq`` its tokens.
 
     Raises:
-      ConfigError: ``heads`` is not a multiple of ``kv_heads``, ``head_dim`` is odd, ``remat`` does not fit the layers,
-        ``copies`` is not 1 or 2, or ``copies`` does not fit ``context`` or ``reshard_after_forward``.
+      ConfigError: ``heads`` is not a multiple of ``kv_heads``, ``head_dim`` is odd, ``window_pattern`` has no true,
+        ``remat`` does not fit the layers, ``copies`` is not 1 or 2, or ``copies`` does not fit ``gemma``, ``context``
+        or ``reshard_after_forward``.
 
     After Touvron et al. 2023 (arXiv:2307.09288) and Llama 3.1 (arXiv:2407.21783).
 
@@ -74,13 +99,14 @@ class LlamaConfig:
     head_dim: _Layers = 32
     mlp: _Size = 384
     rope_theta: _Positive = 10_000.0
-    rope_factor: _Positive = 1.0
-    rope_original_seq: Annotated[int, Range(1, INT32)] = 8192
+    rope_scaling: RopeScaling | None = None
     norm_eps: Annotated[float, Range(0, 1.0)] = 1e-5
     qk_norm: bool = False
     qkv_bias: bool = False
     sliding_window: Annotated[int, Range(1, INT32)] | None = None
+    window_pattern: tuple[bool, ...] = (True,)
     tie_embeddings: bool = False
+    gemma: GemmaConfig | None = None
     dtype: _Dtype = "float32"
     param_dtype: _Dtype = "float32"
     remat: str | RematPolicy = "none"
@@ -100,6 +126,16 @@ class LlamaConfig:
                 "llama: head_dim must be even, because rotary embeddings rotate pairs of numbers, got "
                 f"{self.head_dim}. Remedy: an even head_dim."
             )
+        if not any(self.window_pattern):
+            raise ConfigError(
+                f"llama: window_pattern must have a true, got {list(self.window_pattern)}. Remedy: leave it out, or "
+                "sliding_window: null for layers that all attend to all tokens."
+            )
+        if self.gemma is not None and self.copies > 1:
+            raise ConfigError(
+                f"overlap.ways is {self.copies}, but the norms after attention and MLP of a Gemma need sums over "
+                "devices before the next part's turn. Remedy: overlap: {ways: 1}."
+            )
         RematPolicy.of(self.remat).segments(self.layers)
         check_count(self.copies, self.copies_dim)
         if halved(self) and self.context.load_balance is not None:
@@ -116,8 +152,29 @@ class LlamaConfig:
 
     @property
     def supports_chunks(self) -> bool:
-        """Whether a pipeline may process sequences in chunks."""
-        return True
+        """Whether a pipeline may process sequences in chunks: only if all layers have the same window."""
+        return len(set(self.local_layers)) == 1
+
+    @property
+    def block_layers(self) -> int:
+        """The number of layers in the last stack, ``blocks``."""
+        return self.layers
+
+    @property
+    def local_layers(self) -> tuple[bool, ...]:
+        """For each layer, whether it has the sliding window."""
+        pattern = self.window_pattern
+        return tuple(self.sliding_window is not None and pattern[i % len(pattern)] for i in range(self.layers))
+
+    @property
+    def score_scale(self) -> float | None:
+        """The factor of the attention scores; ``None`` for 1 / sqrt(head_dim)."""
+        return None if self.gemma is None else self.gemma.query_scalar**-0.5
+
+    @property
+    def logit_softcap(self) -> float | None:
+        """The soft cap of the logits, if there is one."""
+        return None if self.gemma is None else self.gemma.logit_softcap
 
     @property
     def qk_dim(self) -> int:
@@ -149,7 +206,8 @@ class LlamaConfig:
     def params(self) -> int:
         """The total number of parameters."""
         lookup = 0 if self.tie_embeddings else self.embed * self.vocab
-        norms = (2 * self.layers + 1) * self.embed + (2 * self.layers * self.head_dim if self.qk_norm else 0)
+        norms = ((2 if self.gemma is None else 4) * self.layers + 1) * self.embed
+        norms += 2 * self.layers * self.head_dim if self.qk_norm else 0
         biases = self.layers * self.head_dim * (self.heads + 2 * self.kv_heads) if self.qkv_bias else 0
         return self.matmul_params + lookup + norms + biases
 
@@ -158,14 +216,14 @@ class LlamaConfig:
         return 6.0 * self.matmul_params + 12.0 * self.layers * self.heads * self.head_dim * self.mean_keys(seq)
 
     def mean_keys(self, seq: int) -> float:
-        """Returns how many keys a query sees on average: half of ``seq``, or less with a sliding window."""
-        window = min(self.sliding_window or seq, seq)
-        return window - window * window / (2 * seq)
+        """Returns how many keys a query sees on average over layers: ``seq`` / 2, or less with a sliding window."""
+        window, local = min(self.sliding_window or seq, seq), sum(self.local_layers) / self.layers
+        return local * (window - window * window / (2 * seq)) + (1 - local) * seq / 2
 
 
 _BF16 = LlamaConfig(dtype="bfloat16", remat="full")
 _8B = replace(_BF16, vocab=128_256, embed=4096, layers=32, heads=32, kv_heads=8, head_dim=128, mlp=14_336)
-_8B = replace(_8B, rope_theta=500_000.0, rope_factor=8.0)
+_8B = replace(_8B, rope_theta=500_000.0, rope_scaling=RopeScaling())
 PRESETS: dict[str, LlamaConfig] = {
     "tiny": LlamaConfig(),
     "1b": replace(_BF16, vocab=32_000, embed=2048, layers=16, heads=16, kv_heads=16, head_dim=128, mlp=7168),

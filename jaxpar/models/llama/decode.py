@@ -19,10 +19,14 @@ from jaxpar.inference.cached_model import DecoderFns, Stack
 from jaxpar.inference.kv_cache import cached_attention, fill_cache, init_cache
 from jaxpar.models.embedding import lookup
 from jaxpar.models.llama.config import LlamaConfig
-from jaxpar.models.llama.layers import Block, TokenInfo, rope_table
-from jaxpar.models.llama.model import Llama
-from jaxpar.models.losses import output_and_scalars
+from jaxpar.models.llama.layers import Block, TokenInfo, local_rope_table, rope_table
+from jaxpar.models.llama.model import Llama, embedding_scaled
+from jaxpar.models.losses import output_and_scalars, soft_capped
+from jaxpar.parallel.collectives.gather_reduce import axes_of
+from jaxpar.parallel.pipeline.executor.layer_placement import AXIS
 from jaxpar.parallel.pipeline.staged_loss import stacked_part
+from jaxpar.sharding.layout import current_layout
+from jaxpar.utils.checks import INT32
 
 CONTRACTING_DIMS: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("q", "k", "v", "q_up", "kv_up"), (-3,)),
@@ -72,17 +76,20 @@ def cached_llama(config: LlamaConfig, *, weights: str | None = None, cache: str 
     def embed(model: Llama, tokens_BS: jax.Array) -> jax.Array:
         table, tokens_BS = model.embedding[...], hint(tokens_BS, "batch", "seq")
         if not isinstance(table, Int8):
-            return lookup(table, tokens_BS, dtype)
+            return embedding_scaled(lookup(table, tokens_BS, dtype), config)
         scales_BS = hint(jnp.take(table.scales, tokens_BS, mode="clip"), "batch", "residual_seq")
-        return (lookup(table.values, tokens_BS, jnp.int8) * scales_BS[..., None]).astype(dtype)
+        rows_BSE = (lookup(table.values, tokens_BS, jnp.int8) * scales_BS[..., None]).astype(dtype)
+        return embedding_scaled(rows_BSE, config)
 
     prompts, token = functools.partial(_prompts, config, cache_dtype), functools.partial(_token, config)
 
     def prefill(model: Llama, tokens_BS: jax.Array, slots: int) -> tuple[jax.Array, Any]:
-        x_BSE, caches = embed(model, tokens_BS), []
+        x_BSE, caches, first = embed(model, tokens_BS), [], 0
         for name in config.stacks:
-            x_BSE, cache = prompts(stacked_part(model, (name,)), x_BSE, slots)
+            layers = stacked_part(model, (name,))
+            x_BSE, cache = prompts(layers, x_BSE, slots, first)
             caches.append(cache)
+            first += jax.tree.leaves(layers[0])[0].shape[0]
         return x_BSE, caches[0] if len(caches) == 1 else jax.tree.map(lambda *parts: jnp.concatenate(parts), *caches)
 
     def step(model: Llama, tokens_B: jax.Array, at_B: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
@@ -96,28 +103,36 @@ def cached_llama(config: LlamaConfig, *, weights: str | None = None, cache: str 
     def logits(model: Llama, x_BE: jax.Array) -> jax.Array:
         head_EV = model.embedding[...].T if config.tie_embeddings else model.head[...]
         (z_BV,) = sharded_dot(model.norm(x_BE), (head_EV, ("embed", "vocab")), dtype=dtype)
-        return hint(z_BV, "batch", "vocab")
+        return soft_capped(hint(z_BV, "batch", "vocab"), config.logit_softcap)
 
     stack = Stack(config.stacks, embed, prompts, token) if len(config.stacks) == 1 else None
     return DecoderFns(shapes, prefill, step, logits, config.vocab, prepare=_matrices(dtype, weights), stack=stack)
 
 
-def _prompts(config: LlamaConfig, cache_dtype: Any, layers: Any, x_BSE: jax.Array, slots: int) -> tuple[jax.Array, Any]:
-    """Run full prompts through the layers; return the last activations and the key/value cache in ``cache_dtype``."""
-    tokens = TokenInfo(rope_table(jax.lax.broadcasted_iota(jnp.int32, x_BSE.shape[:2], 1), config))
-    leaves, block_of = layers
+def _prompts(
+    config: LlamaConfig, cache_dtype: Any, layers: Any, x_BSE: jax.Array, slots: int, first: int = 0
+) -> tuple[jax.Array, Any]:
+    """Run full prompts through the layers; return the last activations and the key/value cache in ``cache_dtype``.
 
-    def layer(x_BSE: jax.Array, leaves: Any) -> tuple[jax.Array, Any]:
+    ``first`` is the number of the first of these layers in the model, or in the stage.
+    """
+    tokens = _token_info(jax.lax.broadcasted_iota(jnp.int32, x_BSE.shape[:2], 1), config)
+    leaves, block_of = layers
+    local, differ = _local_layers(config, leaves, first)
+
+    def layer(x_BSE: jax.Array, layer_input: Any) -> tuple[jax.Array, Any]:
+        local, leaves = layer_input
         block: Block = block_of(leaves)
         cache: dict[str, Any] = {}
+        here = tokens.of_layer(local if differ else config.local_layers[0])
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
             cache.update(keys=fill_cache(k, slots, cache_dtype), values=fill_cache(v, slots, cache_dtype))
-            return block.attention.context(q, k, v, None, None, config.sliding_window)
+            return block.attention.attend(q, k, v, here)
 
-        return output_and_scalars(block(x_BSE, tokens, attend))[0], cache
+        return output_and_scalars(block(x_BSE, here, attend))[0], cache
 
-    return jax.lax.scan(layer, x_BSE, leaves)
+    return jax.lax.scan(layer, x_BSE, (local, leaves))
 
 
 def _token(
@@ -127,26 +142,56 @@ def _token(
 
     ``first`` is the number of the first of these layers in the cache.
     """
-    tokens = TokenInfo(rope_table(at_B[:, None], config))
+    tokens = _token_info(at_B[:, None], config)
     leaves, block_of = layers
+    local, differ = _local_layers(config, leaves, first)
 
     def layer(carry: Any, layer_input: Any) -> tuple[Any, None]:
         x_BSE, cache = carry
-        number, leaves = layer_input
-        updated: dict[str, Any] = {}
+        number, local, leaves = layer_input
+        block, updated = block_of(leaves), dict[str, Any]()
+        here = tokens.of_layer(local if differ else config.local_layers[0])
+        window: Any = config.sliding_window if config.local_layers[0] else None
+        if differ:
+            window = jnp.where(local, config.sliding_window or 0, INT32)
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            window = config.sliding_window
-            o, updated["cache"] = cached_attention(q, k, v, cache, number, at_B, group, window=window)
+            options = {"window": window, **block.attention.score_options}
+            o, updated["cache"] = cached_attention(q, k, v, cache, number, at_B, group, **options)
             return o
 
-        y_BSE, _ = output_and_scalars(block_of(leaves)(x_BSE, tokens, attend))
+        y_BSE, _ = output_and_scalars(block(x_BSE, here, attend))
         return (y_BSE, updated["cache"]), None
 
-    numbers = first + jnp.arange(jax.tree.leaves(leaves)[0].shape[0], dtype=jnp.int32)
+    numbers = first + jnp.arange(local.shape[0], dtype=jnp.int32)
     # Carry the full cache through the scan: as a stacked output, every step would copy it.
-    carry, _ = jax.lax.scan(layer, (x_BSE, cache), (numbers, leaves))
+    carry, _ = jax.lax.scan(layer, (x_BSE, cache), (numbers, local, leaves))
     return carry
+
+
+def _token_info(positions_BS: jax.Array, config: LlamaConfig) -> TokenInfo:
+    """Returns what the layers know of tokens at these positions."""
+    return TokenInfo(rope_table(positions_BS, config), local_rope=local_rope_table(positions_BS, config))
+
+
+def _local_layers(config: LlamaConfig, leaves: Any, first: int) -> tuple[jax.Array, bool]:
+    """Returns for each of these layers whether it has the sliding window, and whether layers of the model differ.
+
+    Args:
+      config: of the model.
+      leaves: the arrays of the layers; those of this stage, if stages share the layers.
+      first: the number of the first of them in the model, or in the stage.
+    """
+    count = jax.tree.leaves(leaves)[0].shape[0]
+    layers, differ = jnp.asarray(config.local_layers), len(set(config.local_layers)) > 1
+    if AXIS in jax.sharding.get_abstract_mesh().manual_axes:
+        first = first + jax.lax.axis_index(AXIS) * count
+        if differ and axes_of(current_layout(), "seq"):
+            raise ConfigError(
+                f"generate: {AXIS} stages run layers with and without a sliding window at the same time, but the rule "
+                "for 'seq' shards the prompts, and attention then sends keys. Remedy: seq: null for generation."
+            )
+    return jax.lax.dynamic_slice_in_dim(layers, first, count), differ
 
 
 def _matrices(dtype: Any, weight_dtype: str | None) -> Callable[[Any], Any]:

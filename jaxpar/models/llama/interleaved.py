@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxpar import Mask, attention
 from jaxpar.errors import ConfigError
 from jaxpar.models.llama.config import LlamaConfig
-from jaxpar.models.llama.layers import Block, Rope, TokenInfo
+from jaxpar.models.llama.layers import Block, Rope, TokenInfo, by_window
 from jaxpar.parallel.overlap.branches import Branch
 from jaxpar.parallel.overlap.interleave import interleave_batches, order_of_halves
 from jaxpar.training.remat import OUTPUT
@@ -47,7 +47,7 @@ def interleaved_block(config: LlamaConfig, tokens: TokenInfo) -> Callable[[Block
 
     def mixed(block: Block, h_BSE: jax.Array, side: Side) -> jax.Array:
         rope, documents_BS = side
-        return block.attention(h_BSE, TokenInfo(rope, tokens.order, documents_BS), half=True)
+        return block.attention(h_BSE, TokenInfo(rope, tokens.order, documents_BS, local=tokens.local), half=True)
 
     def carried(
         block: Block, h_BSE: jax.Array, side: Side, carry: KeyValueCarry | None
@@ -62,8 +62,9 @@ def interleaved_block(config: LlamaConfig, tokens: TokenInfo) -> Callable[[Block
             seen.append((keys, values, documents))
             options: dict[str, Any] = {"impl": config.context.impl, "block": config.context.block}
             options["segment_ids"] = None if documents_BS is None else (documents_BS, documents)
-            options["mask"] = Mask(window=config.sliding_window)
-            return attention(q_BSHD, keys, values, q_offset=before, **options)
+            run = lambda window: attention(q_BSHD, keys, values, q_offset=before, mask=Mask(window=window), **options)
+            found: jax.Array = by_window(tokens.local, config.sliding_window, run)
+            return found
 
         return block.attention(h_BSE, TokenInfo(rope), attend, half=True), seen[0]
 

@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxpar import hint
 from jaxpar.models.llama.config import LlamaConfig
+from jaxpar.models.llama.rope import frequencies
 from jaxpar.nnx import axes
 from jaxpar.parallel.attention.context import TokenOrder
 from jaxpar.parallel.zero.gather import gather_weight, sharded_dot
@@ -22,6 +23,10 @@ type Rope = tuple[jax.Array, jax.Array]
 """Cosines and sines of the rotary angles, as :func:`rope_table` returns them."""
 
 
+type HasWindow = bool | jax.Array
+"""Whether a layer has the sliding window; traced where one program runs layers of both kinds."""
+
+
 class TokenInfo(NamedTuple):
     """What the layers know of the tokens besides their activations.
 
@@ -29,11 +34,23 @@ class TokenInfo(NamedTuple):
       rope: rotary angles of the tokens.
       order: the order in which the tokens are sharded over the sequence; ``None`` for the natural one.
       documents_BS: document of each token [batch, seq] int; tokens attend within their document.
+      local_rope: rotary angles in layers with the sliding window, if they have other ones.
+      local: whether this layer has the model's sliding window, if there is one.
     """
 
     rope: Rope
     order: TokenOrder = None
     documents_BS: jax.Array | None = None
+    local_rope: Rope | None = None
+    local: HasWindow = True
+
+    def of_layer(self, local: HasWindow) -> TokenInfo:
+        """Returns the same for a layer with (``local``) or without the sliding window."""
+        rope = self.rope
+        if self.local_rope is not None:
+            # A traced choice between two small tables costs less than two programs.
+            rope = jax.tree.map(lambda x, y: jnp.where(local, x, y), self.local_rope, self.rope)
+        return self._replace(rope=rope, local_rope=None, local=local)
 
 
 type Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -50,11 +67,15 @@ def _kernel(
 
 
 class RMSNorm(nnx.Module):
-    """Root-mean-square norm (Zhang & Sennrich 2019, arXiv:1910.07467), computed in at least fp32."""
+    """Root-mean-square norm (Zhang & Sennrich 2019, arXiv:1910.07467), computed in at least fp32.
+
+    The parameter of a Gemma is the difference of the scale from 1, so weight decay pulls the scale to 1.
+    """
 
     def __init__(self, config: LlamaConfig, size: int | None = None):
-        ones = axes(jax.nn.initializers.ones)("norm")
-        self.scale = nnx.Param(ones(jax.random.key(0), (size or config.embed,), jnp.dtype(config.param_dtype)))
+        self.offset = 0 if config.gemma is None else 1
+        first = axes(jax.nn.initializers.constant(1 - self.offset))("norm")
+        self.scale = nnx.Param(first(jax.random.key(0), (size or config.embed,), jnp.dtype(config.param_dtype)))
         self.eps, self.dtype = config.norm_eps, jnp.dtype(config.dtype)
 
     def __call__(self, x_BSE: jax.Array) -> jax.Array:
@@ -62,13 +83,49 @@ class RMSNorm(nnx.Module):
         x_fp32 = x_fp32 * jax.lax.rsqrt(jnp.mean(x_fp32 * x_fp32, axis=-1, keepdims=True) + self.eps)
         # Without the barrier the compiler recomputes the norm inside each matmul that reads it. That is three times the
         # work, and a third of the compile time.
-        return jax.lax.optimization_barrier((x_fp32 * self.scale[...]).astype(self.dtype))
+        scale = self.scale[...] + self.offset if self.offset else self.scale[...]
+        return jax.lax.optimization_barrier((x_fp32 * scale).astype(self.dtype))
 
 
-class Attention(nnx.Module):
+class WindowedAttention(nnx.Module):
+    """The attention itself, with the mask, scale and soft cap of the layer; subclasses add the projections."""
+
+    def __init__(self, config: LlamaConfig):
+        gemma = config.gemma
+        self.options: dict[str, Any] = {
+            "dtype": jnp.dtype(config.dtype),
+            "reshard_after_forward": config.reshard_after_forward,
+        }
+        self.context, self.window = config.context, config.sliding_window
+        self.score_options: dict[str, float | None] = {
+            "scale": config.score_scale,
+            "softcap": None if gemma is None else gemma.attention_softcap,
+        }
+
+    def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, tokens: TokenInfo) -> jax.Array:
+        """Returns causal attention; the shapes are those of :data:`Attend`."""
+        run = lambda window: self.context(
+            q, k, v, tokens.order, tokens.documents_BS, window=window, **self.score_options
+        )
+        found: jax.Array = by_window(tokens.local, self.window, run)
+        return found
+
+
+def by_window(local: HasWindow, window: int | None, run: Callable[[int | None], Any]) -> Any:
+    """Returns ``run(window)`` in a layer with the sliding window, else ``run(None)``.
+
+    The window is static in ``run`` in both cases, so that attention skips the tiles outside of it.
+    """
+    if isinstance(local, bool) or window is None:
+        return run(window if local is not False else None)
+    return jax.lax.cond(local, lambda: run(window), lambda: run(None))
+
+
+class Attention(WindowedAttention):
     """Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245) with rotary positions."""
 
     def __init__(self, config: LlamaConfig, rngs: nnx.Rngs):
+        super().__init__(config)
         c = config
         e, h, k, d = c.embed, c.heads, c.kv_heads, c.head_dim
         self.q = _kernel(rngs.params(), (e, h, d), ("embed", "heads", "head_dim"), e, c)
@@ -83,8 +140,6 @@ class Attention(nnx.Module):
             self.q_bias, self.k_bias, self.v_bias = zeros(h, "heads"), zeros(k, "kv_heads"), zeros(k, "kv_heads")
         if c.qk_norm:
             self.q_norm, self.k_norm = RMSNorm(c, d), RMSNorm(c, d)
-        self.options: dict[str, Any] = {"dtype": jnp.dtype(c.dtype), "reshard_after_forward": c.reshard_after_forward}
-        self.context, self.window = c.context, c.sliding_window
         self.qk_norm, self.qkv_bias = c.qk_norm, c.qkv_bias
 
     def __call__(
@@ -116,14 +171,11 @@ class Attention(nnx.Module):
             )
         q, k = (self.q_norm(q), self.k_norm(k)) if self.qk_norm else (q, k)
         q, k, v = (checkpoint_name(x, "qkv") for x in (rotate(q, tokens.rope), rotate(k, tokens.rope), v))
-        o_BSHD = attend(q, k, v) if attend else self._attend(q, k, v, tokens)
+        o_BSHD = attend(q, k, v) if attend else self.attend(q, k, v, tokens)
         if half:
             return o_BSHD
         (y_BSE,) = sharded_dot(o_BSHD, (self.o[...], ("heads", "head_dim", "embed")), summed=2, **self.options)
         return y_BSE
-
-    def _attend(self, q: jax.Array, k: jax.Array, v: jax.Array, tokens: TokenInfo) -> jax.Array:
-        return self.context(q, k, v, tokens.order, tokens.documents_BS, self.window)
 
     def output(self, o_BSHD: jax.Array) -> jax.Array:
         """Apply the output projection to ``o_BSHD`` [batch, seq, heads, head_dim]; returns [batch, seq, embed]."""
@@ -133,6 +185,8 @@ class Attention(nnx.Module):
 
 class SwiGLU(nnx.Module):
     """Gated MLP (Shazeer 2020, arXiv:2002.05202)."""
+
+    activation = staticmethod(jax.nn.silu)
 
     def __init__(self, config: LlamaConfig, rngs: nnx.Rngs):
         c = config
@@ -149,7 +203,7 @@ class SwiGLU(nnx.Module):
         dims = ("embed", "mlp")
         gate, up = sharded_dot(x_BSE, (self.gate[...], dims), (self.up[...], dims), **self.options)
         gate, up = hint(gate, "batch", "seq", "mlp"), hint(up, "batch", "seq", "mlp")
-        hidden = checkpoint_name(jax.nn.silu(gate) * up, "mlp_hidden")
+        hidden = checkpoint_name(self.activation(gate) * up, "mlp_hidden")
         if half:
             return hidden
         (y_BSE,) = sharded_dot(hidden, (self.down[...], ("mlp", "embed")), **self.options)
@@ -188,17 +242,25 @@ def layer_shapes(config: LlamaConfig, shape: tuple[int, ...]) -> tuple[jax.Shape
     return q, k
 
 
-def rope_table(positions_BS: jax.Array, config: LlamaConfig) -> Rope:
-    """Returns fp32 cosines and sines [batch, seq, 1, rope_dim / 2] of the rotary angles (Su et al. 2021)."""
-    frequency = config.rope_theta ** (-jnp.arange(0, config.rope_dim, 2, dtype=jnp.float32) / config.rope_dim)
-    if config.rope_factor > 1:
-        # Llama 3.1 stretches wavelengths beyond the original window, keeps those well inside it, and ramps between.
-        turns = config.rope_original_seq * frequency / (2 * math.pi)
-        keep = jnp.clip((turns - 1) / (4 - 1), 0, 1)
-        frequency = frequency * (keep + (1 - keep) / config.rope_factor)
-    angle = positions_BS[..., None, None].astype(jnp.float32) * frequency
+def rope_table(positions_BS: jax.Array, config: LlamaConfig, *, local: bool = False) -> Rope:
+    """Returns fp32 cosines and sines [batch, seq, 1, rope_dim / 2] of the rotary angles.
+
+    ``local`` gives those of layers with the sliding window.
+    """
+    theta, scaling = config.rope_theta, config.rope_scaling
+    if local and config.gemma is not None and config.gemma.local_rope_theta is not None:
+        theta, scaling = config.gemma.local_rope_theta, None
+    angle = positions_BS[..., None, None].astype(jnp.float32) * frequencies(config.rope_dim, theta, scaling)
+    factor = 1.0 if scaling is None else scaling.rotated_factor
+    cos, sin = (f(angle) if factor == 1 else f(angle) * factor for f in (jnp.cos, jnp.sin))
     # The barrier keeps the compiler from recomputing them in every layer.
-    return jax.lax.optimization_barrier((jnp.cos(angle), jnp.sin(angle)))
+    return jax.lax.optimization_barrier((cos, sin))
+
+
+def local_rope_table(positions_BS: jax.Array, config: LlamaConfig) -> Rope | None:
+    """Returns :func:`rope_table` of layers with the sliding window; ``None`` if it is that of all layers."""
+    own = config.gemma is not None and config.gemma.local_rope_theta is not None
+    return rope_table(positions_BS, config, local=True) if own else None
 
 
 def rotate(x_BSHD: jax.Array, rope: Rope) -> jax.Array:

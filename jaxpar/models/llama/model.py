@@ -20,12 +20,23 @@ from flax import nnx
 from jaxpar import hint
 from jaxpar.models.embedding import lookup
 from jaxpar.models.llama.config import NAMES, LlamaConfig, halved
+from jaxpar.models.llama.gemma import GemmaBlock
 from jaxpar.models.llama.interleaved import HALVES, halves_order, interleaved_block
-from jaxpar.models.llama.layers import Block, RMSNorm, TokenInfo, _kernel, layer_shapes, rope_table
-from jaxpar.models.losses import output_and_scalars
+from jaxpar.models.llama.layer_groups import layer_of, layers_of, scan_groups
+from jaxpar.models.llama.layers import (
+    Block,
+    HasWindow,
+    RMSNorm,
+    TokenInfo,
+    _kernel,
+    layer_shapes,
+    local_rope_table,
+    rope_table,
+)
+from jaxpar.models.losses import output_and_scalars, soft_capped
 from jaxpar.nnx import stacked
 from jaxpar.parallel.attention.context import TokenOrder
-from jaxpar.parallel.offload.host_weights import cut
+from jaxpar.parallel.offload.host_weights import is_waiting
 from jaxpar.parallel.offload.placement import on_host
 from jaxpar.parallel.overlap.interleave import cut as cut_rows
 from jaxpar.parallel.overlap.interleave import join as join_rows
@@ -50,7 +61,7 @@ class Llama(nnx.Module):
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         self.config = config
         self.embedding = _kernel(rngs.params(), (config.vocab, config.embed), ("vocab", "embed"), config.embed, config)
-        self.blocks = stack_of(Block, config, config.layers, rngs)
+        self.blocks = stack_of(Block if config.gemma is None else GemmaBlock, config, config.layers, rngs)
         self.norm = RMSNorm(config)
         if not config.tie_embeddings:
             shape = (config.embed, config.vocab)
@@ -58,7 +69,8 @@ class Llama(nnx.Module):
 
     def __call__(self, tokens_BS: jax.Array, positions_BS: jax.Array | None = None) -> jax.Array:
         hidden_BSE, _ = output_and_scalars(self.hidden(tokens_BS, positions_BS))
-        return hint(hidden_BSE @ self.unembedding(), "batch", "seq", "vocab")
+        logits_BSV = hint(hidden_BSE @ self.unembedding(), "batch", "seq", "vocab")
+        return soft_capped(logits_BSV, self.logit_softcap)
 
     def reorder_tokens(
         self, *arrays_BS: jax.Array, order_BS: jax.Array | None = None
@@ -113,8 +125,9 @@ class Llama(nnx.Module):
             positions_BS = jax.lax.broadcasted_iota(jnp.int32, tokens_BS.shape, 1)
         if halved(config) and order != HALVES:
             return self._in_halves(tokens_BS, positions_BS, documents_BS), {}
-        tokens = TokenInfo(rope_table(positions_BS, config), order, documents_BS)
-        x_BSE: Any = lookup(self.embedding[...], tokens_BS, dtype)
+        ropes = rope_table(positions_BS, config), local_rope_table(positions_BS, config)
+        tokens = TokenInfo(ropes[0], order, documents_BS, ropes[1])
+        x_BSE: Any = embedding_scaled(lookup(self.embedding[...], tokens_BS, dtype), config)
         x_BSE = cut_rows(x_BSE, config.copies, dim=config.copies_dim) if config.copies > 1 else x_BSE
         x_BSE, scalars = self._run_layers(tokens, x_BSE)
         x_BSE = join_rows(x_BSE, dim=config.copies_dim) if config.copies > 1 else x_BSE
@@ -134,8 +147,16 @@ class Llama(nnx.Module):
         """Returns the output of layers before the stack ``blocks``, which this model does not have."""
         return x_BSE
 
+    @property
+    def logit_softcap(self) -> float | None:
+        """The soft cap of the logits, if there is one."""
+        return self.config.logit_softcap
+
     def unembedding(self) -> jax.Array:
-        """Returns the output head [embed, vocab] in the compute dtype; ``hidden @ unembedding`` gives the logits."""
+        """Returns the output head [embed, vocab] in the compute dtype; ``hidden @ unembedding`` gives the logits.
+
+        They are without the soft cap of :attr:`logit_softcap`.
+        """
         head_EV = self.embedding[...].T if self.config.tie_embeddings else self.head[...]
         return gather_weight(head_EV, "embed", "vocab", dtype=jnp.dtype(self.config.dtype))
 
@@ -153,8 +174,14 @@ def stack_of(
     return blocks(rngs)
 
 
+def embedding_scaled(x_BSE: jax.Array, config: LlamaConfig) -> jax.Array:
+    """Returns looked-up embeddings as the first layer takes them: a Gemma multiplies them by sqrt(embed)."""
+    # Rounded to the compute dtype first, as in the models' pretraining.
+    return x_BSE if config.gemma is None else x_BSE * jnp.asarray(config.embed**0.5, x_BSE.dtype)
+
+
 def run_stack(
-    blocks: Any, config: LlamaConfig, tokens: TokenInfo, x_BSE: Any, name: str = LAYERS
+    blocks: Any, config: LlamaConfig, tokens: TokenInfo, x_BSE: Any, name: str = LAYERS, first_layer: int = 0
 ) -> tuple[Any, dict[str, jax.Array]]:
     """Returns the output of stacked blocks, and the sum over layers of what they report.
 
@@ -164,40 +191,75 @@ def run_stack(
       tokens: positions, order and documents of the tokens.
       x_BSE: the input of the first block, or its copies.
       name: the logical dim of the stack.
+      first_layer: the number in the model of the first block.
     """
     blocks, recompute = _cast(blocks, jnp.dtype(config.dtype)), RematPolicy.of(config.remat)
-    count = jax.tree.leaves(nnx.state(blocks))[0].shape[0]
+    leaves = jax.tree.leaves(nnx.state(blocks), is_leaf=is_waiting)
+    count = leaves[0].shape[0]
+    local = config.local_layers[first_layer : first_layer + count]
     sums: dict[str, jax.Array] = {}
     for first, last, recomputed in recompute.segments(count):
-        layers = _stacked(recompute if recomputed else RematPolicy("none"), config, tokens, name)
-        x_BSE, scalars = layers(blocks if (first, last) == (0, count) else _part(blocks, first, last), x_BSE)
-        sums = {name: sums.get(name, 0) + value.sum(0) for name, value in scalars.items()}
+        layer = _layer(recompute if recomputed else RematPolicy("none"), config, tokens)
+        # Weights in host memory are fetched layer by layer, so a scan cannot take them in groups.
+        groups = [(first, last, 0)] if any(map(on_host, leaves)) else scan_groups(local, first, last)
+        for begin, end, period in groups:
+            kinds = local[begin:end]
+            traced = jnp.asarray(kinds) if period == 0 and len(set(kinds)) > 1 else None
+            scan = nnx.scan(
+                _step(layer, kinds, period),
+                in_axes=(0, 0, nnx.Carry),
+                out_axes=(nnx.Carry, 0),
+                transform_metadata=stacked(name),
+            )
+            x_BSE, scalars = scan(layers_of(blocks, begin, end, period), traced, x_BSE)
+            sums = {name: sums.get(name, 0) + value.sum(0) for name, value in scalars.items()}
     return x_BSE, sums
 
 
-def _stacked(
-    recompute: RematPolicy, config: LlamaConfig, tokens: TokenInfo, name: str
-) -> Callable[[Any, jax.Array], Any]:
-    """Returns a function that scans over a stack of layers; it returns their output and each layer's scalars."""
+def _layer(recompute: RematPolicy, config: LlamaConfig, tokens: TokenInfo) -> Callable[[Any, Any, HasWindow], Any]:
+    """Returns a function of a block, its input and whether it has the sliding window, to its output and scalars."""
     saved_dims = ("batch", "residual_seq", SAVED_EMBED if recompute.slice_activation else "embed")
     hint_all = lambda x_BSE, *dims: jax.tree.map(lambda x: hint(x, *dims), x_BSE)
 
-    @remat(recompute, config.reshard_after_forward)
-    def layer(block: Any, x_BSE: Any) -> Any:
-        x_BSE = hint_all(x_BSE, "batch", "residual_seq", "embed") if recompute.slice_activation else x_BSE
-        if config.copies > 1:
-            return interleaved_block(config, tokens)(block, x_BSE), {}
-        return output_and_scalars(block(x_BSE, tokens))
+    def layer(block: Any, x_BSE: Any, local: HasWindow) -> Any:
+        @remat(recompute, config.reshard_after_forward)
+        def run(block: Any, x_BSE: Any) -> Any:
+            here = tokens.of_layer(local)
+            x_BSE = hint_all(x_BSE, "batch", "residual_seq", "embed") if recompute.slice_activation else x_BSE
+            if config.copies > 1:
+                return interleaved_block(config, here)(block, x_BSE), {}
+            return output_and_scalars(block(x_BSE, here))
 
-    @nnx.scan(in_axes=(0, nnx.Carry), out_axes=(nnx.Carry, 0), transform_metadata=stacked(name))
-    def layers(block: Any, x_BSE: Any) -> Any:
         # Hint the layer's input too: the input is what the backward pass keeps.
         if not recompute.slice_activation:
-            return layer(block, x_BSE)
-        x_BSE, scalars = layer(block, hint_all(x_BSE, *saved_dims))
+            return run(block, x_BSE)
+        x_BSE, scalars = run(block, hint_all(x_BSE, *saved_dims))
         return hint_all(x_BSE, *saved_dims), scalars
 
-    return layers
+    return layer
+
+
+def _step(
+    layer: Callable[[Any, Any, HasWindow], Any], local: tuple[bool, ...], period: int
+) -> Callable[[Any, jax.Array | None, Any], Any]:
+    """Returns a step of a scan: it runs the ``period`` layers of a group, or one layer.
+
+    Args:
+      layer: as :func:`_layer` returned it.
+      local: for each layer of the scan, whether it has the sliding window.
+      period: the number of layers in a step; 0: one layer, and the scan passes whether it has the window.
+    """
+
+    def step(group: Any, kind: jax.Array | None, x_BSE: Any) -> Any:
+        if period < 2:
+            return layer(group, x_BSE, local[0] if kind is None else kind)
+        sums: dict[str, jax.Array] = {}
+        for number in range(period):
+            x_BSE, scalars = layer(layer_of(group, number), x_BSE, local[number])
+            sums = {name: sums.get(name, 0) + value for name, value in scalars.items()}
+        return x_BSE, sums
+
+    return step
 
 
 def remat(
@@ -209,12 +271,6 @@ def remat(
     policy = but(recompute.rule(NAMES, reshard_after_forward=reshard_after_forward is True))
     # prevent_cse stops XLA from merging the recomputation with the forward pass, which the scan already prevents.
     return lambda f: nnx.remat(f, prevent_cse=False, policy=policy)
-
-
-def _part(module: nnx.Module, first: int, last: int) -> nnx.Module:
-    """Returns layers ``first`` to ``last - 1`` of a stack."""
-    graphdef, state = nnx.split(module)
-    return nnx.merge(graphdef, jax.tree.map(lambda x: cut(x, first, last), state))
 
 
 def _cast(module: nnx.Module, dtype: Any) -> nnx.Module:

@@ -13,8 +13,8 @@ from jaxpar.errors import ConfigError
 from jaxpar.models.embedding import lookup
 from jaxpar.models.llama.config import LlamaConfig, halved
 from jaxpar.models.llama.interleaved import halves_order, interleaved_block
-from jaxpar.models.llama.layers import Block, Rope, TokenInfo, layer_shapes, rope_table
-from jaxpar.models.llama.model import Llama, remat
+from jaxpar.models.llama.layers import Block, Rope, TokenInfo, layer_shapes, local_rope_table, rope_table
+from jaxpar.models.llama.model import Llama, embedding_scaled, remat
 from jaxpar.models.llama.sequence_chunks import ChunkCarry, carried_block, empty_carry
 from jaxpar.models.losses import TOKEN_ARRAYS, mean_over_targets, output_and_scalars
 from jaxpar.parallel.attention.context import num_seq_shards
@@ -24,6 +24,8 @@ from jaxpar.pipeline import PipelineLoss
 from jaxpar.training.remat import RematPolicy
 
 type TokenBatch = dict[str, jax.Array]
+type LayerArrays = tuple[Rope, Rope | None, jax.Array | None]
+"""Rotary angles of a microbatch, those of layers with a sliding window, and the document of each token."""
 
 
 def staged_next_token_loss(config: LlamaConfig) -> PipelineLoss:
@@ -42,41 +44,47 @@ def staged_next_token_loss(config: LlamaConfig) -> PipelineLoss:
     """
     dtype, recompute = jnp.dtype(config.dtype), RematPolicy.of(config.remat)
     _check(config, recompute)
+    local_layers = config.local_layers[-config.block_layers :]
 
     def embed(model: Llama, batch: TokenBatch) -> jax.Array:
         x_BSE = lookup(model.embedding[...], hint(batch["tokens"], "batch", "seq"), dtype, by_hand=True)
+        x_BSE = embedding_scaled(x_BSE, config)
         return model.run_dense(token_info(x_BSE, layer_inputs(model, batch)), x_BSE)
 
-    def layer_inputs(model: Llama, batch: TokenBatch) -> tuple[Rope, jax.Array | None]:
-        return rope_table(batch["positions"], config), batch.get("segment_ids")
+    def layer_inputs(model: Llama, batch: TokenBatch) -> LayerArrays:
+        positions_BS = batch["positions"]
+        ropes = rope_table(positions_BS, config), local_rope_table(positions_BS, config)
+        return *ropes, batch.get("segment_ids")
 
-    def token_info(x_BSE: jax.Array, layer_inputs: tuple[Rope, jax.Array | None]) -> TokenInfo:
-        rope, documents_BS = layer_inputs
+    def token_info(x_BSE: jax.Array, layer_inputs: LayerArrays) -> TokenInfo:
+        rope, local_rope, documents_BS = layer_inputs
         # Under a pipeline the layer sees the local part of the sequence, otherwise all of it.
         num_shards, in_halves = num_seq_shards(), halved(config)
         order = None if in_halves else config.context.settled_order(*layer_shapes(config, x_BSE.shape[:2]), num_shards)
-        return TokenInfo(rope, order, documents_BS)
+        return TokenInfo(rope, order, documents_BS, local_rope)
 
-    def layer(block: Any, x_BSE: jax.Array, layer_inputs: tuple[Rope, jax.Array | None]) -> Any:
-        tokens = token_info(x_BSE, layer_inputs)
+    def layer(block: Any, x_BSE: jax.Array, layer_inputs: LayerArrays, number: Any = None) -> Any:
+        local = local_layers[0] if number is None else _local_of(config, number)
+        tokens = token_info(x_BSE, layer_inputs).of_layer(local)
         apply_block = lambda block, x_BSE: block(x_BSE, tokens)
         if config.copies > 1:
             apply_block = interleaved_block(config, tokens)
         return remat(recompute, config.reshard_after_forward)(apply_block)(block, x_BSE)
 
     def chunked_layer(
-        block: Block, x_BSE: jax.Array, layer_inputs: tuple[Rope, jax.Array | None], carry: ChunkCarry, chunk: jax.Array
+        block: Block, x_BSE: jax.Array, layer_inputs: LayerArrays, carry: ChunkCarry, chunk: jax.Array
     ) -> tuple[jax.Array, ChunkCarry]:
         if config.copies > 1:
             raise ConfigError(
                 f"overlap.ways is {config.copies}, but the schedule splits sequences into chunks, each of which passes "
                 "the keys and values of all rows to the next. Remedy: sequence_chunks: 1, or overlap: {ways: 1}."
             )
-        return carried_block(config, recompute)(block, x_BSE, *layer_inputs, carry, chunk)
+        tokens = token_info(x_BSE, layer_inputs).of_layer(local_layers[0])
+        return carried_block(config, recompute)(block, x_BSE, tokens.rope, tokens.documents_BS, carry, chunk)
 
     def head(model: Llama, x_BSE: jax.Array, batch: TokenBatch) -> Any:
         h_BSE = hint(model.norm(x_BSE), "batch", "seq", "embed")
-        return mean_over_targets(h_BSE, model.unembedding(), batch)
+        return mean_over_targets(h_BSE, model.unembedding(), batch, softcap=model.logit_softcap)
 
     return PipelineLoss(
         layers="blocks",
@@ -86,6 +94,7 @@ def staged_next_token_loss(config: LlamaConfig) -> PipelineLoss:
         prepare=lambda model, batch: _prepared(config, batch),
         layer_inputs=layer_inputs,
         dims=("batch", "residual_seq", "embed"),
+        numbered=len(set(local_layers)) > 1,
         chunked_layer=chunked_layer if config.supports_chunks else None,
         chunk_carry=lambda model, batch: empty_carry(config, batch),
     )
@@ -105,11 +114,22 @@ def staged_token_loss(config: LlamaConfig) -> PipelineLoss:
     """
     loss = staged_next_token_loss(config)
 
-    def layer(block: Any, x_BSE: jax.Array, layer_inputs: Any) -> Any:
-        y_BSE, scalars = output_and_scalars(loss.layer(block, x_BSE, layer_inputs))
+    def layer(*inputs: Any) -> Any:
+        y_BSE, scalars = output_and_scalars(loss.layer(*inputs))
         return y_BSE, {name: value for name, value in scalars.items() if name != ADDED}
 
     return replace(loss, layer=layer)
+
+
+def _local_of(config: LlamaConfig, number: jax.Array) -> jax.Array:
+    """Returns whether the layer of this index in the stack has the sliding window."""
+    if num_seq_shards() > 1:
+        raise ConfigError(
+            f"pipeline: {sum(config.local_layers)} of {config.layers} layers have a sliding window, so stages run "
+            "different attentions at the same time, but the rule for 'seq' shards the sequence, and attention then "
+            "sends keys and values. Remedy: seq: null, or no pipeline axis."
+        )
+    return jnp.asarray(config.local_layers[-config.block_layers :])[number]
 
 
 def _check(config: LlamaConfig, recompute: RematPolicy) -> None:

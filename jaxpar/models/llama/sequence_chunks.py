@@ -29,7 +29,7 @@ def empty_carry(config: LlamaConfig, batch: dict[str, jax.Array]) -> ChunkCarry:
 
 def carried_block(config: LlamaConfig, recompute: RematPolicy) -> ChunkedLayer:
     """Returns the layer of one chunk: ``(block, x, rope, documents, carry, chunk) -> (x, carry)``."""
-    context = config.context
+    context, window = config.context, config.sliding_window if config.local_layers[0] else None
 
     def layer(
         block: Block, x_BSE: jax.Array, rope: Rope, documents_BS: jax.Array | None, carry: ChunkCarry, chunk: jax.Array
@@ -46,7 +46,7 @@ def carried_block(config: LlamaConfig, recompute: RematPolicy) -> ChunkedLayer:
                 segments = None if documents_BS is None else (documents_BS, found["documents"])
                 # Slots after this chunk may hold another microbatch's keys. The causal mask hides them.
                 options: dict[str, Any] = {"impl": context.impl, "block": context.block, "segment_ids": segments}
-                options["mask"] = Mask(window=config.sliding_window)
+                options |= {"mask": Mask(window=window), **block.attention.score_options}
                 return attention(q_BSHD, found["keys"], found["values"], q_offset=start, **options)
 
             return block(x_BSE, TokenInfo(rope), attend), found

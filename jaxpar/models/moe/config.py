@@ -86,6 +86,8 @@ class MoEConfig(LlamaConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_options(self.dispatch, self.capacity_factor, self.pieces)
+        if self.gemma is not None:
+            raise ConfigError("moe: gemma is set, but no Gemma has experts. Remedy: family: llama.")
         self.router  # noqa: B018  its sizes are checked
         if self.dense_layers >= self.layers:
             raise ConfigError(
@@ -124,6 +126,13 @@ class MoEConfig(LlamaConfig):
         return self.head_dim if self.latent_attention is None else self.latent_attention.value_dim
 
     @property
+    def score_scale(self) -> float | None:
+        """The factor of the attention scores; ``None`` for 1 / sqrt(qk_dim)."""
+        if self.latent_attention is None or self.rope_scaling is None:
+            return None
+        return float(self.rope_scaling.score_factor * self.qk_dim**-0.5)
+
+    @property
     def stacks(self) -> tuple[str, ...]:
         """The names of the model's stacks of layers, in the order in which they run."""
         return ("dense_blocks", "blocks") if self.dense_layers else ("blocks",)
@@ -137,6 +146,11 @@ class MoEConfig(LlamaConfig):
     def router(self) -> Router:
         """How tokens choose experts."""
         return Router(self.experts, self.k, self.score, self.normalize, self.scale, self.groups, self.groups_per_token)
+
+    @property
+    def block_layers(self) -> int:
+        """The number of layers in the last stack, ``blocks``, which has the experts."""
+        return self.expert_layers
 
     @property
     def expert_layers(self) -> int:

@@ -14,7 +14,16 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxpar import hint
-from jaxpar.models.llama.layers import Attend, Attention, RMSNorm, SwiGLU, TokenInfo, _kernel, rotate
+from jaxpar.models.llama.layers import (
+    Attend,
+    Attention,
+    RMSNorm,
+    SwiGLU,
+    TokenInfo,
+    WindowedAttention,
+    _kernel,
+    rotate,
+)
 from jaxpar.models.moe.config import LatentAttentionConfig, MoEConfig
 from jaxpar.nnx import axes
 from jaxpar.parallel.experts.balance import load_balance_loss, router_z_loss
@@ -92,10 +101,11 @@ class Mixture(nnx.Module):
         return {"loss": loss, **scalars}
 
 
-class LatentAttention(nnx.Module):
+class LatentAttention(WindowedAttention):
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434) with rotary positions."""
 
     def __init__(self, config: MoEConfig, latent: LatentAttentionConfig, rngs: nnx.Rngs):
+        super().__init__(config)
         c, a = config, latent
         e, h, query = c.embed, c.heads, c.head_dim + a.rope_dim
         if a.q_latent is None:
@@ -110,8 +120,7 @@ class LatentAttention(nnx.Module):
         self.kv_up = _kernel(rngs.params(), up, ("latent", "heads", "head_dim"), a.kv_latent, c)
         out = (h, a.value_dim, e)
         self.o = _kernel(rngs.params(), out, ("heads", "head_dim", "embed"), 2 * c.layers * h * a.value_dim, c)
-        self.options: dict[str, Any] = {"dtype": jnp.dtype(c.dtype), "reshard_after_forward": c.reshard_after_forward}
-        self.context, self.latent, self.head_dim, self.window = c.context, a, c.head_dim, c.sliding_window
+        self.latent, self.head_dim = a, c.head_dim
 
     def __call__(self, x_BSE: jax.Array, tokens: TokenInfo, attend: Attend | None = None) -> jax.Array:
         """Apply attention to ``x_BSE`` [batch, seq, embed]; the arguments are those of the Llama's attention."""
@@ -126,10 +135,7 @@ class LatentAttention(nnx.Module):
         rotated_BSHR = jnp.broadcast_to(rotated_BSHR, (*kv_BSHD.shape[:3], a.rope_dim))
         k_BSHD = jnp.concatenate((kv_BSHD[..., :d], rotated_BSHR), -1)
         q, k, v = (checkpoint_name(x, "qkv") for x in (q_BSHD, k_BSHD, kv_BSHD[..., d:]))
-        window = self.window
-        o_BSHD: jax.Array = (
-            attend(q, k, v) if attend else self.context(q, k, v, tokens.order, tokens.documents_BS, window)
-        )
+        o_BSHD = attend(q, k, v) if attend else self.attend(q, k, v, tokens)
         (y_BSE,) = sharded_dot(o_BSHD, (self.o[...], ("heads", "head_dim", "embed")), summed=2, **self.options)
         return y_BSE
 

@@ -65,7 +65,8 @@ class MoEDecoder(Llama):
         return self._hidden(tokens_BS, positions_BS, order, documents_BS)
 
     def _run_layers(self, tokens: TokenInfo, x_BSE: Any) -> tuple[Any, LayerScalars]:
-        return run_stack(self.blocks, self.config, tokens, self.run_dense(tokens, x_BSE))
+        x_BSE, first = self.run_dense(tokens, x_BSE), self.config.dense_layers
+        return run_stack(self.blocks, self.config, tokens, x_BSE, first_layer=first)
 
     def run_dense(self, tokens: TokenInfo, x_BSE: jax.Array) -> jax.Array:
         """Returns the output of the first layers, which have no experts."""

@@ -137,7 +137,10 @@ class Context:
         v: jax.Array,
         order: TokenOrder,
         segment_ids: jax.Array | None = None,
+        *,
         window: int | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
     ) -> jax.Array:
         """Returns causal attention of tokens stored in the given order.
 
@@ -147,6 +150,7 @@ class Context:
           order: the order of the tokens, as :meth:`reorder_tokens` returns it.
           segment_ids: the document of each token ``[batch, seq]``, in the same order; negative for padding.
           window: a query sees this many keys, its own and those before it; ``None`` for all.
+          scale, softcap: as for :func:`jaxpar.attention`.
 
         Returns:
           The result ``[batch, seq, heads, head_dim]``.
@@ -162,6 +166,8 @@ class Context:
             "segment_ids": segment_ids,
             "keep_gathered_kv": self.keep_gathered_kv,
             "mask": None if window is None else Mask(window=window),
+            "scale": scale,
+            "softcap": softcap,
         }
         axes = manual_axes_of("seq")
         if axes:

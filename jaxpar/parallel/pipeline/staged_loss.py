@@ -52,6 +52,9 @@ class PipelineLoss:
         each shard then draws its own numbers. The cost is one hash per row and layer, and one per row. Keys of JAX's
         ``rbg`` implementation draw different numbers in a different batch, so results with them depend on microbatches
         and devices.
+      numbered: layers differ: ``layer(block, x, side, number)`` also receives the index of the layer in the model, a
+        traced int32; with ``keys`` after the keys. Stages run different layers at the same time, so what depends on the
+        index must not communicate.
       chunked_layer: for schedules that split sequences into chunks:
         ``chunked_layer(block, x, side, carry, chunk) -> (x, carry)`` runs one layer on one chunk of a microbatch. ``x``
         and ``side`` belong to the chunk, and its number ``chunk`` is traced. ``carry`` holds the data that earlier
@@ -86,6 +89,7 @@ class PipelineLoss:
     layer_inputs: Callable[[Any, Any], Any] = lambda model, batch: None
     dims: tuple[str | None, ...] | None = None
     keys: bool = False
+    numbered: bool = False
     chunked_layer: Callable[[Any, jax.Array, Any, Any, jax.Array], tuple[jax.Array, Any]] | None = None
     chunk_carry: Callable[[Any, Any], Any] = lambda model, batch: None
 
@@ -143,13 +147,15 @@ class PipelineLoss:
 
         def one(x: jax.Array, at: Any) -> tuple[jax.Array, Any]:
             number, leaves = at
-            return self.one(block(leaves), x, side, of_layer(keys, number))
+            return self.one(block(leaves), x, side, of_layer(keys, number), number)
 
-        numbers = jnp.arange(jax.tree.leaves(leaves)[0].shape[0])
+        numbers = jnp.arange(jax.tree.leaves(leaves)[0].shape[0], dtype=jnp.int32)
         x, extras = jax.lax.scan(one, self.embed(model, batch), (numbers, leaves))
         return with_extras(self.head(model, x, batch), jax.tree.map(lambda each: each.sum(0), extras))
 
-    def one(self, block: Any, x: jax.Array, side: Any, keys: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def one(
+        self, block: Any, x: jax.Array, side: Any, keys: Any, number: Any = None
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Returns the output of one layer and the layer's scalars by name, in fp32 or wider.
 
         Args:
@@ -157,12 +163,14 @@ class PipelineLoss:
           x: its input, [rows, ...].
           side: the result of ``layer_inputs``.
           keys: a key for each row, [rows], or ``None``.
+          number: the index of the layer in the model, if the loss is ``numbered``.
 
         Raises:
           ModelError: the layer returned something other than ``x`` or ``(x, aux)``, or an array that is not a scalar in
             ``aux``.
         """
-        found = self.layer(block, x, side, keys) if self.keys else self.layer(block, x, side)
+        more = (*((keys,) if self.keys else ()), *((number,) if self.numbered else ()))
+        found = self.layer(block, x, side, *more)
         if not isinstance(found, tuple):
             return found, {}
         if len(found) != 2:

@@ -107,7 +107,7 @@ def layer_of(split: ModelSplit) -> StageLayer:
 
     def layer(weights: Any, x: jax.Array, side: LayerInputs) -> tuple[jax.Array, dict[str, jax.Array]]:
         with batch_rows(side.numbers), own_constraints_explained():
-            return split.loss_fn.one(split.block(weights), x, side.given, side.keys)
+            return split.loss_fn.one(split.block(weights), x, side.given, side.keys, side.layer)
 
     return layer
 
@@ -127,7 +127,8 @@ def layer_inputs_of(transfer: StageTransfer) -> Callable[[Any, Sequence[jax.Arra
         if keys is not None:
             for axis in seq_axes(transfer.layout):
                 keys = jax.vmap(jax.random.fold_in, (0, None))(keys, jax.lax.axis_index(axis))
-        return LayerInputs(given, keys, jnp.zeros((), jnp.float32), numbers)
+        layer = jnp.zeros((), jnp.int32) if split.loss_fn.numbered else None
+        return LayerInputs(given, keys, jnp.zeros((), jnp.float32), numbers, layer)
 
     return side
 

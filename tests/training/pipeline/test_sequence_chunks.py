@@ -187,7 +187,7 @@ def test_no_chunk_keeps_a_copy_of_all_keys_and_values(remat: str, most: int | No
         pieces = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, chunks, 1, seq // chunks), x.dtype), batch)
         weights, no = [w[None] for w in leaves], jnp.asarray(0)
         one = Carried(lambda w, x, side: x, weights, no, no, carry=how, like=how.shapes(pieces))
-        side = rope_table(jnp.zeros((1, seq // chunks), jnp.int32), config), None
+        side = rope_table(jnp.zeros((1, seq // chunks), jnp.int32), config), None, None
         return one.kept(jnp.zeros((1, seq // chunks, config.embed)), side)[1]
 
     with layout:

@@ -93,8 +93,9 @@ def _numerics(keys: ConfigKeys) -> dict[str, Any]:
         "qkv_bias": keys.take("--add-qkv-bias", "bool", False, "model.qkv_bias"),
         "tie_embeddings": not keys.take("--untie-embeddings-and-output-weights", "bool", False, "model.tie_embeddings"),
     }
-    if keys.take("--use-rope-scaling", "bool", False, "model.rope_factor"):
-        fields["rope_factor"] = float(keys.take("--rope-scaling-factor", "number", 8.0, "model.rope_factor"))
+    if keys.take("--use-rope-scaling", "bool", False, "model.rope_scaling"):
+        factor = float(keys.take("--rope-scaling-factor", "number", 8.0, "model.rope_scaling"))
+        fields["rope_scaling"] = {"kind": "llama3", "factor": factor}
     else:
         keys.ignore("--rope-scaling-factor", "--use-rope-scaling is not given")
     window = keys.raw("--window-size")

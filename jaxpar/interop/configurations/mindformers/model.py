@@ -125,7 +125,7 @@ def _rope(keys: ConfigKeys, prefix: str) -> dict[str, Any]:
     }
     method, scaling = f"{prefix}extend_method", f"{prefix}scaling_factor"
     kind, values, where = keys.get(method, "text", "None").upper(), keys.raw(scaling), scaling
-    keys.translate(method, "model.rope_factor")
+    keys.translate(method, "model.rope_scaling")
     if keys.has(f"{prefix}rope_scaling"):
         where = f"{prefix}rope_scaling"
         values = keys.get(where, "mapping", {})
@@ -139,9 +139,10 @@ def _rope(keys: ConfigKeys, prefix: str) -> dict[str, Any]:
         if bands != (1, 4):
             keys.refuse(where, f"low_freq_factor and high_freq_factor must be 1 and 4, got {bands[0]} and {bands[1]}")
             return fields
-        keys.translate(where, "model.rope_factor, model.rope_original_seq")
+        keys.translate(where, "model.rope_scaling")
         original = values.get("original_max_position_embeddings", values.get("original_max_position_embedding", 8192))
-        return fields | {"rope_factor": float(values.get("factor", 8.0)), "rope_original_seq": original}
+        stretch = {"kind": "llama3", "factor": float(values.get("factor", 8.0)), "original_seq": original}
+        return fields | {"rope_scaling": stretch}
     keys.refuse(where if keys.has(where) else method, f"rotary positions scaled by {kind} are not built")
     return fields
 

@@ -21,17 +21,22 @@ class LayerInputs(NamedTuple):
       keys: the keys of the rows, for all layers or for one; ``None`` if layers draw no random numbers.
       weight: the weight of a layer's own loss in the differentiated loss. Only backwards read it.
       numbers: the indices of the rows in the full batch, int32 [rows]; ``None`` if they are not needed.
+      layer: the index of the layer in the model, int32; any number for all layers, and ``None`` if it is not needed.
     """
 
     given: Any
     keys: Any
     weight: jax.Array
     numbers: Any = None
+    layer: Any = None
 
 
 def of_number(side: Any, number: Any) -> Any:
     """Returns ``side`` for the layer of this index in the model, with the keys of that layer."""
-    return side._replace(keys=of_layer(side.keys, number)) if isinstance(side, LayerInputs) else side
+    if not isinstance(side, LayerInputs):
+        return side
+    layer = None if side.layer is None else jnp.asarray(number, jnp.int32)
+    return side._replace(keys=of_layer(side.keys, number), layer=layer)
 
 
 def bits(x: jax.Array) -> jax.Array:

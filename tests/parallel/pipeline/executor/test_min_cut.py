@@ -135,7 +135,7 @@ def test_a_llamas_layer_keeps_the_inputs_of_its_products_and_their_cotangents() 
     graph, state = nnx.split(Llama(config, rngs=nnx.Rngs(0)).blocks)
     weights = jax.tree.map(lambda w: w.astype(jnp.bfloat16)[None], state)
     x, positions = jnp.ones((2, 16, 32), jnp.bfloat16), jnp.broadcast_to(jnp.arange(16), (2, 16))
-    side = rope_table(positions, config), None
+    side = rope_table(positions, config), None, None
     with jp.Layout(jp.MeshSpec(data=1).build(jax.devices()[:1]), LLAMA_RULES):
         chunk = Chunk(
             lambda w, x, side: loss.layer(nnx.merge(graph, w), x, side), weights, jnp.asarray(0), jnp.asarray(1)

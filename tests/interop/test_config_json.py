@@ -1,0 +1,206 @@
+"""Configurations of Hugging Face models: every published family is read, and what is not implemented is named."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from profiles import examples
+from published_configs import PUBLISHED
+
+from jaxpar.errors import ConfigError
+from jaxpar.interop import huggingface
+from jaxpar.interop.families import to_config, to_fields
+from jaxpar.models import make_decoder
+from jaxpar.models.llama import LlamaConfig
+from jaxpar.models.llama.config import GemmaConfig
+from jaxpar.models.llama.rope import RopeScaling
+from jaxpar.training.model import build_shapes
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "huggingface"
+CASES = sorted(folder.name for folder in GOLDEN.iterdir() if (folder / "answers.npz").is_file())
+
+
+def fields_of(case: str) -> dict[str, Any]:
+    fields: dict[str, Any] = json.loads((GOLDEN / case / "config.json").read_text())
+    return fields
+
+
+@pytest.mark.parametrize(
+    ("case", "fields", "text"),
+    [
+        ("llama2", {"model_type": "lama"}, "got 'lama'. Did you mean 'llama'?"),
+        (
+            "llama2",
+            {"model_type": "falcon"},
+            "model_type must be one of llama, mistral, ministral, qwen2, qwen3, gemma2",
+        ),
+        ("llama2", {"attention_bias": True}, "not implemented: attention_bias must be False, got True"),
+        ("llama2", {"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
+        ("llama2", {"quantization_config": {"bits": 4}}, "quantization_config is {'bits': 4}"),
+        ("llama2", {"hidden_size": "many"}, "hidden_size must be a number, got 'many'"),
+        ("llama2", {"rope_parameters": {"rope_type": "longrope"}}, "got rope_type 'longrope'. Remedy: none"),
+        ("llama2", {"rope_parameters": {"rope_type": "linear"}}, "config.json: factor must be a number, got None"),
+        ("llama3", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor must be a number"),
+        (
+            "qwen2_windows",
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "short_factor": [1.0], "x": 3}},
+            "these fields of rope_scaling (yarn) are not implemented: short_factor is [1.0]; x is 3. Remedy",
+        ),
+        ("llama2", {"sliding_window": 8}, "sliding_window is 8"),
+        (
+            "llama2",
+            {"layer_types": ["sliding_attention"] * 2},
+            "2 times sliding_attention, but 0 of 2 layers of a llama",
+        ),
+        ("mistral", {"layer_types": ["sliding_attention", "full_attention"]}, "1 times sliding_attention, but 2 of 2"),
+        (
+            "gemma2",
+            {"layer_types": ["full_attention"]},
+            "layer_types must be a list of 4 names, each sliding_attention",
+        ),
+        ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation must be 'gelu_pytorch_tanh', got 'gelu'"),
+        ("gemma2", {"sliding_window_pattern": 6}, "sliding_window_pattern must be 2, got 6"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention must be False, got True"),
+        ("gemma2", {"attn_logit_softcapping": "50"}, "attn_logit_softcapping must be a number, got '50'"),
+        ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping must be None, got 50.0"),
+        (
+            "gemma3",
+            {"rope_parameters": {"rope_theta": 1e6}},
+            "must have full_attention and sliding_attention, got rope_theta",
+        ),
+        (
+            "gemma3",
+            {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e4}}},
+            "rope_parameters.sliding_attention must be of rope_type 'default', got 'linear'",
+        ),
+        ("gemma3", {"layer_types": None, "sliding_window_pattern": 0}, "must be a number of layers >= 1, got 0"),
+        ("gemma3", {"model_type": "gemma3"}, "model_type must be one of llama, "),
+        ("llama2", {"num_key_value_heads": 3}, "heads=4 is not a multiple of kv_heads=3"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise must be 0.0, got 0.1"),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, "mlp_only_layers must be [], got [1]"),
+        ("qwen3_moe", {"norm_topk_prob": 1}, "norm_topk_prob must be true or false, got 1"),
+    ],
+)
+def test_what_is_not_implemented_is_an_error(case: str, fields: dict[str, Any], text: str) -> None:
+    before = json.loads((GOLDEN / case / "config.json").read_text())
+    with pytest.raises(ConfigError) as error:
+        to_config({**before, **fields})
+    assert text in str(error.value)
+
+
+def test_older_configurations_are_read() -> None:
+    old = json.loads((GOLDEN / "llama3" / "config.json").read_text())
+    rope = old.pop("rope_parameters")
+    theta = rope.pop("rope_theta")
+    new = to_config(json.loads((GOLDEN / "llama3" / "config.json").read_text()))
+    assert to_config({**old, "rope_theta": theta, "rope_scaling": rope}) == new
+    rope["type"] = rope.pop("rope_type")
+    assert to_config({**old, "rope_theta": theta, "rope_scaling": rope, "unsloth": "x"}, ignore=["unsloth"]) == new
+    assert (new.rope_theta, new.rope_scaling) == (500.0, RopeScaling("llama3", 8.0, 32))
+
+
+def test_windows_of_some_layers_are_read() -> None:
+    old = {key: value for key, value in fields_of("qwen3").items() if key != "layer_types"}
+    window = {"use_sliding_window": True, "sliding_window": 8}
+    read = lambda **more: to_config({**old, **window, **more})
+    assert read(max_window_layers=0).local_layers == (True, True)
+    assert read(max_window_layers=0).window_pattern == (True,)
+    assert read(max_window_layers=1).local_layers == (False, True)
+    assert read(max_window_layers=2) == read(use_sliding_window=False) == to_config(old)
+    types = ["sliding_attention", "full_attention"]
+    assert read(max_window_layers=2, layer_types=types).local_layers == (True, False)
+    assert read(use_sliding_window=False, layer_types=types) == to_config(old)
+    ministral = {**fields_of("mistral"), "model_type": "ministral", "layer_types": types}
+    assert to_config(ministral).local_layers == (True, False)
+    assert to_config({**ministral, "layer_types": None}) == to_config(fields_of("mistral"))
+    assert to_fields(to_config(ministral))["model_type"] == "ministral"
+
+
+def test_older_gemmas_are_read() -> None:
+    new = {key: value for key, value in fields_of("gemma3").items() if key not in ("rope_parameters", "layer_types")}
+    rope = {"rope_theta": 500.0, "rope_local_base_freq": 100, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}
+    assert to_config({**new, **rope, "sliding_window_pattern": 2}) == to_config(fields_of("gemma3"))
+    assert to_config({**new, "sliding_window_pattern": 3}).local_layers == (True, True, False, True, True)
+    assert to_config(new).gemma == GemmaConfig(query_scalar=6, local_rope_theta=1e4)
+    assert to_config(new).rope_theta == 1e6
+    old = {key: value for key, value in fields_of("gemma2").items() if key not in ("rope_parameters", "layer_types")}
+    assert to_config(old) == to_config(fields_of("gemma2"))
+    del old["attn_logit_softcapping"]
+    assert to_config({**old, "final_logit_softcapping": None}).gemma == GemmaConfig(6, attention_softcap=50.0)
+
+
+def test_yarn_is_read() -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}
+    read = lambda **more: to_config({**fields_of("llama2"), "rope_parameters": {**yarn, **more}}).rope_scaling
+    assert read() == RopeScaling("yarn", 4.0, 32, fast_turns=32.0)
+    assert read(truncate=False, attention_factor=1.5) == RopeScaling(
+        "yarn", 4.0, 32, fast_turns=32.0, attention_factor=1.5, truncate=False
+    )
+    assert read(factor=None) == RopeScaling("yarn", 256 / 32, 32, fast_turns=32.0)
+    assert read(original_max_position_embeddings=None, mscale=0) == RopeScaling("yarn", 4.0, 256, fast_turns=32.0)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_family_is_found(case: str) -> None:
+    fields = json.loads((GOLDEN / case / "config.json").read_text())
+    assert to_fields(to_config(fields))["model_type"] == fields["model_type"]
+
+
+def test_what_no_family_can_express_is_an_error(tmp_path: Path) -> None:
+    config = LlamaConfig(qk_norm=True, qkv_bias=True)
+    with pytest.raises(ConfigError, match="export: no family can express this configuration"):
+        to_fields(config)
+    with pytest.raises(ConfigError, match="export: mistral cannot express"):
+        to_fields(LlamaConfig(qk_norm=True), "mistral")
+    with pytest.raises(ConfigError, match="family must be one of llama, .* got 'lama'. Did you mean 'llama'"):
+        to_fields(config, "lama")
+
+
+ODD = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 10**20),
+    st.floats(),
+    st.text(max_size=3),
+    st.lists(st.integers(0, 3), max_size=2),
+    st.dictionaries(
+        st.sampled_from(["rope_type", "rope_theta", "factor"]), st.none() | st.text(max_size=2), max_size=2
+    ),
+)
+
+
+@examples(60)
+@given(st.data())
+def test_no_field_raises_another_error(data: st.DataObject) -> None:
+    fields = fields_of(data.draw(st.sampled_from(CASES)))
+    for key in data.draw(st.lists(st.sampled_from(sorted({*fields, "layer_types", "rope_scaling"})), max_size=3)):
+        fields[key] = data.draw(ODD)
+    try:
+        to_config(fields)
+    except ConfigError as error:
+        assert len(str(error)) < 1000
+
+
+QUANTIZED = "quantization_config"
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models_have_their_number_of_parameters(name: str, tmp_path: Path) -> None:
+    fields, params = PUBLISHED[name]
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    if QUANTIZED in fields:  # weights in 8 bits are not read; copies of the model in 16 bits are
+        with pytest.raises(ConfigError, match=f"not implemented: {QUANTIZED} is "):
+            huggingface.read_config(tmp_path, dtype="bfloat16")
+    config = huggingface.read_config(tmp_path, dtype="bfloat16", ignore=[QUANTIZED])
+    traced = build_shapes(make_decoder(config)).params
+    assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(traced)) == config.params == params
+    exported = to_fields(config)
+    assert to_config(exported) == huggingface.read_config(tmp_path, dtype="float32", ignore=[QUANTIZED])
+    assert exported["model_type"] in (fields["model_type"], "llama")
