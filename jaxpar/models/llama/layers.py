@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -104,11 +105,14 @@ class WindowedAttention(nnx.Module):
 
     def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, tokens: TokenInfo) -> jax.Array:
         """Returns causal attention; the shapes are those of :data:`Attend`."""
-        run = lambda window: self.context(
+        found: jax.Array = by_window(tokens.local, self.window, functools.partial(self._attend, q, k, v, tokens))
+        return found
+
+    def _attend(self, q: jax.Array, k: jax.Array, v: jax.Array, tokens: TokenInfo, window: int | None) -> jax.Array:
+        result: jax.Array = self.context(
             q, k, v, tokens.order, tokens.documents_BS, window=window, **self.score_options
         )
-        found: jax.Array = by_window(tokens.local, self.window, run)
-        return found
+        return result
 
 
 def by_window(local: HasWindow, window: int | None, run: Callable[[int | None], Any]) -> Any:

@@ -201,7 +201,8 @@ def run_stack(
     for first, last, recomputed in recompute.segments(count):
         layer = _layer(recompute if recomputed else RematPolicy("none"), config, tokens)
         # Weights in host memory are fetched layer by layer, so a scan cannot take them in groups.
-        groups = [(first, last, 0)] if any(map(on_host, leaves)) else scan_groups(local, first, last)
+        fetched = any(is_waiting(w) or on_host(w) for w in leaves)
+        groups = [(first, last, 0)] if fetched else scan_groups(local, first, last)
         for begin, end, period in groups:
             kinds = local[begin:end]
             traced = jnp.asarray(kinds) if period == 0 and len(set(kinds)) > 1 else None

@@ -18,7 +18,7 @@ from jaxpar.sharding.mesh import AXES
 _EXPOSED = ("expert", "ulysses", "model")
 _HEADS = ("heads", "kv_heads")
 _NOT_TENSOR = frozenset(
-    (BATCH, SEQ, EMBED, LAYERS, EXPERTS, LATENT, "dense_layers", "residual_seq", "norm", "head_dim")
+    (BATCH, SEQ, EMBED, LAYERS, LATENT, "dense_layers", "residual_seq", "norm", "head_dim")
     + ("positions", "features", "channels")
 )
 MOST_ACCUMULATED, MOST_VIRTUAL = 32, 4
@@ -69,7 +69,9 @@ class Space:
 def tensor_dims(workload: Workload) -> tuple[str, ...]:
     """Returns the dims of the parameters along which tensor parallelism may shard them."""
     found = {name for p in workload.params for name, _ in p.factors if name is not None}
-    return tuple(sorted(name for name in found if name not in _NOT_TENSOR and not name.startswith("channels")))
+    # The axis `expert` shards the experts of jp.experts; those that a model computes in plain matmuls are a dim as any.
+    left_out = _NOT_TENSOR | ({EXPERTS} if workload.experts else set())
+    return tuple(sorted(name for name in found if name not in left_out and not name.startswith("channels")))
 
 
 def plans(

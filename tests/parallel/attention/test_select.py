@@ -206,8 +206,8 @@ def test_explain_says_what_attention_takes_once_for_each_call() -> None:
     report = jp.explain(layout, llama.make_llama(config), optax.sgd(0.1), **asked)
     (note,) = report.notes
     assert re.sub(r"py:\d+", "py", note) == (
-        "attention in Attention._attend (layers.py), 4 × 64 × 4 × 32 queries, 64 keys of 2 heads, float32: auto "
-        "selects ulysses; MiB sent per device, forward and backward: ulysses 0.09375, ring 0.1875; in plain JAX: "
+        "attention in WindowedAttention._attend (layers.py), 4 × 64 × 4 × 32 queries, 64 keys of 2 heads, float32: "
+        "auto selects ulysses; MiB sent per device, forward and backward: ulysses 0.09375, ring 0.1875; in plain JAX: "
         "kernels run only on TPU and GPU, but the mesh has cpu devices"
     )
     assert note in report.remarks() and "auto selects ulysses" in report._repr_html_()
