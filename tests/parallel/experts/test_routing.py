@@ -39,14 +39,15 @@ def first_best(scores: list[float], count: int) -> list[int]:
     return sorted(range(len(scores)), key=lambda i: (-scores[i], i))[:count]
 
 
-def choice_of(router: Router, scores: np.ndarray) -> tuple[list[int], list[float]]:
-    """The experts of a token, and every number that was compared on the way."""
+def choice_of(router: Router, scores: np.ndarray) -> tuple[list[int], list[tuple[float, ...]]]:
+    """The experts of a token, and the numbers of each group whose sums were compared."""
     size = router.experts // router.groups
     members = [range(g * size, (g + 1) * size) for g in range(router.groups)]
-    sums = [sum(sorted((scores[i] for i in group), reverse=True)[:2]) for group in members]
+    pairs = [tuple(sorted((float(scores[i]) for i in group), reverse=True)[:2]) for group in members]
+    sums = [sum(pair) for pair in pairs]
     kept = first_best(sums, router.groups_per_token)
     allowed = [scores[i] if i // size in kept else -math.inf for i in range(router.experts)]
-    return first_best(allowed, router.k), sums
+    return first_best(allowed, router.k), pairs
 
 
 def weights_of(router: Router, logits: np.ndarray, chosen: list[int]) -> np.ndarray:
@@ -85,9 +86,10 @@ def test_matches_the_reference(router: Router, seed: int, biased: bool, dtype: s
     assert [x.dtype for x in got] == [jnp.float32, jnp.int32, jnp.float32, jnp.float32]
     for at in np.ndindex(2, 12):
         scores = scores_of(router, logits[at])
-        chosen, sums = choice_of(router, scores + bias)
-        # Rounding decides between scores that are not equal but nearly so.
-        assume(not near_tie(scores + bias) and not near_tie(sums))
+        chosen, pairs = choice_of(router, scores + bias)
+        sums = [sum(pair) for pair in pairs]
+        # Rounding decides between scores that are not equal but nearly so, and between equal sums of other numbers.
+        assume(not near_tie(scores + bias) and not near_tie(sums) and len(set(sums)) == len(set(pairs)))
         assert got.experts[at].tolist() == chosen
         np.testing.assert_allclose(got.weights[at], weights_of(router, logits[at], chosen), rtol=2e-6)
         np.testing.assert_allclose(got.probabilities[at], scores / scores.sum(), rtol=2e-6)
