@@ -74,7 +74,7 @@ class ClassNames:
         return first
 
     def without_choices(self, given: Collection[int]) -> None:
-        """Leave the dim of a router's scores without a name: every device scores all experts, whoever has them."""
+        """Leave the dim of a router's scores without a name: every device scores all experts, its own and others."""
         for atom, found in self.by_class.items():
             if found.name == "experts" and atom not in given:
                 self.by_class[atom] = DimName(None, "a router's scores, of all experts on every device")
