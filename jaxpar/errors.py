@@ -12,7 +12,7 @@ keep working.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Sized
 
 
 class JaxparError(Exception):
@@ -28,15 +28,32 @@ class RulesError(JaxparError, ValueError):
 
 
 class LayoutError(JaxparError, ValueError):
-    """The rules cannot place a tensor. ``problems`` lists every problem found, one text each."""
+    """The rules cannot place a tensor. ``problems`` lists every problem found, one text each.
+
+    The message shows problems that differ only in their tensor as one.
+
+    >>> causes = "the dim 'embed' has size 6", "the axis 'data' has size 1"
+    >>> print(LayoutError([f"{path} [6] (embed): {causes[path == 'c']}" for path in "abc"]))
+    3 problems, 2 causes:
+    1. the dim 'embed' has size 6
+       2 tensors: a [6] (embed); b [6] (embed)
+    2. c [6] (embed): the axis 'data' has size 1
+    """
 
     def __init__(self, problems: str | Sequence[str]):
         self.problems: tuple[str, ...] = (problems,) if isinstance(problems, str) else tuple(problems)
+        causes: dict[str, list[str]] = {}
+        for text in self.problems:
+            before, sep, cause = text.partition("): ")  # the dims of the tensor end here
+            causes.setdefault(cause if sep else text, []).append(f"{before})" if sep else "")
         if len(self.problems) == 1:
             super().__init__(self.problems[0])
-        else:
-            lines = "\n".join(f"{i}. {p}" for i, p in enumerate(self.problems, 1))
-            super().__init__(f"{len(self.problems)} problems:\n{lines}")
+            return
+        head = (
+            f"{len(self.problems)} problems{f', {_many(causes, "cause")}' if len(causes) < len(self.problems) else ''}"
+        )
+        shown = (_problem(cause, tensors) for cause, tensors in causes.items())
+        super().__init__("\n".join([f"{head}:", *(f"{i}. {text}" for i, text in enumerate(shown, 1))]))
 
 
 class AnnotationError(JaxparError, ValueError):
@@ -123,6 +140,15 @@ class VerificationError(JaxparError, AssertionError):
     """A check failed: a layout does not compute what one device does, or a program has unexpected collectives."""
 
 
+def allow_replication(dim: str) -> str:
+    """Returns the setting that replicates a dim which the axes do not divide, in Python and in YAML.
+
+    >>> allow_replication("batch")
+    "indivisible={'batch': 'replicate'} (YAML: indivisible: {batch: replicate})"
+    """
+    return f"indivisible={{{dim!r}: 'replicate'}} (YAML: indivisible: {{{dim}: replicate}})"
+
+
 def did_you_mean(name: object, options: Iterable[object]) -> str:
     """Returns `` Did you mean 'x'?`` for the closest option, or an empty text when nothing is close."""
     close = difflib.get_close_matches(str(name), [str(o) for o in options], n=1, cutoff=0.6)
@@ -145,3 +171,18 @@ def need(module: str, extra: str, purpose: str) -> MissingExtraError:
     return MissingExtraError(
         f"{purpose} needs the package {module!r}, which is not installed. Remedy: pip install 'jaxpar[{extra}]'."
     )
+
+
+_SHOWN = 3
+"""The number of tensors in the message of a problem that several have."""
+
+
+def _problem(cause: str, tensors: Sequence[str]) -> str:
+    if len(tensors) == 1:
+        return f"{tensors[0]}: {cause}" if tensors[0] else cause
+    more = f"; and {len(tensors) - _SHOWN} more" if len(tensors) > _SHOWN else ""
+    return f"{cause}\n   {len(tensors)} tensors: {'; '.join(tensors[:_SHOWN])}{more}"
+
+
+def _many(things: Sized, name: str) -> str:
+    return f"{len(things)} {name}{'s' if len(things) > 1 else ''}"

@@ -267,7 +267,7 @@ LAYOUTS = [
         (
             "params/mlp/kernel [64, 31] (embed, mlp): the dim 'mlp' has size 31, which is not a multiple of model=2 "
             "(rule mlp = model). Remedy: change the size, the rule or the mesh, or leave such dims unsharded: "
-            "indivisible={'mlp': 'replicate'}."
+            "indivisible={'mlp': 'replicate'} (YAML: indivisible: {mlp: replicate})."
         ),
     ),
     case(
@@ -302,7 +302,7 @@ LAYOUTS = [
         (
             "batch/x [6, 4] (batch, embed): the dim 'batch' has size 6, which is not a multiple of replica=2 × data=4 "
             "= 8 (rule batch = (replica, data)). Remedy: change the size, the rule or the mesh, or leave such dims "
-            "unsharded: indivisible={'batch': 'replicate'}."
+            "unsharded: indivisible={'batch': 'replicate'} (YAML: indivisible: {batch: replicate})."
         ),
     ),
     case(

@@ -56,11 +56,11 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def html_table(rows: Sequence[Sequence[str]], head: Sequence[str] = ()) -> str:
-    """Returns an HTML table; ``head`` is its first row.
+    """Returns an HTML table in a box that scrolls where the page is narrower; ``head`` is its first row.
 
     >>> html_table([("<1",)])
-    '<table><tr><td>&lt;1</td></tr></table>'
+    '<div class="table" style="overflow-x:auto"><table><tr><td>&lt;1</td></tr></table></div>'
     """
     line = lambda cells, tag: f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
     lines = [line(head, "th") * bool(head), *(line(row, "td") for row in rows)]
-    return f"<table>{''.join(lines)}</table>"
+    return f'<div class="table" style="overflow-x:auto"><table>{"".join(lines)}</table></div>'

@@ -17,7 +17,6 @@ Each command imports jax only when it runs, so ``jaxpar --help`` is fast.
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,37 +27,28 @@ import tyro
 from tyro.conf import Positional, UseAppendAction, arg
 
 from jaxpar import __version__
+from jaxpar.app.arguments import Address, Config, File, Flag, Folder, Number, Settings, Texts
 from jaxpar.app.export import ExportCommand
 from jaxpar.app.huggingface import ImportCommand
 from jaxpar.app.import_configuration import ConfigurationCommands
 from jaxpar.app.launch import heartbeat
 from jaxpar.app.launch.exit_codes import ExitCode, last_line, report
+from jaxpar.app.layout_commands import Check, Explain
 from jaxpar.app.schedule import ScheduleCommand
 from jaxpar.app.tokenize import TokenCommands
 from jaxpar.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
-    from jaxpar.app.job import Job
     from jaxpar.app.plan import PlanOutputs
 
-Config = Annotated[Path, Positional, arg(metavar="CONFIG", help="YAML file of the run")]
-Settings = Annotated[
-    UseAppendAction[tuple[str, ...]],
-    arg(name="set", metavar="KEY=VALUE", help="change one key, such as train.steps=10"),
-]
 Prices = Annotated[
     UseAppendAction[tuple[str, ...]],
     arg(metavar="KIND=DOLLARS", help="dollars for an hour of one chip, such as v5e=1.2"),
 ]
-type File = Annotated[Path | None, arg(metavar="FILE")]
-type Folder = Annotated[Path | None, arg(metavar="DIR")]
-type Number = Annotated[int | None, arg(metavar="N")]
-type Address = Annotated[str | None, arg(metavar="HOST:PORT")]
 COMMANDS = (
     *("train", "explain", "check", "plan", "verify", "generate", "verify-checkpoint", "schedule", "import", "export"),
     *("import-mindformers", "import-deepspeed", "import-megatron", "tokenize", "verify-tokens", "doctor"),
 )
-type Texts = Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="TEXT")]
 
 
 @dataclass(frozen=True)
@@ -77,74 +67,15 @@ class Train:
     set: Settings = ()
     processes: Number = None
     coordinator: Address = None
-    process_count: int | None = None
-    process_id: int | None = None
-    ray: bool = False
+    process_count: Number = None
+    process_id: Number = None
+    ray: Flag = False
 
     def run(self) -> int:
         from jaxpar.app.train.launch import LaunchOptions, go
 
         options = LaunchOptions(self.processes, self.coordinator, self.process_count, self.process_id, self.ray)
         return go(self.config, self.set, options)
-
-
-@dataclass(frozen=True)
-class Explain:
-    """Show how every tensor of a run is sharded, and why. Needs no devices.
-
-    Attributes:
-      devices: number of devices (default: that of the config's mesh)
-      json: also write the report as JSON
-      html: also write the report as HTML
-      topology: trace the step for the chips of this topology, such as v5e:4x4 (adds memory)
-    """
-
-    config: Config
-    set: Settings = ()
-    devices: int | None = None
-    json: File = None
-    html: File = None
-    topology: str | None = None
-
-    def run(self) -> int:
-        return _report(self, strict=None)
-
-
-@dataclass(frozen=True)
-class Check(Explain):
-    """List all problems of a run's layout; the exit status is 0 only if there are none. Needs no devices.
-
-    Attributes:
-      strict: treat an unused rule as an error
-      max_replicated: largest allowed fraction of the bytes that is replicated on every device
-      topology: also compile for this topology, such as v5e:4x4 (extra tpu), and audit the program
-      hlo: with --topology: write the compiled program
-      golden: with --topology: compare with this file, or write it if it does not exist
-      imbalance: with --topology: also the step of a device with this many times the mean load of experts, such as 2.0
-    """
-
-    strict: bool = True
-    max_replicated: float | None = None
-    topology: str | None = None
-    hlo: File = None
-    golden: File = None
-    imbalance: float | None = None
-
-    def run(self) -> int:
-        if self.imbalance is not None:
-            self._check_imbalance(self.imbalance)
-        if self.topology is not None:
-            return _compiled(self, self.topology)
-        return _report(self, strict=self.strict, max_replicated=self.max_replicated)
-
-    def _check_imbalance(self, imbalance: float) -> None:
-        from jaxpar.analysis.checkup.imbalance import check_factor
-
-        check_factor(imbalance, "--imbalance")
-        if self.topology is None:
-            raise ConfigError(
-                "--imbalance needs a compiled program. Remedy: add --topology, such as --topology v5e:4x4."
-            )
 
 
 @dataclass(frozen=True)
@@ -178,7 +109,7 @@ class PlanCommand:
     programs: int = 12
     search: Literal["enumerate", "sharding_propagation", "recursive", "dynamic_programming"] = "enumerate"
     price: Prices = ()
-    scale: Annotated[str | None, arg(metavar="LOW:HIGH")] = None
+    scale: Annotated[str | None, arg(metavar="LOW:HIGH", help_behavior_hint="")] = None
     scaling: Literal["weak", "strong"] = "weak"
     compile_up_to: int = 0
 
@@ -274,19 +205,21 @@ class Generate:
     checkpoint: Folder = None
     max_new_tokens: int = 128
     temperature: float = 0.0
-    top_k: int | None = None
+    top_k: Number = None
     top_p: float = 1.0
     seed: int = 0
-    cache: Annotated[int | None, arg(metavar="TOKENS")] = None
-    batch: int | None = None
+    cache: Annotated[int | None, arg(metavar="TOKENS", help_behavior_hint="")] = None
+    batch: Number = None
     stop: Texts = ()
-    int8: tuple[Literal["weights", "cache"], ...] | None = None
+    int8: Annotated[
+        tuple[Literal["weights", "cache"], ...] | None, arg(metavar="weights|cache ...", help_behavior_hint="")
+    ] = None
     json: File = None
-    explain: bool = False
+    explain: Flag = False
     processes: Number = None
     coordinator: Address = None
-    process_count: int | None = None
-    process_id: int | None = None
+    process_count: Number = None
+    process_id: Number = None
 
     def run(self) -> int:
         from jaxpar.app.generate.launch import go
@@ -304,7 +237,7 @@ class Doctor:
       checkpoint: check a run's checkpoints instead: every byte of every step
     """
 
-    json: bool = False
+    json: Flag = False
     timeout: float = 60.0
     checkpoint: Folder = None
 
@@ -340,103 +273,6 @@ class VerifyCheckpoint:
             f"{self.directory}: step {found.step}, {len(found.tensors)} tensors, {size}, all bytes match the manifest"
         )
         return 0
-
-
-def _job(command: Explain) -> Job:
-    from jaxpar.app.config import load_run
-    from jaxpar.app.job import make_job
-
-    return make_job(load_run(command.config, command.set))
-
-
-def _report(command: Explain, *, strict: bool | None, **options: Any) -> int:
-    from rich.console import Console
-
-    import jaxpar as jp
-
-    if command.devices is not None and command.devices < 1:
-        raise ConfigError(f"--devices must be at least 1, got {command.devices}. Remedy: leave it out, or such as 8.")
-    job = _job(command)
-    if command.topology is None:
-        layout = job.layout(job.abstract_devices() if command.devices is None else command.devices)
-    else:
-        from jaxpar.analysis.compile.ahead_of_time import aim
-        from jaxpar.sharding.hardware.topology import Topology
-
-        parsed = Topology.parse(command.topology)
-        layout = aim(job.layout(parsed.devices if command.devices is None else command.devices), parsed)
-    inputs: dict[str, Any] = {"batch": job.batch_spec(), "loss_fn": job.loss_fn, "step": job.step_options()}
-    report = jp.explain(layout, job.make_model, job.tx, **inputs)
-    for file, content in ((command.json, report.to_json), (command.html, report._repr_html_)):
-        if file is not None:
-            file.write_text(content(), encoding="utf-8")
-    console = Console(highlight=False, soft_wrap=True)
-    if strict is None:
-        # rich would cut the table to 80 columns when the output is a pipe.
-        console.print(report) if console.is_terminal else print(report.to_text(), end="")
-        return 0
-    jp.check(layout, job.make_model, job.tx, strict=strict, **inputs, **options)
-    console.print(f"{report.headline()}: {len(report.rows)} tensors, no problems")
-    for note in report.notes:
-        console.print(note)
-    return 0
-
-
-def _compiled(command: Check, topology: str) -> int:
-    """Check a run's layout, compile its step for a topology, and print whether it fits, its cost, and suggestions."""
-    from jaxpar.sharding.hardware.topology import Topology
-
-    parsed = Topology.parse(topology)
-    if command.devices not in (None, parsed.devices):
-        raise ConfigError(
-            f"--devices {command.devices}, but topology {topology} has {parsed.devices} devices. Remedy: leave "
-            "--devices out."
-        )
-    plain = dataclasses.replace(command, devices=parsed.devices, json=None)
-    _report(plain, strict=command.strict, max_replicated=command.max_replicated)
-
-    from jaxpar.analysis.checkup.checkup import check_up
-    from jaxpar.analysis.checkup.findings import About
-    from jaxpar.analysis.checkup.html import page
-    from jaxpar.training.remat import RematPolicy
-
-    job = _job(command)
-    tokens = job.tokens or 0  # 0: the batch has no tokens, so neither FLOPs nor seq are known
-    seq = tokens // job.config.data.batch
-    flops, policy = tokens * job.model.flops_per_token(seq), RematPolicy.of(job.model.remat).policy
-    about = About(tokens, flops, job.model.vocab or 0, seq, policy, job.config.parallel.reshard_after_forward)
-    options = job.step_options() | {"compiler_options": job.compiler_options(parsed.platform)}
-    run = (job.layout(parsed.devices), job.make_model, job.tx, job.loss_fn, job.batch_spec())
-    found = check_up(parsed, *run, about=about, imbalance=command.imbalance, **options)
-    if found.program is not None:
-        print(f"compiled for {topology} ({found.program.device_kind}) in {found.program.compile_cpu_seconds:.0f} CPU s")
-    print(found, end="")
-    if command.json is not None:
-        command.json.write_text(found.to_json(), encoding="utf-8")
-    if command.html is not None:  # `_report` has already written the layout report to this file
-        layout = command.html.read_text(encoding="utf-8")
-        command.html.write_text(page(found, f"{job.name} on {topology}", layout), encoding="utf-8")
-    if command.hlo is not None and found.program is not None:
-        command.hlo.write_text(found.program.text, encoding="utf-8")
-    same = _golden(command.golden, found) if command.golden is not None else True
-    return 0 if found.fits and same else 1
-
-
-def _golden(file: Path, found: Any) -> bool:
-    """Compare a checkup with a golden file, or write a missing file; returns whether they agree."""
-    from jaxpar.analysis.checkup.golden import against, facts_of, write
-
-    if found.program is None:
-        print(f"golden file {file}: not compared, because no program was compiled")
-        return False
-    facts = facts_of(found.audit, found.topology, found.program.versions)
-    if not file.exists():
-        write(file, facts)
-        print(f"golden file {file}: written")
-        return True
-    changes = against(file, facts)
-    print(f"golden file {file}: {'DIFFERS' if changes else 'no difference'}", *changes, sep="\n  ")
-    return not changes
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, arg
 
+from jaxpar.app.arguments import Flag
 from jaxpar.app.huggingface import KEPT, Dtype, spread
 from jaxpar.errors import ConfigError
 
@@ -33,10 +34,10 @@ class ExportCommand:
 
     checkpoint: Annotated[Path, Positional, arg(metavar="CKPT")]
     directory: Annotated[Path, Positional, arg(metavar="DIR")]
-    family: str | None = None
+    family: Annotated[str | None, arg(metavar="FAMILY", help_behavior_hint="")] = None
     dtype: Dtype = None
-    base: Annotated[Path | None, arg(metavar="CKPT")] = None
-    adapter: bool = False
+    base: Annotated[Path | None, arg(metavar="CKPT", help_behavior_hint="")] = None
+    adapter: Flag = False
 
     def run(self) -> int:
         import jax

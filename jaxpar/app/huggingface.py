@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from jaxpar.models.llama.config import LlamaConfig
     from jaxpar.sharding.layout import Layout
 
-type Dtype = Annotated[Literal["float32", "bfloat16", "float16"] | None, arg(metavar="DTYPE")]
+type Dtype = Annotated[Literal["float32", "bfloat16", "float16"] | None, arg(metavar="DTYPE", help_behavior_hint="")]
 
 CHECKPOINT, RUN = "checkpoint", "run.yaml"
 KEPT = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings", "model_type")

@@ -13,12 +13,11 @@ from typing import Annotated, Any, Literal
 
 from tyro.conf import Positional, UseAppendAction, arg, subcommand
 
+from jaxpar.app.arguments import File, Number
 from jaxpar.errors import ConfigError, DamagedError, JaxparError
 from jaxpar.interop.configurations.keys import ImportOptions
 from jaxpar.interop.configurations.report import ImportedRun, ImportReport
 
-type Count = Annotated[int | None, arg(metavar="N")]
-type Output = Annotated[Path | None, arg(metavar="FILE")]
 type Ignored = Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="KEY")]
 type Importer[T] = Callable[[T, ImportOptions], ImportedRun]
 type Variables = Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="NAME=VALUE")]
@@ -46,11 +45,11 @@ class ImportMindFormersCommand:
 
     file: Source
     out: Out
-    devices: Count = None
-    steps: Count = None
-    base: Output = None
+    devices: Number = None
+    steps: Number = None
+    base: File = None
     ignore: Ignored = ()
-    json: Output = None
+    json: File = None
 
     def run(self) -> int:
         from jaxpar.interop.configurations.mindformers.translate import import_mindformers

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
+
+from jaxpar.app.arguments import File, Number
 
 
 @dataclass(frozen=True)
@@ -28,10 +29,10 @@ class ScheduleCommand:
     names: Annotated[tuple[str, ...], Positional, arg(metavar="NAME...")]
     stages: int
     microbatches: int
-    virtual_stages: int | None = None
+    virtual_stages: Number = None
     sequence_chunks: int = 1
-    costs: Annotated[str, arg(metavar="F=1,B=1,W=1")] = ""
-    draw: Annotated[Path | None, arg(metavar="FILE")] = None
+    costs: Annotated[str, arg(metavar="F=1,B=1,W=1", help_behavior_hint="(default: 1 each)")] = ""
+    draw: File = None
     timing: Literal["ticks", "neighbours", "stages"] = "ticks"
     width: int = 120
 

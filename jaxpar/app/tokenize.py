@@ -38,7 +38,7 @@ class TokenizeCommand:
       tokenizer: a tokenizer.json (default: bytes)
       eos: the token that ends a document (default: that of tokenizer_config.json, or a usual name)
       special: how names of special tokens inside a document are read
-      format: format of the files (default: as their names say)
+      format: format of the files; auto follows their names
       text_field: the field of a row that holds its text
       bad_rows: what to do with rows without text
       heldout_fraction: fraction of the documents to hold out
@@ -47,8 +47,8 @@ class TokenizeCommand:
     source: Annotated[str, Positional, arg(metavar="SOURCE")]
     out: Annotated[Path, Positional, arg(metavar="OUT")]
     set: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="KEY=VALUE")] = ()
-    tokenizer: Annotated[str | None, arg(metavar="FILE")] = None
-    eos: Annotated[str | None, arg(metavar="TOKEN")] = None
+    tokenizer: Annotated[str | None, arg(metavar="FILE", help_behavior_hint="")] = None
+    eos: Annotated[str | None, arg(metavar="TOKEN", help_behavior_hint="")] = None
     special: Literal["text", "parse"] = "text"
     format: Literal["auto", "text", "jsonl", "parquet", "arrow"] = "auto"
     text_field: str = "text"

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from jaxpar.errors import did_you_mean, listing
+from jaxpar.errors import allow_replication, did_you_mean, listing
 from jaxpar.sharding import messages
 from jaxpar.sharding.rules import Axes, FirstOf, Over, Rule, Rules, Sizes, options
 
@@ -199,4 +199,4 @@ def _remedy(name: str, rivals: Collection[str], *, chooses: bool) -> str:
         return "give one of the two another name, with its own rule"
     if rivals:
         return "give one of the two another axis or None, possibly in one role only (activations, params, ...)"
-    return f"change the size, the rule or the mesh, or leave such dims unsharded: indivisible={{{name!r}: 'replicate'}}"
+    return f"change the size, the rule or the mesh, or leave such dims unsharded: {allow_replication(name)}"

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
-from jaxpar.errors import ConfigError, LayoutError
+from jaxpar.errors import ConfigError, LayoutError, allow_replication
 from jaxpar.parallel.batch_rows import batch_rows, microbatch_rows, numbering, rows_of
 from jaxpar.parallel.collectives.gather_reduce import batch_axes, gather, parts_of, precision_scope
 from jaxpar.parallel.offload.host_weights import split, waiting
@@ -145,7 +145,7 @@ def rows_apart(layout: Layout, batch: Any) -> Any:
             [
                 f"{', '.join(arrays)}: {why} (rule {rule}), so every device would compute all rows. Remedy: pad the "
                 f"rows to a multiple and mask the padding out of the loss, drop the remainder, or let every device "
-                f"compute all of them: indivisible={{'batch': 'replicate'}} (YAML: indivisible: {{batch: replicate}}). "
+                f"compute all of them: {allow_replication('batch')}. "
                 f"An array that all rows share has a first dim of 1."
                 for (why, rule), arrays in problems.items()
             ]

@@ -93,12 +93,40 @@ def test_the_number_of_devices_is_at_least_1(capsys: pytest.CaptureFixture[str])
 def test_explain_writes_text_json_and_html(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = [tmp_path / "r.json", tmp_path / "r.html"]
     arguments = ["explain", str(QUICKSTART), "--devices", "32", "--json", str(files[0]), "--html", str(files[1])]
-    assert main([*arguments, *settings("data.batch=16")]) == 0
+    assert main([*arguments, "--full", *settings("data.batch=16")]) == 0
     text, report = capsys.readouterr().out, json.loads(files[0].read_text())
     assert text.startswith("mesh: data 16 × model 2 = 32 devices") and "params/blocks/mlp/gate" in text
     assert "Attention.__call__ (layers.py:" in text and "SwiGLU.__call__ (layers.py:" in text
     assert report["devices"] == 32 and report["traced"] and report["problems"] == []
-    assert "<table>" in files[1].read_text()
+    assert files[1].read_text().startswith("<!doctype html>") and "<table>" in files[1].read_text()
+
+
+def test_explain_fits_a_terminal_of_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", str(QUICKSTART), *settings()]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines[:-1])) <= 80 and len(lines) < 60
+    assert "blocks/mlp/gate              2×32×48    embed=data mlp=model           1.50 KiB" in lines
+    assert lines[-1].startswith("--full lists every tensor")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_shows_one_default(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "default: None" not in shown and "None}" not in shown and ") (default" not in shown
+
+
+def test_check_groups_problems_by_their_cause(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(QUICKSTART), *settings("data.batch=6")]) == 2
+    head, cause, tensors = capsys.readouterr().err.splitlines()
+    assert head == "LayoutError: 14 problems, 1 cause:"
+    assert cause == (
+        "1. the dim 'batch' has size 6, which is not a multiple of data=4 (rule batch = (replica, data)). Remedy: change "
+        "the size, the rule or the mesh, or leave such dims unsharded: indivisible={'batch': 'replicate'} (YAML: "
+        "indivisible: {batch: replicate})."
+    )
+    assert tensors.startswith("   14 tensors: batch/targets [6, 16] (batch, seq); ") and tensors.endswith("11 more")
 
 
 def test_check_passes_or_lists_every_problem(capsys: pytest.CaptureFixture[str]) -> None:

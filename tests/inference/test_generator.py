@@ -316,24 +316,25 @@ def test_requests_that_cannot_be(prompts: Any, how: Any, text: str, reference: R
         (
             lambda: generator(jp.MeshSpec(context=8).abstract(8), slots=36),
             LayoutError,
-            "2 problems:\n"
-            + "\n".join(
-                f"{i}. cache/{name} [2, 4, 2, 36, 8] (None, batch, kv_heads, cache_seq, head_dim): the dim "
-                "'cache_seq' has size 36, which is not a multiple of context=8 (rule cache_seq = (context, ulysses)). "
-                "Remedy: change the size, the rule or the mesh, or leave such dims unsharded: "
-                "indivisible={'cache_seq': 'replicate'}."
-                for i, name in enumerate(("keys", "values"), 1)
+            (
+                "2 problems, 1 cause:\n"
+                "1. the dim 'cache_seq' has size 36, which is not a multiple of context=8 (rule cache_seq = (context, "
+                "ulysses)). Remedy: change the size, the rule or the mesh, or leave such dims unsharded: "
+                "indivisible={'cache_seq': 'replicate'} (YAML: indivisible: {cache_seq: replicate}).\n"
+                "   2 tensors: cache/keys [2, 4, 2, 36, 8] (None, batch, kv_heads, cache_seq, head_dim); "
+                "cache/values [2, 4, 2, 36, 8] (None, batch, kv_heads, cache_seq, head_dim)"
             ),
         ),
         (
             lambda: generator(jp.MeshSpec(data=8).abstract(8), batch=3),
             LayoutError,
-            "2 problems:\n"
-            + "\n".join(
-                f"{i}. cache/{name} [2, 3, 2, 32, 8] (None, batch, kv_heads, cache_seq, head_dim): the dim 'batch' "
-                "has size 3, which is not a multiple of data=8 (rule batch = data). Remedy: change the size, the rule "
-                "or the mesh, or leave such dims unsharded: indivisible={'batch': 'replicate'}."
-                for i, name in enumerate(("keys", "values"), 1)
+            (
+                "2 problems, 1 cause:\n"
+                "1. the dim 'batch' has size 3, which is not a multiple of data=8 (rule batch = data). Remedy: change the "
+                "size, the rule or the mesh, or leave such dims unsharded: indivisible={'batch': 'replicate'} (YAML: "
+                "indivisible: {batch: replicate}).\n"
+                "   2 tensors: cache/keys [2, 3, 2, 32, 8] (None, batch, kv_heads, cache_seq, head_dim); "
+                "cache/values [2, 3, 2, 32, 8] (None, batch, kv_heads, cache_seq, head_dim)"
             ),
         ),
         (

@@ -7,16 +7,9 @@ import html
 from jaxpar.analysis.checkup.checkup import Checkup
 from jaxpar.analysis.checkup.figures import memory_picture, overlap_picture, wire_picture
 from jaxpar.analysis.checkup.imbalance import COLUMNS
+from jaxpar.analysis.html_document import document
 from jaxpar.analysis.units import html_table
 from jaxpar.errors import MissingExtraError
-
-_STYLE = """
-body { font: 14px/1.45 sans-serif; max-width: 1200px; margin: 2em auto; padding: 0 1em; color: #222 }
-h1 { font-size: 1.4em } h2 { font-size: 1.1em; margin-top: 2em }
-table { border-collapse: collapse; font-size: 12px } \
-td, th { padding: 2px 10px 2px 0; text-align: left; vertical-align: top }
-.fits { color: #060 } .not { color: #b00 } .note { color: #666 } li { margin-bottom: .8em } div { overflow-x: auto }
-"""
 
 
 def page(found: Checkup, title: str, layout: str = "") -> str:
@@ -33,11 +26,8 @@ def page(found: Checkup, title: str, layout: str = "") -> str:
     >>> "<h1>a &lt; b</h1>" in page(about, "a < b")
     True
     """
-    name = html.escape(title)
-    head = f'<meta charset="utf-8"><title>{name}</title><style>{_STYLE}</style>'
     parts = [
-        f'<!doctype html><html lang="en"><head>{head}</head>',
-        f'<body><h1>{name}</h1><p class="{"fits" if found.fits else "not"}"><b>{html.escape(found.headline())}</b></p>',
+        f'<p class="{"fits" if found.fits else "not"}"><b>{html.escape(found.headline())}</b></p>',
         _findings(found),
         *_pictures(found),
     ]
@@ -53,7 +43,7 @@ def page(found: Checkup, title: str, layout: str = "") -> str:
         parts.append(f"<h2>The compiler's words</h2><pre>{html.escape(found.refused)}</pre>")
     if layout:
         parts.append(f"<h2>How every tensor is sharded</h2>{layout}")
-    return "".join(parts) + "</body></html>"
+    return document(title, "".join(parts))
 
 
 def _findings(found: Checkup) -> str:

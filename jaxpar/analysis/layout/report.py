@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from jaxpar.analysis.layout.rows import Row, fold
+from jaxpar.analysis.layout.summary import summarize
 from jaxpar.analysis.units import html_table, show_bytes
 from jaxpar.errors import did_you_mean
 
@@ -48,7 +49,7 @@ class Total:
         return self.part, str(self.tensors), *sizes, f"{self.replicated:.2%}", f"{self.copies:.2f}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
     """How every tensor of a run is sharded, and why.
 
@@ -114,6 +115,20 @@ class Report:
     def __str__(self) -> str:
         return self.to_text()
 
+    def __repr__(self) -> str:
+        """Returns one line, such as ``Report(mesh: data 8 = 8 devices; 12 tensors, 2.50 MiB a device)``."""
+        problems = f", {len(self.problems)} problems" if self.problems else ""
+        size = show_bytes(self.total().device_bytes)
+        return f"Report({self.headline()}; {len(self.rows)} tensors, {size} a device{problems})"
+
+    def summary(self, width: int = 80) -> str:
+        """Returns the totals and one line for each parameter, in lines of at most ``width`` columns.
+
+        Moments of the optimizer that are sharded as their parameter have no lines of their own, and activations only
+        a total; :meth:`to_text` lists both. A name is never cut, so a line with a longer name is longer.
+        """
+        return summarize(self, width)
+
     def to_text(self, width: int = 230) -> str:
         """Returns the tables as plain text, in lines of at most ``width`` columns."""
         from rich.console import Console
@@ -143,11 +158,21 @@ class Report:
         for part in PARTS:
             if rows := [row.cells() for row in fold(row for row in self.rows if row.part == part)]:
                 yield part, _COLUMNS, rows
-        yield "totals", _TOTALS, [total.cells() for total in self.totals()]
+        columns, *totals = self.totals_table()
+        yield "totals", columns, totals
         if self.memory is not None:
-            target = f" on a {self.memory.target}" if self.memory.target else ""
-            cells = self.memory.cells(show_bytes)
-            yield f"memory at the peak of a step{target}, estimated", ("part", "bytes/device"), cells
+            title, cells = self.memory_table()
+            yield title, ("part", "bytes/device"), cells
+
+    def totals_table(self) -> list[tuple[str, ...]]:
+        """Returns the rows of the table of totals, its head first."""
+        return [_TOTALS, *(total.cells() for total in self.totals())]
+
+    def memory_table(self) -> tuple[str, list[tuple[str, str]]]:
+        """Returns the title and the rows of the table of estimated memory, without its head."""
+        assert self.memory is not None, "a report without an estimate of memory"
+        target = f" on a {self.memory.target}" if self.memory.target else ""
+        return f"memory at the peak of a step{target}, estimated", self.memory.cells(show_bytes)
 
     def headline(self) -> str:
         """Returns the mesh in one line."""
@@ -163,9 +188,8 @@ class Report:
         return lines + [f"problem: {text}" for text in self.problems]
 
     def _repr_html_(self) -> str:
-        tables = (
-            f"<h4>{html.escape(title)}</h4>{html_table(rows, columns)}" for title, columns, rows in self._tables()
-        )
+        first = sorted(self._tables(), key=lambda table: table[1] is _COLUMNS)  # totals and memory, then tensors
+        tables = (f"<h4>{html.escape(title)}</h4>{html_table(rows, columns)}" for title, columns, rows in first)
         notes = "".join(f"<p>{html.escape(line)}</p>" for line in self.remarks())
         return f"<div><b>{html.escape(self.headline())}</b>{''.join(tables)}{notes}</div>"
 

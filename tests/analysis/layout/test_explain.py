@@ -183,7 +183,7 @@ def test_check_raises_one_error_with_every_problem(mlp: Any) -> None:
     ]
     problems = error.value.problems
     assert [problem for problem, start in zip(problems, starts, strict=True) if not re.match(start, problem)] == []
-    assert str(error.value).startswith("8 problems:\n1. params/a [12] (mlp): ")
+    assert str(error.value).startswith("8 problems, 6 causes:\n1. params/a [12] (mlp): ")
 
 
 def test_strict_minds_unused_rules_and_only_when_certain(mlp: Any) -> None:

@@ -1,0 +1,167 @@
+"""``summarize``: a report for a terminal: the totals, then one line for each parameter, then the reasons."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from jaxpar.analysis.layout.rows import FoldedRow, Row, fold
+from jaxpar.analysis.units import show_bytes
+
+if TYPE_CHECKING:
+    from jaxpar.analysis.layout.report import Report
+
+_GAP = "  "
+
+
+@dataclass(frozen=True)
+class _Moments:
+    """Tensors of the optimizer with the name and the shape of a parameter.
+
+    Attributes:
+      follow: the names of those that are sharded as their parameter, such as ``mu`` and ``nu``.
+      differ: those that are not, such as the moments under ZeRO 1; the path is ``mu, nu of blocks/q``.
+      rest: all other tensors of the optimizer.
+    """
+
+    follow: tuple[str, ...]
+    differ: tuple[Row, ...]
+    rest: tuple[Row, ...]
+
+
+def summarize(report: Report, width: int = 80) -> str:
+    """Returns a report as text: totals and memory, a line for each parameter, and why dims are not sharded.
+
+    Moments of the optimizer that are sharded as their parameter have no lines of their own. Names are never cut: a
+    line with a long name continues in the next one.
+
+    Args:
+      report: what ``explain`` returned.
+      width: the number of columns.
+    """
+    params = [row for row in report.rows if row.part == "params"]
+    moments = _moments(params, [row for row in report.rows if row.part == "opt_state"])
+    lines = [report.headline(), "", *_numbers(report.totals_table(), width)]
+    if report.memory is not None:
+        title, cells = report.memory_table()
+        lines += ["", *_wrap(title, width), *_numbers([("part", "bytes/device"), *cells], width)]
+    lines += _section("parameter", params, width)
+    lines += _optimizer(moments, width)
+    for part in ("variables", "batch", "cache"):
+        lines += _section(part, [row for row in report.rows if row.part == part], width)
+    if reasons := _reasons(report.rows):
+        lines += ["", "dims that are not sharded:", *(line for text in reasons for line in _wrap(text, width, "  "))]
+    if remarks := report.remarks():
+        lines += ["", *(line for text in remarks for line in _wrap(text, width))]
+    return "\n".join(lines) + "\n"
+
+
+def _moments(params: Sequence[Row], state: Sequence[Row]) -> _Moments:
+    """Sort the tensors of an optimizer by whether they belong to a parameter and are sharded like it."""
+    by_name = {_name(row): row for row in params}
+    follow: dict[str, None] = {}
+    differ: dict[tuple[str, tuple[tuple[str, ...], ...]], list[tuple[str, Row]]] = {}
+    rest = []
+    for row in state:
+        parts = row.path.split("/")
+        names = ("/".join(parts[i:]) for i in range(1, len(parts)))
+        owner = next((by_name[name] for name in names if name in by_name), None)
+        if owner is None or owner.shape != row.shape:
+            rest.append(row)
+            continue
+        prefix = parts[1 : len(parts) - len(_name(owner).split("/"))]
+        kind = next((part for part in reversed(prefix) if not part.isdigit()), "state")
+        if row.spec == owner.spec and not row.problems:
+            follow[kind] = None
+        else:
+            differ.setdefault((_name(owner), row.spec), []).append((kind, row))
+    merged = [
+        replace(found[0][1], path=f"{', '.join(dict.fromkeys(kind for kind, _ in found))} of {name}")
+        for (name, _), found in differ.items()
+    ]
+    return _Moments(tuple(follow), tuple(merged), tuple(rest))
+
+
+def _optimizer(moments: _Moments, width: int) -> list[str]:
+    lines = []
+    if moments.follow:
+        lines += ["", *_wrap(f"optimizer: {', '.join(moments.follow)} are sharded as their parameters", width)]
+    lines += _section("optimizer, other sharding", moments.differ, width)
+    lines += _section("optimizer, other tensors", [row for row in moments.rest if row.shape], width)
+    return lines
+
+
+def _section(title: str, rows: Iterable[Row], width: int) -> list[str]:
+    """Returns an empty line and a table of tensors; nothing if there are none."""
+    folded = fold(rows)
+    if not folded:
+        return []
+    cells: list[tuple[str, ...]] = [(title, "shape", "sharded", "bytes/device"), *(_cells(one) for one in folded)]
+    if _widest(cells) > width:
+        cells = [(name, spec, size) for name, _, spec, size in cells]
+    if _widest(cells) > width:
+        return ["", *_in_two_lines(cells)]
+    return ["", *_columns(cells, right=(len(cells[0]) - 1,))]
+
+
+def _cells(one: FoldedRow) -> tuple[str, ...]:
+    row = one.row
+    name = f"{_name(row)} ({one.count} x)" if one.count > 1 else _name(row)
+    dims = [
+        f"{dim or f'dim {i}'}={'+'.join(axes)}"
+        for i, (dim, axes) in enumerate(zip(row.dims or [None] * len(row.spec), row.spec, strict=True))
+        if axes
+    ]
+    sharded = "ERROR" if row.problems else " ".join(dims) or "replicated"
+    return name, "×".join(map(str, row.shape)) or "scalar", sharded, show_bytes(row.device_bytes)
+
+
+def _name(row: Row) -> str:
+    return row.path.removeprefix(f"{row.part}/")
+
+
+def _reasons(rows: Iterable[Row]) -> list[str]:
+    """Returns each reason why a dim is not sharded, with the dims that it holds for."""
+    dims: dict[str, dict[str, None]] = {}
+    for row in rows:
+        if row.part in ("params", "opt_state", "variables", "batch"):
+            for why in row.why:
+                dim, _, reason = why.partition(": ")
+                if reason and dim in row.dims:
+                    dims.setdefault(reason, {})[dim] = None
+    return [f"{', '.join(names)}: {reason}" for reason, names in dims.items()]
+
+
+def _numbers(rows: Sequence[Sequence[str]], width: int) -> list[str]:
+    """Returns a table of numbers, whose first column may be cut into lines."""
+    others = sum(max(map(len, column)) + len(_GAP) for column in list(zip(*rows, strict=True))[1:])
+    found: list[Sequence[str]] = []
+    for first, *cells in rows:
+        *before, last = textwrap.wrap(first, max(width - others, 10), subsequent_indent="  ") or [""]
+        found += [*((text, *[""] * len(cells)) for text in before), (last, *cells)]
+    return _columns(found, right=range(1, len(rows[0])))
+
+
+def _columns(rows: Sequence[Sequence[str]], right: Iterable[int]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    pad = [str.rjust if i in right else str.ljust for i in range(len(widths))]
+    return [_GAP.join(f(cell, n) for f, cell, n in zip(pad, row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _widest(rows: Sequence[Sequence[str]]) -> int:
+    return sum(max(map(len, column)) for column in zip(*rows, strict=True)) + len(_GAP) * (len(rows[0]) - 1)
+
+
+def _in_two_lines(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Returns a line with each name, and under it what the columns say of it."""
+    details = _columns([row[1:] for row in rows], right=(1,))
+    return [line for row, detail in zip(rows, details, strict=True) for line in (row[0], f"    {detail}")]
+
+
+def _wrap(text: str, width: int, indent: str = "") -> list[str]:
+    return textwrap.wrap(
+        text, width, initial_indent=indent, subsequent_indent=f"{indent}  ", break_long_words=False,
+        break_on_hyphens=False,
+    )  # fmt: skip

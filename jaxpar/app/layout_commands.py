@@ -1,0 +1,201 @@
+"""``jaxpar explain`` and ``jaxpar check``: how a run is sharded and why, what is wrong, and whether it fits."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxpar.app.arguments import Config, File, Flag, Fraction, Number, Settings, TopologyName
+from jaxpar.errors import ConfigError
+
+if TYPE_CHECKING:
+    from jaxpar.analysis.checkup.checkup import Checkup
+    from jaxpar.analysis.layout.report import Report
+    from jaxpar.app.job import Job
+    from jaxpar.sharding.layout import Layout
+
+
+@dataclass(frozen=True)
+class _LayoutCommand:
+    """What ``explain`` and ``check`` share.
+
+    Attributes:
+      devices: number of devices (default: that of the config's mesh)
+      json: also write the report as JSON
+      html: also write the report as HTML
+      topology: trace the step for the chips of this topology, such as v5e:4x4 (adds memory)
+    """
+
+    config: Config
+    set: Settings = ()
+    devices: Number = None
+    json: File = None
+    html: File = None
+    topology: TopologyName = None
+
+
+@dataclass(frozen=True)
+class Explain(_LayoutCommand):
+    """Show how every tensor of a run is sharded, and why. Needs no devices.
+
+    Attributes:
+      full: every tensor with its dtype, its rule and the reasons, and the activations, in wide tables
+    """
+
+    full: Flag = False
+
+    def run(self) -> int:
+        from rich.console import Console
+
+        report = _explained(self, _job(self))
+        console = Console(highlight=False, soft_wrap=True)
+        if self.full:
+            # rich would cut the tables to 80 columns when the output is a pipe.
+            console.print(report) if console.is_terminal else print(report.to_text(), end="")
+        else:
+            print(report.summary(console.width if console.is_terminal else 80), end="")
+            print("\n--full lists every tensor with its dtype, its rule and the reasons, and the activations.")
+        return 0
+
+
+@dataclass(frozen=True)
+class Check(_LayoutCommand):
+    """List all problems of a run's layout; the exit status is 0 only if there are none. Needs no devices.
+
+    Attributes:
+      strict: treat an unused rule as an error
+      max_replicated: largest allowed fraction of the bytes that is replicated on every device
+      topology: also compile for this topology, such as v5e:4x4 (extra tpu), and audit the program
+      hlo: with --topology: write the compiled program
+      golden: with --topology: compare with this file, or write it if it does not exist
+      imbalance: with --topology: also the step of a device with this many times the mean load of experts, such as 2.0
+    """
+
+    strict: bool = True
+    max_replicated: Fraction = None
+    topology: TopologyName = None
+    hlo: File = None
+    golden: File = None
+    imbalance: Fraction = None
+
+    def run(self) -> int:
+        if self.imbalance is not None:
+            self._check_imbalance(self.imbalance)
+        if self.topology is not None:
+            return _compiled(self, self.topology)
+        _checked(self, _job(self))
+        return 0
+
+    def _check_imbalance(self, imbalance: float) -> None:
+        from jaxpar.analysis.checkup.imbalance import check_factor
+
+        check_factor(imbalance, "--imbalance")
+        if self.topology is None:
+            raise ConfigError(
+                "--imbalance needs a compiled program. Remedy: add --topology, such as --topology v5e:4x4."
+            )
+
+
+def _job(command: _LayoutCommand) -> Job:
+    from jaxpar.app.config import load_run
+    from jaxpar.app.job import make_job
+
+    return make_job(load_run(command.config, command.set))
+
+
+def _layout(command: _LayoutCommand, job: Job) -> Layout:
+    if command.devices is not None and command.devices < 1:
+        raise ConfigError(f"--devices must be at least 1, got {command.devices}. Remedy: leave it out, or such as 8.")
+    if command.topology is None:
+        return job.layout(job.abstract_devices() if command.devices is None else command.devices)
+    from jaxpar.analysis.compile.ahead_of_time import aim
+    from jaxpar.sharding.hardware.topology import Topology
+
+    parsed = Topology.parse(command.topology)
+    return aim(job.layout(parsed.devices if command.devices is None else command.devices), parsed)
+
+
+def _inputs(job: Job) -> dict[str, Any]:
+    return {"batch": job.batch_spec(), "loss_fn": job.loss_fn, "step": job.step_options()}
+
+
+def _explained(command: _LayoutCommand, job: Job) -> Report:
+    """The report of a run's layout, which it also writes to the files that the command names."""
+    import jaxpar as jp
+    from jaxpar.analysis.html_document import document
+
+    report = jp.explain(_layout(command, job), job.make_model, job.tx, **_inputs(job))
+    if command.json is not None:
+        command.json.write_text(report.to_json(), encoding="utf-8")
+    if command.html is not None:
+        command.html.write_text(document(job.name, report._repr_html_()), encoding="utf-8")
+    return report
+
+
+def _checked(command: Check, job: Job) -> Report:
+    """Raise an error with all problems of a run's layout, or print that there are none."""
+    import jaxpar as jp
+
+    report = _explained(command, job)
+    options: dict[str, Any] = {"strict": command.strict, "max_replicated": command.max_replicated}
+    jp.check(_layout(command, job), job.make_model, job.tx, **_inputs(job), **options)
+    print(f"{report.headline()}: {len(report.rows)} tensors, no problems", *report.notes, sep="\n")
+    return report
+
+
+def _compiled(command: Check, topology: str) -> int:
+    """Check a run's layout, compile its step for a topology, and print whether it fits, its cost, and suggestions."""
+    from jaxpar.sharding.hardware.topology import Topology
+
+    parsed = Topology.parse(topology)
+    if command.devices not in (None, parsed.devices):
+        raise ConfigError(
+            f"--devices {command.devices}, but topology {topology} has {parsed.devices} devices. Remedy: leave "
+            "--devices out."
+        )
+    job = _job(command)
+    layout = _checked(dataclasses.replace(command, devices=parsed.devices, json=None, html=None), job)
+
+    from jaxpar.analysis.checkup.checkup import check_up
+    from jaxpar.analysis.checkup.findings import About
+    from jaxpar.analysis.checkup.html import page
+    from jaxpar.training.remat import RematPolicy
+
+    tokens = job.tokens or 0  # 0: the batch has no tokens, so neither FLOPs nor seq are known
+    seq = tokens // job.config.data.batch
+    flops, policy = tokens * job.model.flops_per_token(seq), RematPolicy.of(job.model.remat).policy
+    about = About(tokens, flops, job.model.vocab or 0, seq, policy, job.config.parallel.reshard_after_forward)
+    options = job.step_options() | {"compiler_options": job.compiler_options(parsed.platform)}
+    run = (job.layout(parsed.devices), job.make_model, job.tx, job.loss_fn, job.batch_spec())
+    found = check_up(parsed, *run, about=about, imbalance=command.imbalance, **options)
+    if found.program is not None:
+        print(f"compiled for {topology} ({found.program.device_kind}) in {found.program.compile_cpu_seconds:.0f} CPU s")
+    print(found, end="")
+    if command.json is not None:
+        command.json.write_text(found.to_json(), encoding="utf-8")
+    if command.html is not None:
+        text = page(found, f"{job.name} on {topology}", layout._repr_html_())
+        command.html.write_text(text, encoding="utf-8")
+    if command.hlo is not None and found.program is not None:
+        command.hlo.write_text(found.program.text, encoding="utf-8")
+    same = _golden(command.golden, found) if command.golden is not None else True
+    return 0 if found.fits and same else 1
+
+
+def _golden(file: Path, found: Checkup) -> bool:
+    """Compare a checkup with a golden file, or write a missing file; returns whether they agree."""
+    from jaxpar.analysis.checkup.golden import against, facts_of, write
+
+    if found.program is None or found.audit is None:
+        print(f"golden file {file}: not compared, because no program was compiled")
+        return False
+    facts = facts_of(found.audit, found.topology, found.program.versions)
+    if not file.exists():
+        write(file, facts)
+        print(f"golden file {file}: written")
+        return True
+    changes = against(file, facts)
+    print(f"golden file {file}: {'DIFFERS' if changes else 'no difference'}", *changes, sep="\n  ")
+    return not changes
