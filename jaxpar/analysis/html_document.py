@@ -6,7 +6,8 @@ import html
 
 _STYLE = """
 :root { color-scheme: light }
-body { font: 14px/1.45 sans-serif; max-width: 1500px; margin: 1.5em auto; padding: 0 1em; color: #222; background: #fff }
+body { font: 14px/1.45 sans-serif; max-width: 1500px; margin: 1.5em auto; padding: 0 1em }
+body { color: #222; background: #fff }
 h1 { font-size: 1.4em; overflow-wrap: anywhere } h2 { font-size: 1.1em; margin-top: 2em }
 h4 { font-size: 1em; margin: 1.4em 0 .3em }
 p, li, b { overflow-wrap: anywhere }

@@ -11,7 +11,7 @@ from typing import Annotated
 from tyro.conf import FlagCreatePairsOff, Positional, UseAppendAction, arg
 
 type Config = Annotated[Path, Positional, arg(metavar="CONFIG", help="YAML file of the run")]
-type Settings = Annotated[
+type Overrides = Annotated[
     UseAppendAction[tuple[str, ...]], arg(name="set", metavar="KEY=VALUE", help="change a key, such as train.steps=10")
 ]
 type Texts = Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="TEXT")]

@@ -27,7 +27,7 @@ import tyro
 from tyro.conf import Positional, UseAppendAction, arg
 
 from jaxpar import __version__
-from jaxpar.app.arguments import Address, Config, File, Flag, Folder, Number, Settings, Texts
+from jaxpar.app.arguments import Address, Config, File, Flag, Folder, Number, Overrides, Texts
 from jaxpar.app.export import ExportCommand
 from jaxpar.app.huggingface import ImportCommand
 from jaxpar.app.import_configuration import ConfigurationCommands
@@ -64,7 +64,7 @@ class Train:
     """
 
     config: Config
-    set: Settings = ()
+    set: Overrides = ()
     processes: Number = None
     coordinator: Address = None
     process_count: Number = None
@@ -100,7 +100,7 @@ class PlanCommand:
 
     config: Config
     topology: str
-    set: Settings = ()
+    set: Overrides = ()
     objective: Literal["time", "memory", "chips", "price"] = "time"
     max_batch: Number = None
     output: File = None
@@ -153,7 +153,7 @@ class Verify:
     """
 
     config: Config
-    set: Settings = ()
+    set: Overrides = ()
     steps: int = 3
     bound: float = 1e-5
 
@@ -201,7 +201,7 @@ class Generate:
     config: Config
     prompt: Texts = ()
     prompts: File = None
-    set: Settings = ()
+    set: Overrides = ()
     checkpoint: Folder = None
     max_new_tokens: int = 128
     temperature: float = 0.0

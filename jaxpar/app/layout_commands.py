@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxpar.app.arguments import Config, File, Flag, Fraction, Number, Settings, TopologyName
+from jaxpar.app.arguments import Config, File, Flag, Fraction, Number, Overrides, TopologyName
 from jaxpar.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class _LayoutCommand:
     """
 
     config: Config
-    set: Settings = ()
+    set: Overrides = ()
     devices: Number = None
     json: File = None
     html: File = None

@@ -41,8 +41,8 @@ def test_nothing_overflows_in_a_browser(width: int, tmp_path: Path) -> None:
     file.write_text(page().replace("</body>", f"{SIZES}</body>"), encoding="utf-8")
     frame = tmp_path / "frame.html"
     frame.write_text(
-        f'<iframe id="f" src="page.html" style="width:{width}px;height:800px;border:0"></iframe><script>f.onload = () =>'
-        "{ document.title = f.contentDocument.title }</script>",
+        f'<iframe id="f" src="page.html" style="width:{width}px;height:800px;border:0"></iframe>'
+        "<script>f.onload = () => { document.title = f.contentDocument.title }</script>",
         encoding="utf-8",
     )
     options = [

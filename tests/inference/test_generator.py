@@ -330,8 +330,9 @@ def test_requests_that_cannot_be(prompts: Any, how: Any, text: str, reference: R
             LayoutError,
             (
                 "2 problems, 1 cause:\n"
-                "1. the dim 'batch' has size 3, which is not a multiple of data=8 (rule batch = data). Remedy: change the "
-                "size, the rule or the mesh, or leave such dims unsharded: indivisible={'batch': 'replicate'} (YAML: "
+                "1. the dim 'batch' has size 3, which is not a multiple of data=8 (rule batch = data). Remedy: change "
+                "the size, the rule or the mesh, or leave such dims "
+                "unsharded: indivisible={'batch': 'replicate'} (YAML: "
                 "indivisible: {batch: replicate}).\n"
                 "   2 tensors: cache/keys [2, 3, 2, 32, 8] (None, batch, kv_heads, cache_seq, head_dim); "
                 "cache/values [2, 3, 2, 32, 8] (None, batch, kv_heads, cache_seq, head_dim)"

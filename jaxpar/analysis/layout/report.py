@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from jaxpar.analysis.layout.rows import Row, fold
-from jaxpar.analysis.layout.summary import summarize
+from jaxpar.analysis.layout.summary import number_lines, tensor_lines, wrap
 from jaxpar.analysis.units import html_table, show_bytes
 from jaxpar.errors import did_you_mean
 
@@ -127,7 +127,14 @@ class Report:
         Moments of the optimizer that are sharded as their parameter have no lines of their own, and activations only
         a total; :meth:`to_text` lists both. A name is never cut, so a line with a longer name is longer.
         """
-        return summarize(self, width)
+        lines = [self.headline(), "", *number_lines(self.totals_table(), width)]
+        if self.memory is not None:
+            title, cells = self.memory_table()
+            lines += ["", *wrap(title, width), *number_lines([("part", "bytes/device"), *cells], width)]
+        lines += tensor_lines(self.rows, width)
+        if remarks := self.remarks():
+            lines += ["", *(line for text in remarks for line in wrap(text, width))]
+        return "\n".join(lines) + "\n"
 
     def to_text(self, width: int = 230) -> str:
         """Returns the tables as plain text, in lines of at most ``width`` columns."""

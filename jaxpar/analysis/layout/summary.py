@@ -1,17 +1,13 @@
-"""``summarize``: a report for a terminal: the totals, then one line for each parameter, then the reasons."""
+"""The lines of a report in a terminal: tables of numbers, then one line for each parameter, then the reasons."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from jaxpar.analysis.layout.rows import FoldedRow, Row, fold
 from jaxpar.analysis.units import show_bytes
-
-if TYPE_CHECKING:
-    from jaxpar.analysis.layout.report import Report
 
 _GAP = "  "
 
@@ -31,31 +27,24 @@ class _Moments:
     rest: tuple[Row, ...]
 
 
-def summarize(report: Report, width: int = 80) -> str:
-    """Returns a report as text: totals and memory, a line for each parameter, and why dims are not sharded.
+def tensor_lines(rows: Sequence[Row], width: int) -> list[str]:
+    """Returns a line for each parameter and what else a step is given, and why dims are not sharded.
 
-    Moments of the optimizer that are sharded as their parameter have no lines of their own. Names are never cut: a
-    line with a long name continues in the next one.
+    Moments of the optimizer that are sharded as their parameter have no lines of their own. Names are never cut: what
+    belongs to a long name stands in a second line.
 
     Args:
-      report: what ``explain`` returned.
+      rows: of a report.
       width: the number of columns.
     """
-    params = [row for row in report.rows if row.part == "params"]
-    moments = _moments(params, [row for row in report.rows if row.part == "opt_state"])
-    lines = [report.headline(), "", *_numbers(report.totals_table(), width)]
-    if report.memory is not None:
-        title, cells = report.memory_table()
-        lines += ["", *_wrap(title, width), *_numbers([("part", "bytes/device"), *cells], width)]
-    lines += _section("parameter", params, width)
-    lines += _optimizer(moments, width)
+    params = [row for row in rows if row.part == "params"]
+    lines = _section("parameter", params, width)
+    lines += _optimizer(_moments(params, [row for row in rows if row.part == "opt_state"]), width)
     for part in ("variables", "batch", "cache"):
-        lines += _section(part, [row for row in report.rows if row.part == part], width)
-    if reasons := _reasons(report.rows):
-        lines += ["", "dims that are not sharded:", *(line for text in reasons for line in _wrap(text, width, "  "))]
-    if remarks := report.remarks():
-        lines += ["", *(line for text in remarks for line in _wrap(text, width))]
-    return "\n".join(lines) + "\n"
+        lines += _section(part, [row for row in rows if row.part == part], width)
+    if reasons := _reasons(rows):
+        lines += ["", "dims that are not sharded:", *(line for text in reasons for line in wrap(text, width, "  "))]
+    return lines
 
 
 def _moments(params: Sequence[Row], state: Sequence[Row]) -> _Moments:
@@ -87,7 +76,7 @@ def _moments(params: Sequence[Row], state: Sequence[Row]) -> _Moments:
 def _optimizer(moments: _Moments, width: int) -> list[str]:
     lines = []
     if moments.follow:
-        lines += ["", *_wrap(f"optimizer: {', '.join(moments.follow)} are sharded as their parameters", width)]
+        lines += ["", *wrap(f"optimizer: {', '.join(moments.follow)} are sharded as their parameters", width)]
     lines += _section("optimizer, other sharding", moments.differ, width)
     lines += _section("optimizer, other tensors", [row for row in moments.rest if row.shape], width)
     return lines
@@ -134,7 +123,7 @@ def _reasons(rows: Iterable[Row]) -> list[str]:
     return [f"{', '.join(names)}: {reason}" for reason, names in dims.items()]
 
 
-def _numbers(rows: Sequence[Sequence[str]], width: int) -> list[str]:
+def number_lines(rows: Sequence[Sequence[str]], width: int) -> list[str]:
     """Returns a table of numbers, whose first column may be cut into lines."""
     others = sum(max(map(len, column)) + len(_GAP) for column in list(zip(*rows, strict=True))[1:])
     found: list[Sequence[str]] = []
@@ -160,7 +149,8 @@ def _in_two_lines(rows: Sequence[Sequence[str]]) -> list[str]:
     return [line for row, detail in zip(rows, details, strict=True) for line in (row[0], f"    {detail}")]
 
 
-def _wrap(text: str, width: int, indent: str = "") -> list[str]:
+def wrap(text: str, width: int, indent: str = "") -> list[str]:
+    """Returns a text as lines of at most ``width`` columns, of which all but the first are indented by two more."""
     return textwrap.wrap(
         text, width, initial_indent=indent, subsequent_indent=f"{indent}  ", break_long_words=False,
         break_on_hyphens=False,
