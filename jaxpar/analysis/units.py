@@ -23,15 +23,15 @@ def shard_count(axes: Iterable[str], sizes: Mapping[str, int]) -> int:
     return math.prod(sizes.get(axis, 1) for axis in axes)
 
 
-def device_bytes(shape: Sequence[int], itemsize: int, num_shards: Sequence[int]) -> int:
+def device_bytes(shape: Sequence[int], itemsize: float, num_shards: Sequence[int]) -> int:
     """Returns the bytes of the largest shard of an array.
 
     Args:
       shape: the global shape.
-      itemsize: bytes of one element.
+      itemsize: bytes of one element; two int4 are one byte.
       num_shards: the number of shards along each dim. A dim that is not divisible is rounded up.
     """
-    return itemsize * math.prod(-(-size // count) for size, count in zip(shape, num_shards, strict=True))
+    return math.ceil(itemsize * math.prod(-(-size // count) for size, count in zip(shape, num_shards, strict=True)))
 
 
 def show_bytes(n: int) -> str:

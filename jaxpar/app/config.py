@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from jaxpar.app.quantize_config import QuantizeSettings
 from jaxpar.data.documents import ReadOptions
 from jaxpar.data.tokenizer import TokenizerConfig
 from jaxpar.errors import ConfigError
@@ -372,9 +373,12 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class GenerateConfig:
-    """The formats of the generator's weights and cache; see :func:`jaxpar.models.llama.decode.cached_llama`."""
+    """The formats of the generator's weights and cache; see :func:`jaxpar.models.llama.decode.cached_llama`.
 
-    weights: Literal["int8"] | None = None
+    ``weights: {bits: 4, group: 32}`` stores the matrices of the layers in int4.
+    """
+
+    weights: Literal["int8"] | QuantizeSettings | None = None
     cache: Literal["int8"] | None = None
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import jax
 
+from jaxpar.training.quantize import QuantizeConfig
+
 CACHE_SEQ = "cache_seq"
 """Logical dim of a cache's slots. Rules without an entry for it shard the slots as they shard ``seq``."""
 CACHE_DIMS = (None, "batch", "kv_heads", CACHE_SEQ, "head_dim")
@@ -56,6 +58,7 @@ class DecoderFns:
       vocab: vocabulary size.
       prepare: ``prepare(params) -> params``: converts parameters once to the form that a step reads fastest, so that no
         step casts them.
+      quantize: which parameters :meth:`jaxpar.Generator.prepare` first turns into integers.
       stack: the forward passes layer by layer. With it, a mesh that shards the layers over ``pipeline`` keeps weights
         and cache on their stages; without it, each step gathers them.
       sequence: logical dims that have size 1 in a step and are therefore not sharded there.
@@ -79,5 +82,6 @@ class DecoderFns:
     logits: Callable[[Any, jax.Array], jax.Array]
     vocab: int
     prepare: Callable[[Any], Any] = lambda params: params
+    quantize: QuantizeConfig | None = None
     stack: Stack | None = None
     sequence: tuple[str, ...] = ("seq", "residual_seq")

@@ -25,9 +25,10 @@ from jaxpar.inference.cached_model import CACHE_SEQ, DecoderFns
 from jaxpar.inference.pipeline import PipelinedDecoder, last_of, stages_of
 from jaxpar.inference.request import Request, check_requests, check_top_k
 from jaxpar.inference.sampling import BROKEN, NONE, PENDING, Sampling, next_tokens
-from jaxpar.parallel.precision.int8 import is_int8
+from jaxpar.parallel.precision.quantized_array import is_quantized
 from jaxpar.sharding.layout import Layout, hint, tracing_under
 from jaxpar.training.model import MakeModel, Tagged, leaves_with_paths, show
+from jaxpar.training.quantize import quantize
 from jaxpar.training.state import abstract_state
 from jaxpar.utils.contexts import ambient_layout
 from jaxpar.utils.multihost import check_same, settled
@@ -147,7 +148,7 @@ class Generator:
         self._long = with_cache(layout)
         self._short = replace(self._long, rules=self._long.rules.replace(**dict.fromkeys(cached.sequence)))
         self._pipeline = PipelinedDecoder.of(cached, stages_of(layout, cached), batch)
-        self.prepared, weights = placement.prepared(layout, state, cached.prepare)
+        self.prepared, weights = placement.prepared(layout, state, self._prepare)
         cache, kept = placement.placed_cache(self._short, self._cache())
         self._tensors = [*weights, *kept]
         self.abstract = self._abstract(cache)
@@ -159,14 +160,23 @@ class Generator:
         self.decode = jax.jit(self._decode, donate_argnums=1, out_shardings=(None, replicated))
 
     def prepare(self, params: Any) -> Any:
-        """Returns the parameters in the form that each step reads fastest: in the compute dtype, or in int8.
+        """Returns the parameters in the form that each step reads fastest: in the compute dtype, or as integers.
 
         Args:
-          params: parameters of the model, as :func:`jaxpar.init` or :func:`jaxpar.restore` returned them. They are not
-            changed.
+          params: parameters of the model, as :func:`jaxpar.init` or :func:`jaxpar.restore` returned them, or as
+            :func:`jaxpar.compression.quantize` made them from those. They are not changed.
         """
         place = jax.tree.map(lambda x: x.sharding, self.prepared)
-        return jax.jit(self.cached.prepare, out_shardings=place)(params)
+        return jax.jit(self.cached.prepare, out_shardings=place)(self._quantized(params))
+
+    def _quantized(self, params: Any) -> Any:
+        """Returns parameters as integers where the model keeps integers, unless they are already."""
+        config = self.cached.quantize
+        done = any(map(is_quantized, jax.tree.leaves(params, is_leaf=is_quantized)))
+        return params if config is None or done else quantize(params, config)
+
+    def _prepare(self, params: Any) -> Any:
+        return self.cached.prepare(self._quantized(params))
 
     def explain(self) -> Report:
         """Returns a report, as of :func:`jaxpar.explain`, on each prepared parameter and each cache array."""
@@ -213,8 +223,8 @@ class Generator:
 
         Raises:
           ConfigError: a prompt is empty, does not fit the cache with the tokens it requests, or has tokens outside the
-            vocabulary; there are too many requests; the parameters are not prepared although the model keeps int8
-            weights; or the arguments differ between processes.
+            vocabulary; there are too many requests; the parameters are not prepared although the model keeps
+            integers; or the arguments differ between processes.
           LayoutError: another layout is ambient.
           DivergedError: the logits are not finite; the iterator raises it.
         """
@@ -268,12 +278,12 @@ class Generator:
         return requests
 
     def _check_prepared(self, params: Any) -> None:
-        leaves = functools.partial(jax.tree_util.tree_leaves_with_path, is_leaf=is_int8)
-        kept, given = ([path for path, x in leaves(made) if is_int8(x)] for made in (self.prepared, params))
+        leaves = functools.partial(jax.tree_util.tree_leaves_with_path, is_leaf=is_quantized)
+        kept, given = ([path for path, x in leaves(made) if is_quantized(x)] for made in (self.prepared, params))
         if kept != given:
             raise ConfigError(
-                f"Generator: the model keeps {len(kept)} of its parameters in int8, but {len(given)} of the "
-                "given parameters are int8. Remedy: params = generator.prepare(params)."
+                f"Generator: the model keeps {len(kept)} of its parameters as integers, but {len(given)} of the "
+                "given parameters are integers. Remedy: params = generator.prepare(params)."
             )
 
     def _stream(self, params: Any, requests: Sequence[Request], first: int) -> Iterator[list[int]]:

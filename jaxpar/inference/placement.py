@@ -14,8 +14,10 @@ from jaxpar.analysis.layout.explain import _row
 from jaxpar.analysis.layout.report import Report
 from jaxpar.errors import LayoutError
 from jaxpar.parallel.precision.int8 import is_int8
+from jaxpar.parallel.precision.quantized_array import is_quantized
 from jaxpar.sharding.layout import Layout, to_spec
 from jaxpar.sharding.names import Names
+from jaxpar.sharding.resolve import num_shards_over
 from jaxpar.training.model import Tagged, show, to_path
 from jaxpar.training.state import PlacedLeaf, TrainState, place
 
@@ -23,8 +25,8 @@ from jaxpar.training.state import PlacedLeaf, TrainState, place
 def prepared(layout: Layout, state: TrainState, prepare: Callable[[Any], Any]) -> tuple[Any, list[PlacedLeaf]]:
     """Returns the parameters after ``prepare`` as shapes with shardings, and as leaves for :func:`report`.
 
-    A plain array keeps its sharding. An :class:`jaxpar.inference.Int8` shards its integers by the parameter's logical
-    dims, and its scales by those of the dims that remain.
+    A plain array keeps its sharding. An :class:`jaxpar.inference.Int8` or :class:`jaxpar.compression.QuantizedArray`
+    shards its integers by the parameter's logical dims, and its scales by those of the dims that they keep.
 
     Args:
       layout: the layout of the generator.
@@ -42,17 +44,29 @@ def prepared(layout: Layout, state: TrainState, prepare: Callable[[Any], Any]) -
 
     def one(keys: Any, x: Any, old: Any) -> Any:
         path = show(("params", *to_path(keys)))
-        if not is_int8(x):
+        if not is_quantized(x):
             found.append(replace(before[path], dtype=x.dtype))
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=old.sharding)
         names = dims.get(("params", *to_path(keys)))
-        scales = None if names is None else x.of_scales(names)
         values = sharded(f"{path}/values", x.values, names)
-        return replace(x, values=values, scales=sharded(f"{path}/scales", x.scales, scales))
+        if names is None:
+            own: Any = None
+        elif is_int8(x):
+            own = x.of_scales(names)
+        else:
+            own = _whole_groups(layout, x.names_of_scales(names), x.scales.shape)
+        return replace(x, values=values, scales=sharded(f"{path}/scales", x.scales, own))
 
     shapes = jax.eval_shape(prepare, state.params)
-    params = jax.tree_util.tree_map_with_path(one, shapes, state.params, is_leaf=is_int8)
+    params = jax.tree_util.tree_map_with_path(one, shapes, state.params, is_leaf=is_quantized)
     return params, _fitting(found)
+
+
+def _whole_groups(layout: Layout, names: Names, shape: tuple[int, ...]) -> Names:
+    """Returns the logical dims of scales, without those along which groups lie across shards."""
+    axes = layout.resolve(names, role="params").axes
+    counts = [num_shards_over(own, layout.sizes) for own in axes]
+    return tuple(n if size % count == 0 else None for n, size, count in zip(names, shape, counts, strict=True))
 
 
 def placed_cache(layout: Layout, cache: Any) -> tuple[Any, list[PlacedLeaf]]:

@@ -31,6 +31,11 @@ def itemsize(dtype: Any) -> int:
     return size if isinstance(size, int) else np.dtype(dtype).itemsize
 
 
+def item_bytes(dtype: Any) -> float:
+    """Returns the bytes of one element on a device: :func:`itemsize`, or a half for integers of 4 bits."""
+    return 0.5 if str(dtype) in ("int4", "uint4") else itemsize(dtype)
+
+
 def placeholder(x: Any) -> jax.Array:
     """Returns an array with the dtype and the number of dims of ``x``, and one element."""
     return jnp.zeros((1,) * x.ndim, x.dtype)

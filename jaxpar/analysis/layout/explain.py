@@ -33,6 +33,7 @@ from jaxpar.training.model import MakeModel, Tagged, show, to_path
 from jaxpar.training.model.fixed_order import FIXED
 from jaxpar.training.offload.disk_state import disk_of, groups_of, refusal, stored_tensors
 from jaxpar.training.state import PlacedLeaf, TrainState, place, problems_of, shape_state_and_causes
+from jaxpar.utils.arrays import item_bytes
 from jaxpar.utils.contexts import attention_observer, experts_observer, hint_observer
 
 
@@ -183,7 +184,7 @@ def check(
 
 
 def _row(layout: Layout, tensor: PlacedLeaf, part: str, *, disk: str = "") -> Row:
-    itemsize = tensor.dtype.itemsize  # a PRNG key dtype has an itemsize, though it is no numpy dtype
+    itemsize = item_bytes(tensor.dtype)
     resolved = tensor.resolved
     dims = resolved.dims
     num_shards = [shard_count(dim.axes, layout.sizes) for dim in dims]
@@ -202,7 +203,7 @@ def _row(layout: Layout, tensor: PlacedLeaf, part: str, *, disk: str = "") -> Ro
         dtype=str(tensor.dtype),
         dims=tuple(dim.name for dim in dims),
         spec=resolved.axes,
-        bytes=itemsize * math.prod(tensor.shape),
+        bytes=math.ceil(itemsize * math.prod(tensor.shape)),
         device_bytes=0 if tensor.host or disk else size,
         disk_bytes=size if disk else 0,
         rules=tuple(dict.fromkeys(dim.rule for dim in dims if dim.axes)),

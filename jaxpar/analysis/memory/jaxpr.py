@@ -16,6 +16,7 @@ from jax.extend.core import Literal
 from jaxpar.analysis.memory.propagate import Spec, UnknownSharding, propagate, without
 from jaxpar.analysis.units import axes_of_dims, device_bytes, shard_count
 from jaxpar.parallel.zero.sharded_matmul import GATHERED
+from jaxpar.utils.arrays import item_bytes
 
 _OPENED = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr", "remat2": "jaxpr"}
 _OPENED |= {"eval_jaxpr": "call_jaxpr"}  # jax 0.12's name of a closed call
@@ -47,7 +48,7 @@ class Value:
     """
 
     shape: tuple[int, ...]
-    itemsize: int
+    itemsize: float
     spec: Spec | None
     sizes: Mapping[str, int]
     open: bool = False
@@ -124,7 +125,7 @@ class Reader:
 
     def _value(self, aval: Any, spec: Spec | None) -> Value:
         shape = tuple(getattr(aval, "shape", ()))
-        itemsize = getattr(getattr(aval, "dtype", None), "itemsize", 0)
+        itemsize = item_bytes(aval.dtype) if hasattr(aval, "dtype") else 0
         return Value(shape, itemsize, spec if spec is None else axes_of_dims(spec, len(shape)), self.sizes)
 
     def _open(self, jaxpr: Any, inputs: Sequence[Value], ops: list[JaxprOp]) -> list[Value]:

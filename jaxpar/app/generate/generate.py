@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -18,10 +18,12 @@ from rich.console import Console
 from rich.markup import escape
 
 import jaxpar as jp
+from jaxpar.analysis.units import show_bytes
 from jaxpar.app.adapted import merged_params, plain_model
 from jaxpar.app.generate.prompts import Answer, Page, as_tokens
 from jaxpar.app.job import Job
 from jaxpar.app.launch import heartbeat
+from jaxpar.app.quantize_config import QuantizeSettings, quantize_config
 from jaxpar.app.train.checkpointing import config_changes, config_values, flatten
 from jaxpar.app.train.compile import iterate_until_signal
 from jaxpar.app.train.signals import Stop, signal_name
@@ -35,6 +37,7 @@ from jaxpar.inference.pipeline import stages_of
 from jaxpar.inference.request import SEEDS, check_requests
 from jaxpar.models.llama import LlamaConfig
 from jaxpar.models.llama.decode import cached_llama
+from jaxpar.training.quantize import QuantizeConfig, bytes_of
 from jaxpar.utils.multihost import check_same, gather, settled
 
 MOST_ROWS = 16
@@ -125,9 +128,14 @@ def _decoder(job: Job, options: GenerateOptions) -> DecoderFns:
     kept: dict[str, Any] = {"weights": formats.weights, "cache": formats.cache}
     if options.int8 is not None:
         kept = {name: "int8" if name in options.int8 else None for name in kept}
+    own = not isinstance(job.model, LlamaConfig)
+    if isinstance(kept["weights"], QuantizeSettings):
+        kept["weights"] = quantize_config(kept["weights"], None if own else job.llama, "generate.weights")
     if isinstance(job.model, LlamaConfig):
         return cached_llama(job.model, **kept)
     decoder = job.model.decoder()
+    if isinstance(kept["weights"], QuantizeConfig):
+        decoder, kept["weights"] = replace(decoder, quantize=kept["weights"]), None
     if any(kept.values()):
         raise ConfigError(
             f"generate: int8 is for built-in models, but {job.model.name} is one of your own. Remedy: leave it out; "
@@ -160,7 +168,11 @@ def generate(
         params = _parameters(job, model, options.checkpoint, console)
         dtypes = [[x.dtype for x in jax.tree.leaves(made)] for made in (model.params, model.prepared)]
         if dtypes[0] != dtypes[1]:
-            params = model.prepare(params)
+            before, params = bytes_of(params), model.prepare(params)
+            if bytes_of(params) < before:
+                console.print(
+                    f"weights: {show_bytes(bytes_of(params))}, instead of {show_bytes(before)} as they are saved"
+                )
         for first in range(0, len(texts) if not stop.number else 0, model.batch):
             batch = slice(first, first + model.batch)
             tokens = iterate_until_signal(_steps(model, params, texts[batch], options, first), stop)

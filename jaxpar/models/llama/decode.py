@@ -6,7 +6,7 @@ Shape suffixes: B batch, S sequence, E embed, H query heads, K key/value heads, 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -25,7 +25,9 @@ from jaxpar.models.losses import output_and_scalars, soft_capped
 from jaxpar.parallel.collectives.gather_reduce import axes_of
 from jaxpar.parallel.pipeline.executor.layer_placement import AXIS
 from jaxpar.parallel.pipeline.staged_loss import stacked_part
+from jaxpar.parallel.precision.quantized_array import QuantizedArray, is_quantized
 from jaxpar.sharding.layout import current_layout
+from jaxpar.training.quantize import QuantizeConfig, ScaleDtype
 from jaxpar.utils.checks import INT32
 
 CONTRACTING_DIMS: dict[str, tuple[int, ...]] = {
@@ -40,7 +42,9 @@ _ROUTER, _ROUTER_BIAS = "router", "router_bias"
 """They choose experts, and rounding could change the choice: the matrix is never int8, and the bias is unchanged."""
 
 
-def cached_llama(config: LlamaConfig, *, weights: str | None = None, cache: str | None = None) -> DecoderFns:
+def cached_llama(
+    config: LlamaConfig, *, weights: str | QuantizeConfig | None = None, cache: str | None = None
+) -> DecoderFns:
     """Returns the cached forward passes of a Llama, or of a decoder with experts, for :class:`jaxpar.Generator`.
 
     With experts no choice is dropped, whatever the capacity in training, so that a request's tokens do not depend on
@@ -51,7 +55,9 @@ def cached_llama(config: LlamaConfig, *, weights: str | None = None, cache: str 
       config: the configuration of the training; ``remat``, ``copies`` and the options of the dispatch have no effect
         here.
       weights: ``int8`` stores every matrix as 8-bit integers with a scale per column (:class:`jaxpar.inference.Int8`),
-        that of an expert per expert and column; norms and routers are not quantized. ``None`` stores matrices in the
+        that of an expert per expert and column; norms and routers are not quantized. A
+        :class:`jaxpar.compression.QuantizeConfig`, such as :func:`quantized_weights` returns, stores those that it
+        chooses as integers of 8 or 4 bits, with a scale per column or per group. ``None`` stores matrices in the
         compute dtype. :meth:`jaxpar.Generator.prepare` quantizes the weights.
       cache: ``int8`` stores keys and values as 8-bit integers with a scale per token and head. ``None`` stores them in
         the compute dtype.
@@ -63,7 +69,8 @@ def cached_llama(config: LlamaConfig, *, weights: str | None = None, cache: str 
     >>> cached_llama(preset("tiny"), cache="int8").cache(1, 16)["keys"].values.value.dtype
     dtype('int8')
     """
-    for key, value in (("weights", weights), ("cache", cache)):
+    quantize = weights if isinstance(weights, QuantizeConfig) else None
+    for key, value in (("weights", None if quantize else weights), ("cache", cache)):
         if value not in (_INT8, None):
             raise ConfigError(f"cached_llama: {key} must be {_INT8!r} or None, got {value!r}.")
     dtype = jnp.dtype(config.dtype)
@@ -75,6 +82,8 @@ def cached_llama(config: LlamaConfig, *, weights: str | None = None, cache: str 
 
     def embed(model: Llama, tokens_BS: jax.Array) -> jax.Array:
         table, tokens_BS = model.embedding[...], hint(tokens_BS, "batch", "seq")
+        if isinstance(table, QuantizedArray):
+            table = table.by_channel([-1]) or table.astype(dtype)
         if not isinstance(table, Int8):
             return embedding_scaled(lookup(table, tokens_BS, dtype), config)
         scales_BS = hint(jnp.take(table.scales, tokens_BS, mode="clip"), "batch", "residual_seq")
@@ -106,7 +115,39 @@ def cached_llama(config: LlamaConfig, *, weights: str | None = None, cache: str 
         return soft_capped(hint(z_BV, "batch", "vocab"), config.logit_softcap)
 
     stack = Stack(config.stacks, embed, prompts, token) if len(config.stacks) == 1 else None
-    return DecoderFns(shapes, prefill, step, logits, config.vocab, prepare=_matrices(dtype, weights), stack=stack)
+    prepare = _matrices(dtype, weights if isinstance(weights, str) else None)
+    return DecoderFns(shapes, prefill, step, logits, config.vocab, prepare=prepare, quantize=quantize, stack=stack)
+
+
+def quantized_weights(
+    config: LlamaConfig,
+    bits: int = 8,
+    group: int | None = None,
+    *,
+    targets: Sequence[str] = ("*blocks/*",),
+    skip: Sequence[str] = (),
+    scales: ScaleDtype = "float32",
+) -> QuantizeConfig:
+    """Returns how the matrices of a built-in model become integers: by default those of its layers.
+
+    Norms, biases and routers are never quantized: rounding could change the choice of experts. Embedding and head are a
+    small part of a large model, and are quantized only as ``targets``.
+
+    Args:
+      config: of the model.
+      bits, group, targets, skip, scales: as for :class:`jaxpar.compression.QuantizeConfig`.
+
+    >>> from jaxpar.models.llama import preset
+    >>> quantized_weights(preset("tiny"), 4, 32).tile(("blocks", "attention", "o"), (2, 4, 16, 64))
+    (1, 2, 16, 1)
+    """
+    layers = any(pattern.endswith("*") for pattern in targets)
+    never = ["*norm/scale"] if layers else []
+    if layers and hasattr(config, "bias_rate"):  # a model with experts
+        never += [_ROUTER, *([_ROUTER_BIAS] if config.bias_rate is not None else [])]
+    elif layers and config.qkv_bias:
+        never.append("*_bias")
+    return QuantizeConfig(tuple(targets), bits, group, CONTRACTING_DIMS, (*never, *skip), scales)
 
 
 def _prompts(
@@ -198,6 +239,8 @@ def _matrices(dtype: Any, weight_dtype: str | None) -> Callable[[Any], Any]:
     """Returns a function that casts parameters to the compute dtype, or quantizes them to int8."""
 
     def convert(path: Any, x: Any) -> Any:
+        if isinstance(x, QuantizedArray):
+            return x
         name = path[-1].key
         if "norm" in jax.tree_util.keystr(path) or name == _ROUTER_BIAS:
             return x
@@ -205,4 +248,4 @@ def _matrices(dtype: Any, weight_dtype: str | None) -> Callable[[Any], Any]:
             return x.astype(dtype)
         return Int8.of(x, CONTRACTING_DIMS[name])
 
-    return lambda params: jax.tree_util.tree_map_with_path(convert, params)
+    return lambda params: jax.tree_util.tree_map_with_path(convert, params, is_leaf=is_quantized)

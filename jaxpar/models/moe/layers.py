@@ -33,6 +33,7 @@ from jaxpar.parallel.experts.metrics import routing_metrics
 from jaxpar.parallel.experts.routing import Routing
 from jaxpar.parallel.pipeline.executor.layer_inputs import LayerScalars
 from jaxpar.parallel.precision.int8 import Int8
+from jaxpar.parallel.precision.quantized_array import QuantizedArray
 from jaxpar.parallel.zero.gather import gather_weight, sharded_dot
 from jaxpar.training.remat import OUTPUT
 
@@ -75,7 +76,11 @@ class Mixture(nnx.Module):
             "capacity_factor": c.capacity_factor,
             "pieces": c.pieces,
         }
-        cast = lambda w: w if isinstance(w, Int8) else w.astype(dtype)
+
+        def cast(w: Any) -> Any:
+            w = (w.by_channel([-2]) or w) if isinstance(w, QuantizedArray) else w
+            return w if isinstance(w, Int8) else w.astype(dtype)
+
         y_BSE, dropped = experts(
             x_BSE,
             routing,

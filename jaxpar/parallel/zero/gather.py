@@ -25,6 +25,7 @@ from jaxpar.parallel.offload.host_weights import to_device
 from jaxpar.parallel.precision.fp8_matmul import PRODUCT, input_grad, times, weight_grad
 from jaxpar.parallel.precision.int8 import Int8
 from jaxpar.parallel.precision.policy import Precision
+from jaxpar.parallel.precision.quantized_array import QuantizedArray, is_quantized
 from jaxpar.parallel.zero.sharded_matmul import GATHERED, Regather, product, route
 from jaxpar.sharding.layout import current_layout, hint, to_spec
 from jaxpar.sharding.resolve import num_shards_over
@@ -63,7 +64,7 @@ def gather_weight(w: jax.Array, *dims: str | None, dtype: Any = None) -> jax.Arr
 
 def sharded_dot(
     x: jax.Array,
-    *weights: tuple[jax.Array | Int8, _Dims],
+    *weights: tuple[jax.Array | Int8 | QuantizedArray, _Dims],
     dtype: Any = None,
     summed: int = 1,
     reshard_after_forward: Regather = True,
@@ -78,7 +79,9 @@ def sharded_dot(
     in int8; with ``fp8`` for matmuls, the products are computed in fp8.
 
     A weight of the class :class:`jaxpar.inference.Int8` is gathered in int8 and multiplied as integers in the dtype of
-    ``x``; its scales multiply the result. It has no gradient.
+    ``x``; its scales multiply the result. So is a :class:`jaxpar.compression.QuantizedArray` with a scale per channel;
+    with a scale per group, its integers are gathered, and multiplied by their scales before the product. Neither has a
+    gradient.
 
     Args:
       x: the input, ``[batch, ..., embed]``; its first dim is the batch.
@@ -119,7 +122,7 @@ def sharded_dot(
                 f"x. Remedy: transpose the weight, or pass the input that it belongs to."
             )
     one_token = x.ndim > 2 and x.shape[1] == 1
-    if len(weights) > 1 and (one_token or any(isinstance(w, Int8) for w, _ in weights)):
+    if len(weights) > 1 and (one_token or any(is_quantized(w) for w, _ in weights)):
         # With one token per row, as in decoding, joining the weights would read and write them once more than the
         # product.
         alone = functools.partial(
@@ -127,6 +130,11 @@ def sharded_dot(
         )
         return tuple(alone(one)[0] for one in weights)
     first, dims = weights[0]
+    if isinstance(first, QuantizedArray):
+        by_channel = first.by_channel(range(-first.ndim, summed - first.ndim))
+        if by_channel is None:
+            return (_in_groups(x, first, dims, summed),)
+        first = by_channel
     if isinstance(first, Int8):
         return (_scaled(x, first, dims, summed),)
     ws = [to_device(w) for w, _ in weights]
@@ -175,13 +183,32 @@ def _scaled(x: jax.Array, w: Int8, dims: _Dims, summed: int) -> jax.Array:
             f"{[dim % w.ndim for dim in w.summed]}, but the product sums over its first {summed} dims. Remedy: use "
             f"Int8.of(w, {list(range(summed))})."
         )
-    layout = current_layout()
-    stored, used = (layout.resolve(dims, w.shape, role=role, dtype=w.dtype).axes for role in ("params", "activations"))
-    values = _gather_one(w.values, *dims)
-    # If values are gathered, the barrier keeps the gather in int8; else the compiler would cast to x.dtype first.
-    values = values if stored == used else jax.lax.optimization_barrier(values)
-    y = jnp.tensordot(x, values.astype(x.dtype), summed)
+    y = jnp.tensordot(x, _gather_integers(w.values, dims).astype(x.dtype), summed)
     return (y * hint(w.scales, *dims[summed:])).astype(x.dtype)
+
+
+def _in_groups(x: jax.Array, w: QuantizedArray, dims: _Dims, summed: int) -> jax.Array:
+    """Returns the product with a weight whose scales differ along the dims that it sums over."""
+    layout, names = current_layout(), w.names_of_scales(dims)
+    axes = layout.resolve(names, role="activations").axes
+    counts = [num_shards_over(own, layout.sizes) for own in axes]
+    # Where groups lie across shards, all devices along the dim have all scales.
+    names = tuple(
+        n if size % count == 0 else None for n, size, count in zip(names, w.scales.shape, counts, strict=True)
+    )
+    full = QuantizedArray(_gather_integers(w.values, dims), hint(w.scales, *names), w.tile)
+    return jnp.tensordot(x, full.astype(x.dtype), summed)
+
+
+def _gather_integers(values: jax.Array, dims: _Dims) -> jax.Array:
+    """Returns the integers of a weight as the compute shards them."""
+    layout = current_layout()
+    stored, used = (
+        layout.resolve(dims, values.shape, role=role, dtype=values.dtype).axes for role in ("params", "activations")
+    )
+    values = _gather_one(values, *dims)
+    # If values are gathered, the barrier keeps the gather in int8; else the compiler would cast to x.dtype first.
+    return values if stored == used else jax.lax.optimization_barrier(values)
 
 
 def all_but_gathered(primitive: Any, *_: Any, **parameters: Any) -> bool:

@@ -12,7 +12,7 @@ from flax import nnx
 from jaxpar.errors import ModelError, listing
 from jaxpar.nnx import names_of
 from jaxpar.parallel.offload.host_weights import is_waiting
-from jaxpar.parallel.precision.int8 import is_int8
+from jaxpar.parallel.precision.quantized_array import is_quantized
 from jaxpar.sharding.names import Names
 from jaxpar.training.model.parts import ModelParts, Path, show
 
@@ -27,7 +27,7 @@ class NNXKind:
 
     def merge(self, params: Any, variables: Any) -> Any:
         states = [
-            jax.tree.unflatten(d, jax.tree.leaves(x, is_leaf=lambda leaf: is_waiting(leaf) or is_int8(leaf)))
+            jax.tree.unflatten(d, jax.tree.leaves(x, is_leaf=lambda leaf: is_waiting(leaf) or is_quantized(leaf)))
             for d, x in ((self.params, params), (self.variables, variables))
         ]
         return nnx.merge(self.graphdef, *states)

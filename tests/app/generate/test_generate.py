@@ -26,7 +26,7 @@ from rich.console import Console
 import jaxpar as jp
 from jaxpar.app.cli import Generate, main
 from jaxpar.app.config import load_run
-from jaxpar.app.generate.generate import INTERRUPTED, _parameters, _streamed, restored
+from jaxpar.app.generate.generate import INTERRUPTED, GenerateOptions, _parameters, _streamed, generator, restored
 from jaxpar.app.generate.launch import words
 from jaxpar.app.generate.prompts import Answer, Page, read_prompts, write_answers
 from jaxpar.app.job import Job, make_job
@@ -146,6 +146,31 @@ def test_two_processes_restore_their_own_bytes_and_one_streams(
     assert re.fullmatch(r"15 tokens of 3 prompt\(s\); after the first tokens, [\d.]+ tokens/s", lines[3])
     assert len(lines) == 4
     assert [json.loads(line)["text"] for line in answers.read_text().splitlines()] == ["defgh", "wxyz{", "uvwxy"]
+
+
+def test_weights_in_int4_from_the_configuration(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job, folder = job_of(config), tmp_path / "checkpoints"
+    shapes = jp.abstract_state(job.layout(), job.make_model, optax.identity()).params
+    with jp.CheckpointManager(folder) as manager:
+        manager.save(1, {"params": saying(shapes, 1)}, layout=job.layout())
+    asked = ["generate", str(config), "--prompt", "abc", "--max-new-tokens", "3", "--checkpoint", str(folder)]
+    how = ["--set", "generate.weights={bits: 4, group: 8, targets: ['*blocks/*', head]}"]
+    assert main([*asked, "--explain", *how]) == 0
+    assert re.search(r"params/head/values +64 × 256 +int4 ", capsys.readouterr().out)
+    assert main([*asked, *how]) == 0
+    out, err = capsys.readouterr()
+    assert out == "abcdef\n"
+    assert re.search(r"weights: [\d.]+ KiB, instead of [\d.]+ KiB as they are saved", err), err
+    texts = {
+        "{bits: 4, group: 7}": "quantize: blocks/attention/k [1, 64, 2, 8]: groups of 7 do not divide its 64",
+        "{bits: 4, group: 0}": "generate.weights: group must be an integer of at least 1, got 0. Remedy: group: 32.",
+        "{axis: -2}": "generate.weights: axis is found in a built-in model, got -2. Remedy: leave axis out.",
+    }
+    for value, text in texts.items():
+        with pytest.raises(ConfigError, match=f"^{re.escape(text)}"):
+            generator(job_of(config, f"generate.weights={value}"), [[1]], GenerateOptions(most=1))
 
 
 class Screen(io.StringIO):

@@ -189,7 +189,7 @@ def test_what_cannot_be(make: Any, error: type[JaxparError], text: str) -> None:
 def test_parameters_that_were_not_prepared(params: Any) -> None:
     model = generator(one_device(), weights="int8")
     text = (
-        "Generator: the model keeps 8 of its parameters in int8, but 0 of the given parameters are int8. "
+        "Generator: the model keeps 8 of its parameters as integers, but 0 of the given parameters are integers. "
         "Remedy: params = generator.prepare(params)."
     )
     with pytest.raises(ConfigError, match=f"^{re.escape(text)}$"):
