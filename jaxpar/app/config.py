@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from jaxpar.app.quantize_config import QuantizeSettings
+from jaxpar.app.shipped_configs import find_config
 from jaxpar.data.documents import ReadOptions
 from jaxpar.data.tokenizer import TokenizerConfig
 from jaxpar.errors import ConfigError
@@ -458,12 +459,12 @@ class Loaded:
 
 
 def load_run(path: str | os.PathLike[str], settings: Sequence[str] = ()) -> Loaded:
-    """Read a run's YAML file, apply ``a.b=c`` settings, and read its layout file.
+    """Read a run's YAML file, or one that comes with jaxpar (``quickstart``), apply settings, and read its layout file.
 
     Raises:
       ConfigError: a key in either file is unknown, has the wrong type or an invalid value, or is missing.
     """
-    file = Path(path)
+    file = find_config(Path(path))
     data = override(load_yaml(file, paths=("layout",)), settings)
     config = build(RunConfig, data, str(file))
     _check_spike(config.train.spike, file)

@@ -20,6 +20,7 @@ from jaxpar.app.launch.join import ProcessPlace, join, place_of
 from jaxpar.app.launch.peers import Cause
 from jaxpar.app.launch.process_group import Command, Local, ProcessGroup
 from jaxpar.app.launch.supervisor import Policy, Supervisor
+from jaxpar.app.train.next_commands import next_commands
 from jaxpar.checkpoint.verify import steps_in
 from jaxpar.errors import ConfigError, JaxparError, LaunchError
 from jaxpar.parallel.zero.stages import Zero
@@ -78,7 +79,11 @@ def go(config: Path, settings: Sequence[str], options: LaunchOptions) -> int:
     policy = policy_of(loaded.config)
     count = options.processes if options.processes is not None else loaded.config.supervise.processes
     if count is None and not options.ray:
-        return _train(loaded, options)
+        status = _train(loaded, options)
+        if status == ExitCode.FINISHED and options.process_count is None:
+            lines = next_commands(config, settings, loaded.config)
+            print(*(f"{'' if i else 'next':<18}{line}" for i, line in enumerate(lines)), sep="\n")
+        return status
     return supervise(config, settings, loaded, options, policy, 1 if count is None else count)
 
 

@@ -20,6 +20,7 @@ from jaxpar.app.train.checkpointing import Saver
 from jaxpar.app.train.metrics import draw_loss
 from jaxpar.app.train.run_data import RunData
 from jaxpar.app.train.signals import signal_name
+from jaxpar.errors import MissingExtraError
 from jaxpar.training.model import build_shapes
 
 
@@ -127,6 +128,9 @@ def conclude(summary: Summary, folder: Path, console: Console, saver: Saver) -> 
             draw_loss(*curve, title=f"{summary.steps} steps{speed}", ylabel=label)
         except OSError as error:  # a full disk must not end the run
             console.print(escape(f"{folder}/loss.png cannot be written: {error.strerror}"))
+            picture = ""
+        except MissingExtraError as error:
+            console.print(escape(str(error)))
             picture = ""
     console.print()
     unsaved = ", but the last step is not saved" if saver.unsaved else ""

@@ -1,0 +1,41 @@
+"""``next_commands``: what a person may run after a run that has finished, ready to paste."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxpar.app.config import RunConfig
+
+_PROMPTS = {"stdlib": "def "}
+"""A beginning that suits a built-in text."""
+_TOPOLOGIES = {4: "v5e:2x2", 8: "v5e:2x4", 16: "v5e:4x4"}
+"""A topology with this number of chips."""
+
+
+def next_commands(file: Path, settings: Sequence[str], config: RunConfig) -> list[str]:
+    """Returns command lines: generate from the run's checkpoints, explain its layout, compile it for a topology.
+
+    Args:
+      file: the run's YAML file, as the user wrote it.
+      settings: the changes to it, as ``a.b=c``.
+      config: what both give.
+
+    >>> config = RunConfig(model={"family": "llama"})
+    >>> next_commands(Path("my run.yaml"), ["train.steps=3"], config)[0].removeprefix("uv run ")
+    "jaxpar explain 'my run.yaml' --set train.steps=3"
+    """
+    run = shlex.join([str(file), *(word for setting in settings for word in ("--set", setting))])
+    uv = "uv run " if "UV_RUN_RECURSION_DEPTH" in os.environ else ""  # uv sets it for what it runs
+    commands = [f"{uv}jaxpar explain {run}"]
+    if config.checkpoint is not None and ("family" in config.model or "decoder" in config.model):
+        saved = config.checkpoint.directory or f"{config.output}/checkpoints"
+        prompt = _PROMPTS.get(str(config.data.source), "TEXT")
+        ask = f"--checkpoint {shlex.quote(saved)} --prompt {shlex.quote(prompt)}"
+        commands.insert(0, f"{uv}jaxpar generate {run} {ask}")
+    if (topology := _TOPOLOGIES.get(config.cpu_devices or 0)) is not None:
+        extra = uv and f"{uv}--extra tpu "
+        commands.append(f"{extra}jaxpar check {run} --topology {topology}{'' if extra else '  # extra tpu'}")
+    return commands
