@@ -20,7 +20,7 @@ FLOORS = (
     ("inference", "testing", "planning"),
     ("pipeline", "context", "moe", "offload", "overlap", "lora", "compression", "spatial"),
     ("models",),
-    ("interop",),
+    ("interop", "parameter_server"),
     ("app",),
 )
 """The entries of the package, the lowest first. An entry imports only from lower floors."""

@@ -1,0 +1,110 @@
+"""``ServerConfig``: how many servers and workers a run has, and how far apart their clocks may be."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from jaxpar.errors import ConfigError, did_you_mean
+from jaxpar.utils.checks import is_count, shown
+
+type ServerMode = Literal["synchronous", "stale_synchronous", "asynchronous", "local_sgd"]
+MODES = get_args(ServerMode.__value__)
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """Servers, workers, and when the servers apply what the workers push.
+
+    Attributes:
+      mode: ``synchronous`` sums the gradients of all workers in worker order, then updates once. ``stale_synchronous``
+        applies each gradient when it arrives; a worker waits while it is more than ``staleness`` steps ahead of the
+        slowest one (Ho et al. 2013). ``asynchronous`` never waits. ``local_sgd`` lets each worker take ``sync_every``
+        steps of its own, then applies the mean change of the parameters with an outer optimizer (DiLoCo, Douillard et
+        al. 2023, arXiv:2311.08105).
+      servers, workers: how many of each a run starts with.
+      staleness: the bound of ``stale_synchronous``, in steps.
+      sync_every: steps between two exchanges of ``local_sgd``.
+      outer_learning_rate, outer_momentum: of the outer optimizer of ``local_sgd``, SGD with Nesterov momentum.
+      compression: ``int8`` sends the changes of ``local_sgd`` in 8 bits; each worker adds its rounding error to its
+        next change.
+      piece_bytes: larger parameters are cut by rows into pieces of at most this many bytes, which servers share. The
+        cut does not depend on the number of servers, so neither does any bit of the result.
+      snapshot_every: updates of a server between two snapshots, each of which replaces its log.
+      patience: seconds that a worker waits for a server that is gone.
+      max_restarts: how often servers and workers are restarted before the run ends with an error.
+
+    Raises:
+      ConfigError: a value is out of range, or belongs to another mode.
+
+    >>> ServerConfig(mode="stale_synchronous", servers=2, workers=4, staleness=3).staleness
+    3
+    """
+
+    mode: ServerMode = "synchronous"
+    servers: int = 1
+    workers: int = 2
+    staleness: int = 0
+    sync_every: int = 1
+    outer_learning_rate: float = 0.7
+    outer_momentum: float = 0.9
+    compression: Literal["int8"] | None = None
+    piece_bytes: int = 2**26
+    snapshot_every: int = 100
+    patience: float = 120.0
+    max_restarts: int = 100
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ConfigError(
+                f"parameter_server.mode is {shown(self.mode)}.{did_you_mean(self.mode, MODES)} Remedy: one of "
+                f"{', '.join(MODES)}."
+            )
+        for name, least in (
+            *(("servers", 1), ("workers", 1), ("staleness", 0), ("sync_every", 1)),
+            *(("piece_bytes", 1), ("snapshot_every", 1), ("max_restarts", 0)),
+        ):
+            _check_count(name, getattr(self, name), least)
+        for name, most in (("outer_learning_rate", math.inf), ("outer_momentum", 1.0), ("patience", math.inf)):
+            _check_number(name, getattr(self, name), most)
+        if self.compression not in (None, "int8"):
+            raise ConfigError(
+                f"parameter_server.compression is {shown(self.compression)}. Remedy: int8, or leave it out."
+            )
+        self._check_mode("staleness", 0, "stale_synchronous")
+        self._check_mode("sync_every", 1, "local_sgd")
+        self._check_mode("compression", None, "local_sgd")
+
+    def _check_mode(self, name: str, default: Any, mode: ServerMode) -> None:
+        value = getattr(self, name)
+        if value != default and self.mode != mode:
+            raise ConfigError(
+                f"parameter_server.{name} is {value}, but mode is {self.mode}. Remedy: mode: {mode}, or leave {name} "
+                "out."
+            )
+
+    @property
+    def in_rounds(self) -> bool:
+        """Whether servers apply the pushes of all workers together."""
+        return self.mode in ("synchronous", "local_sgd")
+
+    @property
+    def lead(self) -> int | None:
+        """How many steps a worker may be ahead of the slowest one; ``None`` without a bound."""
+        return {"stale_synchronous": self.staleness, "asynchronous": None}.get(self.mode, 0)
+
+
+def _check_count(name: str, value: Any, least: int) -> None:
+    if not is_count(value, least):
+        raise ConfigError(
+            f"parameter_server.{name} must be an integer of at least {least}, got {shown(value)}. Remedy: {name}: "
+            f"{max(least, 1)}."
+        )
+
+
+def _check_number(name: str, value: Any, most: float) -> None:
+    good = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < most
+    if not good or (name == "patience" and value == 0):
+        above = "above 0" if name == "patience" else f"from 0{'' if math.isinf(most) else f' to below {most:g}'}"
+        raise ConfigError(f"parameter_server.{name} must be a number {above}, got {shown(value)}.")

@@ -1,0 +1,104 @@
+"""Joins a Ray cluster, or starts one on this machine. Nothing here imports ray before it is called."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+from typing import Any
+
+from jaxpar.errors import LaunchError, need
+
+_NEAR = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"
+"""Address of a Ray that is started here; Ray would replace 127.0.0.1 by the host's network address."""
+
+_CONNECT, _JOIN = 8.0, 20.0
+"""Seconds to wait for a connection, and then until Ray has joined; together below 30."""
+
+_ATTEMPTS = 3
+"""Ray gives its daemons 30 s to start, which a busy machine may exceed."""
+
+
+def connect(address: str | None, cpus: float, *, object_store_bytes: int | None = None) -> tuple[Any, bool]:
+    """Returns the module ``ray``, initialized, and whether this call started or joined a cluster.
+
+    Args:
+      address: ``HOST:PORT`` of a cluster; ``None`` for the variable ``RAY_ADDRESS``, or else a Ray that is started on
+        this machine, with token authentication.
+      cpus: the number of CPUs that a Ray on this machine offers at least.
+      object_store_bytes: its object store's size; by default Ray's own choice.
+
+    Raises:
+      MissingExtraError: ray is not installed.
+      LaunchError: the cluster does not answer within 30 seconds, or Ray cannot be started.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray would send usage statistics
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    address = address or os.environ.get("RAY_ADDRESS")
+    if address is not None:
+        _try(address)
+    try:
+        import ray
+    except ImportError as error:
+        raise need("ray", "ray", "training with parameter servers") from error
+    if ray.is_initialized():
+        return ray, False
+    if address is not None:
+        _join(ray, address)
+        return ray, True
+    # Its daemons listen on every interface, whatever its address; Ray's default is then to require a token.
+    os.environ.pop("RAY_AUTH_MODE", None)
+    store = {} if object_store_bytes is None else {"object_store_memory": object_store_bytes}
+    own = {"address": "local", "_node_ip_address": _NEAR, "include_dashboard": False, "logging_level": "ERROR"}
+    for attempt in range(1, _ATTEMPTS + 1):
+        try:
+            ray.init(num_cpus=max(os.cpu_count() or 1, int(cpus)), log_to_driver=False, **own, **store)
+            break
+        except Exception as error:
+            ray.shutdown()
+            if attempt == _ATTEMPTS:
+                raise LaunchError(
+                    f"Ray cannot be started on this machine, after {attempt} attempts: {_first_line(error)}."
+                ) from error
+    return ray, True
+
+
+def _try(address: str) -> None:
+    """Raises if nothing accepts a connection at an address."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():
+        raise LaunchError(f"the Ray address {address!r} is not HOST:PORT. Remedy: such as 10.0.0.1:6379.")
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT).close()
+    except OSError as error:
+        raise _silent(address, error.strerror or str(error) or "no answer") from error
+
+
+def _join(ray: Any, address: str) -> None:
+    failed: list[BaseException] = []
+
+    def join() -> None:
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+        except BaseException as error:  # noqa: BLE001 (raised below)
+            failed.append(error)
+
+    thread = threading.Thread(target=join, daemon=True)
+    thread.start()
+    thread.join(_JOIN)
+    if thread.is_alive():
+        raise _silent(address, f"it accepts connections, but no Ray answered within {_JOIN:g} s")
+    if failed:
+        raise _silent(address, _first_line(failed[0])) from failed[0]
+
+
+def _silent(address: str, why: str) -> LaunchError:
+    return LaunchError(
+        f"no Ray cluster answers at {address}: {why}. Remedy: the address of a running cluster (ray start --head), "
+        "and RAY_AUTH_MODE=token if it requires a token; or leave the address out to start Ray on this machine."
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -1,0 +1,181 @@
+"""A server's shard: each push once and in order, sums in worker order, bounds of staleness, its log, and bad input."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import optax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxpar.errors import ConfigError, ModelError, StateError
+from jaxpar.parameter_server import ServerConfig
+from jaxpar.parameter_server.client import check_model
+from jaxpar.parameter_server.membership import Membership, WorkerSpan
+from jaxpar.parameter_server.messages import PullRequest, PushRequest, RowGrads
+from jaxpar.parameter_server.piece_optimizer import PieceOptimizer
+from jaxpar.parameter_server.pieces import ParamSpec, SparseTable, cut
+from jaxpar.parameter_server.server_shard import ServerShard
+from jaxpar.parameter_server.sums import mean
+
+OPTIMIZER = PieceOptimizer(optax.sgd(1.0))
+PIECES = tuple(cut({"w": ParamSpec((2,), "float32")}, 100))
+TABLE = SparseTable("t", 100, ("x",), pieces=1)
+MEMBERS = Membership(0, (0,), (WorkerSpan(0), WorkerSpan(1)), PIECES, {"w[0:2]": 0})
+
+
+def _shard(folder: Path, mode: Any = "synchronous", **config: Any) -> ServerShard:
+    shard = ServerShard(0, folder, ServerConfig(mode, **config), OPTIMIZER)
+    if shard.epoch < 0:
+        shard.activate(MEMBERS.to_json())
+        shard.offer(0, {"w[0:2]": np.zeros(2, np.float32)})
+    return shard
+
+
+def _push(shard: ServerShard, worker: int, step: int, *grad: float, epoch: int = 0, weight: float = 1.0) -> str:
+    grads = {"w[0:2]": np.float32(grad)}
+    return shard.push(PushRequest(worker, step, epoch, weight, grads)).status
+
+
+def _pull(shard: ServerShard, worker: int | None, step: int = 0) -> Any:
+    answer = shard.pull(PullRequest(worker, step, 0, ("w[0:2]",)))
+    return answer.values["w[0:2]"].tolist() if answer.status == "done" else answer.status
+
+
+def test_a_round_waits_for_all_workers_and_is_applied_once(tmp_path: Path) -> None:
+    shard = _shard(tmp_path)
+    assert _pull(shard, 0) == [0, 0]
+    assert _push(shard, 1, 0, 4, 0) == "waiting" and _pull(shard, None) == [0, 0]
+    assert _push(shard, 1, 0, 4, 0) == "waiting"  # sent again
+    assert _push(shard, 0, 0, 2, 2) == "done" and _pull(shard, None) == [-3, -1]
+    assert _push(shard, 1, 0, 4, 0) == "done" and _push(shard, 0, 0, 9, 9) == "done"  # both sent again
+    assert _pull(shard, None) == [-3, -1] == _pull(shard, 0, 1)
+    assert _pull(shard, 1, 0) == [0, 0]  # a worker that was killed in round 0 reads what it had read
+    assert _pull(shard, 1, 2) == "waiting"
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=30), st.sampled_from([2, 100]))
+def test_any_order_of_pushes_restarts_and_repeats_gives_one_result(actions: list[int], snapshot_every: int) -> None:
+    """0 and 1: a worker pushes its next step; 2 and 3: its last one again; 4: the server is killed; 5: a pull."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        options = {"staleness": 3, "snapshot_every": snapshot_every}
+        shard = _shard(Path(folder), "stale_synchronous", **options)
+        clocks, total = [0, 0], np.zeros(2, np.float32)
+        for action in actions:
+            worker = action % 2
+            if action < 2:
+                grad = np.float32([clocks[worker] + 0.5, worker - 0.25])
+                total = total - grad
+                assert _push(shard, worker, clocks[worker], *grad.tolist()) == "done"
+                clocks[worker] += 1
+            elif action < 4 and clocks[worker]:
+                assert _push(shard, worker, clocks[worker] - 1, 99, 99) == "done"
+            elif action == 4:
+                shard.close()
+                shard = _shard(Path(folder), "stale_synchronous", **options)
+            else:
+                ready = min(clocks) >= clocks[worker] - 3
+                assert _pull(shard, worker, clocks[worker]) == (total.tolist() if ready else "waiting")
+        assert _pull(shard, None) == total.tolist()
+        assert max(shard.staleness, default=0) <= 3
+        shard.close()
+
+
+def test_pushes_of_the_future_other_shapes_and_foreign_pieces_are_refused(tmp_path: Path) -> None:
+    shard = _shard(tmp_path)
+    for push, kind, text in (
+        (
+            lambda: _push(shard, 0, 2, 1, 1),
+            StateError,
+            (
+                "worker 0 pushed step 2 to w[0:2], but its step 0 has not arrived. Remedy: push the steps of a worker "
+                "in order."
+            ),
+        ),
+        (lambda: _push(shard, 0, 0, 1, 1, 1), StateError, "worker 0 pushed [3] to w[0:2], which needs [2]."),
+        (
+            lambda: shard.push(PushRequest(0, 0, 0, 1.0, {"v[0:1]": None})),
+            ModelError,
+            "server 0 does not hold v[0:1]; it holds w[0:2]. Remedy: workers and servers must train the same model.",
+        ),
+        (
+            lambda: shard.push(PushRequest(0, 0, 0, 1.0, {"w[0:2]": RowGrads(np.array([5]), np.zeros((1, 2)))})),
+            StateError,
+            "worker 0 pushed rows [5] to [5] to w[0:2], which does not hold them.",
+        ),
+    ):
+        with pytest.raises(kind) as error:
+            push()
+        assert str(error.value) == text
+    assert _push(shard, 0, 0, 1, 1, epoch=1) == "stale"
+
+
+def test_a_shard_that_is_held_stays_so_after_a_restart(tmp_path: Path) -> None:
+    shard = _shard(tmp_path)
+    shard.hold(1)
+    shard.close()
+    shard = _shard(tmp_path)
+    assert _push(shard, 0, 0, 1, 1) == "stale"
+    shard.activate(Membership(1, (0,), (WorkerSpan(0),), PIECES, {"w[0:2]": 0}).to_json())
+    assert _push(shard, 0, 0, 1, 1, epoch=1) == "done"  # worker 1 has left
+    shard.close()
+
+
+def test_means_are_sums_in_worker_order() -> None:
+    grads = [np.float32([1e8]), np.float32([1.0]), np.float32([-1e8])]
+    sums = [mean([(1.0, g) for g in order]) for order in (grads, [grads[0], grads[2], grads[1]])]
+    assert [float(x[0]) for x in sums] == [0.0, pytest.approx(1 / 3)]  # type: ignore[index]
+    assert mean([(3.0, np.float32([2.0])), (1.0, np.float32([6.0]))]) == np.float32([3.0])
+    assert mean([(0.0, np.float32([np.nan])), (0.0, None)]) is None
+    rows = mean(
+        [(1.0, RowGrads(np.array([1, 4]), np.float32([[1], [2]]))), (1.0, RowGrads(np.array([4]), np.float32([[6]])))]
+    )
+    assert isinstance(rows, RowGrads) and rows.ids.tolist() == [1, 4] and rows.values.tolist() == [[0.5], [4]]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"servers": 0}, "servers must be an integer of at least 1, got 0. Remedy: servers: 1."),
+        ({"workers": -2}, "workers must be an integer of at least 1, got -2. Remedy: workers: 1."),
+        (
+            {"mode": "stale_synchronous", "staleness": -1},
+            "staleness must be an integer of at least 0, got -1. Remedy: staleness: 1.",
+        ),
+        (
+            {"staleness": 2},
+            "staleness is 2, but mode is synchronous. Remedy: mode: stale_synchronous, or leave staleness out.",
+        ),
+        (
+            {"mode": "local"},
+            (
+                "mode is 'local'. Did you mean 'local_sgd'? Remedy: one of synchronous, stale_synchronous, "
+                "asynchronous, local_sgd."
+            ),
+        ),
+        ({"outer_momentum": 1.0}, "outer_momentum must be a number from 0 to below 1, got 1.0."),
+        ({"patience": 0}, "patience must be a number above 0, got 0."),
+        ({"mode": "local_sgd", "compression": "int4"}, "compression is 'int4'. Remedy: int8, or leave it out."),
+    ],
+)
+def test_bad_configurations(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        ServerConfig(**options)
+    assert str(error.value) == f"parameter_server.{text}"
+
+
+def test_a_worker_with_another_model_is_refused() -> None:
+    servers = {"params/a": ParamSpec((2, 3), "float32"), "params/b": ParamSpec((2,), "float32")}
+    model = {"params/a": ParamSpec((2, 4), "float32"), "params/c": ParamSpec((), "float32")}
+    with pytest.raises(ModelError) as error:
+        check_model(model, servers, "worker 3")
+    assert str(error.value) == (
+        "worker 3 has another model than the servers: params/c float32[]: no server holds it; params/b float32[2]: it "
+        "is missing; params/a float32[2, 4]: the servers hold float32[2, 3]. Remedy: the same model configuration for "
+        "all workers, or another folder for this run."
+    )
