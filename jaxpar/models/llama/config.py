@@ -212,7 +212,7 @@ class LlamaConfig:
         return self.matmul_params + lookup + norms + biases
 
     def flops_per_token(self, seq: int) -> float:
-        """Returns the training FLOPs per token, without recomputation; causal attention counts half of ``seq``²."""
+        """Returns the training FLOPs per token, without recomputation; causal attention counts half of its matrix."""
         return 6.0 * self.matmul_params + 12.0 * self.layers * self.heads * self.head_dim * self.mean_keys(seq)
 
     def mean_keys(self, seq: int) -> float:

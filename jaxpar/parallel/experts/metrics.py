@@ -24,12 +24,11 @@ def routing_metrics(
         metric ``weight``.
 
     Returns:
-      * ``expert_load_max``: the choices of the most chosen expert, relative to the mean of all experts: 1 if they are
-        balanced, at most the number of experts.
-      * ``router_entropy``: the entropy of the probabilities, in nats, mean over tokens.
-      * ``router_nonfinite``: the number of tokens whose logits have no finite maximum, over all devices; the mean over
-        microbatches, as for every metric.
-      * ``dropped_fraction``: ``dropped``, if given.
+      A dict of the metrics. ``expert_load_max`` is the choices of the most chosen expert, relative to the mean of all
+      experts: 1 if they are balanced, at most the number of experts. ``router_entropy`` is the entropy of the
+      probabilities, in nats, mean over tokens. ``router_nonfinite`` is the number of tokens whose logits have no finite
+      maximum, over all devices; the mean over microbatches, as for every metric. ``dropped_fraction`` is ``dropped``,
+      if given.
 
     Raises:
       ConfigError: a shape does not fit.
