@@ -123,13 +123,28 @@ class MeshSpec:
           axis_type: the type of all axes, by default Auto.
 
         Raises:
-          MeshError: the sizes do not fit the number of devices or the slices.
+          MeshError: the sizes do not fit the number of devices or the slices. For a machine with too few devices, the
+            text says how to simulate enough.
         """
         import jax
 
         chosen = list(jax.devices() if devices is None else devices)
+        if devices is None:
+            self._check_machine(len(chosen))
         kinds = (axis_type or jax.sharding.AxisType.Auto,) * len(AXES)
         return jax.sharding.Mesh(arrange(chosen, self.sizes(len(chosen))), AXES, axis_types=kinds)
+
+    def _check_machine(self, devices: int) -> None:
+        fixed = math.prod(size for size in vars(self).values() if size != -1)
+        try:
+            self.sizes(devices)
+        except MeshError as error:
+            if devices >= fixed:
+                raise
+            count = fixed * math.ceil(8 / fixed) if -1 in vars(self).values() else fixed
+            raise MeshError(
+                f"{error} To try the mesh on this machine's CPU, call jp.simulate_devices({count}) before jax runs."
+            ) from None
 
     def abstract(self, devices: int | None = None, *, axis_type: AxisType | None = None) -> AbstractMesh:
         """Returns an ``AbstractMesh``, which has no devices.

@@ -168,7 +168,8 @@ def check_up(
 
     Raises:
       PlanError: ``imbalance`` is not a finite number of at least 1.
-      CompileError: as :func:`jaxpar.analysis.compile.ahead_of_time.compile_for`, but not for a program that is too large.
+      CompileError: as :func:`jaxpar.analysis.compile.ahead_of_time.compile_for`, except for a program that is too
+        large.
 
     >>> import jax, jax.numpy as jnp, optax
     >>> import jaxpar as jp
