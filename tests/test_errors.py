@@ -65,7 +65,7 @@ MESHES = [
         lambda: MeshSpec(data=4, model=4).build(),
         (
             "the mesh data=4 × model=4 does not fit 8 devices, because its sizes multiply to 16. Remedy: use data=2 or "
-            "model=2."
+            "model=2. To try this mesh on a CPU, call jp.simulate_devices(16) before jax runs anything."
         ),
     ),
     case(
@@ -73,7 +73,7 @@ MESHES = [
         lambda: MeshSpec(data=3, model=5).build(),
         (
             "the mesh data=3 × model=5 does not fit 8 devices, because its sizes multiply to 15. Remedy: use sizes "
-            "that multiply to 8."
+            "that multiply to 8. To try this mesh on a CPU, call jp.simulate_devices(15) before jax runs anything."
         ),
     ),
     case(
@@ -87,6 +87,14 @@ MESHES = [
         (
             "the mesh data=-1 × context=2 × model=3 does not fit 8 devices, because 8 is not a multiple of 6. Remedy: "
             "use other sizes that multiply to 1 or 2 or 4 or 8."
+        ),
+    ),
+    case(
+        "-1 and too few devices",
+        lambda: MeshSpec(data=-1, model=2).build(jax.devices()[:1]),
+        (
+            "the mesh data=-1 × model=2 does not fit 1 devices, because 1 is not a multiple of 2. Remedy: use other "
+            "sizes that multiply to 1. To try this mesh on a CPU, call jp.simulate_devices(8) before jax runs anything."
         ),
     ),
     case(

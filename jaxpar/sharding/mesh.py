@@ -17,6 +17,7 @@ from jaxpar.sharding import messages
 from jaxpar.sharding.device_order import arrange
 from jaxpar.sharding.hardware.topology import Topology
 from jaxpar.utils.checks import Range, is_count
+from jaxpar.utils.simulate_devices import sizes_or_suggestion
 
 if TYPE_CHECKING:
     from jax.sharding import AbstractMesh, AxisType, Mesh
@@ -129,22 +130,9 @@ class MeshSpec:
         import jax
 
         chosen = list(jax.devices() if devices is None else devices)
-        if devices is None:
-            self._check_machine(len(chosen))
         kinds = (axis_type or jax.sharding.AxisType.Auto,) * len(AXES)
-        return jax.sharding.Mesh(arrange(chosen, self.sizes(len(chosen))), AXES, axis_types=kinds)
-
-    def _check_machine(self, devices: int) -> None:
-        fixed = math.prod(size for size in vars(self).values() if size != -1)
-        try:
-            self.sizes(devices)
-        except MeshError as error:
-            if devices >= fixed:
-                raise
-            count = fixed * math.ceil(8 / fixed) if -1 in vars(self).values() else fixed
-            raise MeshError(
-                f"{error} To try the mesh on this machine's CPU, call jp.simulate_devices({count}) before jax runs."
-            ) from None
+        sizes = sizes_or_suggestion(self.sizes, len(chosen), vars(self).values())
+        return jax.sharding.Mesh(arrange(chosen, sizes), AXES, axis_types=kinds)
 
     def abstract(self, devices: int | None = None, *, axis_type: AxisType | None = None) -> AbstractMesh:
         """Returns an ``AbstractMesh``, which has no devices.
@@ -158,11 +146,10 @@ class MeshSpec:
         """
         import jax
 
-        given = vars(self)
-        if devices is None and -1 in given.values():
-            shown = messages.product(given)
+        if devices is None and -1 in vars(self).values():
+            shown = messages.product(vars(self))
             raise MeshError(f"abstract() of the mesh {shown} requires a number of devices, such as abstract(4096).")
-        sizes = self.sizes(math.prod(given.values()) if devices is None else devices)
+        sizes = self.sizes(math.prod(vars(self).values()) if devices is None else devices)
         kinds = (axis_type or jax.sharding.AxisType.Auto,) * len(AXES)
         return jax.sharding.AbstractMesh(tuple(sizes.values()), AXES, axis_types=kinds)
 
@@ -215,5 +202,4 @@ def _mesh_misfit(given: Mapping[str, int], fixed: int, devices: int) -> str:
         can = {axis: devices * n // fixed for axis, n in given.items() if n > 1 or axis == "data"}
         sizes = [f"{axis}={n}" for axis, n in can.items() if n * fixed == devices * given[axis]]
         fits = " or ".join(sizes) or f"sizes that multiply to {devices}"
-    start = f"the mesh {messages.product(given)} does not fit {devices} devices"
-    return f"{start}, because {why}. Remedy: use {fits}."
+    return f"the mesh {messages.product(given)} does not fit {devices} devices, because {why}. Remedy: use {fits}."

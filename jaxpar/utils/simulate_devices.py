@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
+from collections.abc import Callable, Iterable
 
 from jaxpar.errors import MeshError
 
@@ -39,6 +41,30 @@ def simulate_devices(count: int) -> None:
             f"jax already runs on {jax.device_count()} {jax.default_backend()} device(s), so {count} cannot be "
             f"simulated. Remedy: call simulate_devices({count}) first, or set XLA_FLAGS={flag} before jax starts."
         )
+
+
+def sizes_or_suggestion(find: Callable[[int], dict[str, int]], devices: int, given: Iterable[int]) -> dict[str, int]:
+    """Returns the sizes of a mesh on this machine's devices; if they are too few, the error says how to simulate more.
+
+    Args:
+      find: returns the size of every axis on a number of devices.
+      devices: the number of devices of this machine.
+      given: the sizes as they were given; -1 takes what is left.
+
+    Raises:
+      MeshError: as ``find`` raises it, with the suggestion.
+    """
+    given = tuple(given)
+    needed = math.prod(size for size in given if size != -1)
+    try:
+        return find(devices)
+    except MeshError as error:
+        if not 0 < devices < needed:
+            raise
+        count = needed * math.ceil(8 / needed) if -1 in given else needed
+        raise MeshError(
+            f"{error} To try this mesh on a CPU, call jp.simulate_devices({count}) before jax runs anything."
+        ) from None
 
 
 def prefer_accelerators(count: int) -> None:
