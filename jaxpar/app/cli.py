@@ -61,6 +61,7 @@ class Train:
       process_count: number of processes on all hosts
       process_id: rank of this process, or of the first of --processes
       ray: start the processes on a Ray cluster (extra ray)
+      profile: write a trace of COUNT steps from the step START, for xprof and TensorBoard
     """
 
     config: Config
@@ -70,12 +71,14 @@ class Train:
     process_count: Number = None
     process_id: Number = None
     ray: Flag = False
+    profile: Annotated[str | None, arg(metavar="START:COUNT", help_behavior_hint="")] = None
 
     def run(self) -> int:
-        from jaxpar.app.train.launch import LaunchOptions, go
+        from jaxpar.app.train.launch import LaunchOptions, go, profile_settings
 
         options = LaunchOptions(self.processes, self.coordinator, self.process_count, self.process_id, self.ray)
-        return go(self.config, self.set, options)
+        settings = self.set if self.profile is None else (*self.set, *profile_settings(self.profile))
+        return go(self.config, settings, options)
 
 
 @dataclass(frozen=True)

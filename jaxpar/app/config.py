@@ -8,96 +8,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from jaxpar.app.config_ranges import AboveOne, BatchSize, Count, Natural, Positive
+from jaxpar.app.data_config import DataConfig, check_blend
 from jaxpar.app.quantize_config import QuantizeSettings
 from jaxpar.app.shipped_configs import find_config
-from jaxpar.data.documents import ReadOptions
-from jaxpar.data.tokenizer import TokenizerConfig
 from jaxpar.errors import ConfigError
 from jaxpar.sharding.mesh import AxisSize, LayoutData
-from jaxpar.utils.checks import INT32, Range
+from jaxpar.utils.checks import Range
 from jaxpar.utils.yaml_config import build, load_yaml, merge, override
 
 Platform = Literal["tpu", "gpu", "cpu"]
 Option = bool | int | float | str
-# Commands trace a step without its devices: numbers beyond those of any run are refused before that overflows.
-_Count = Annotated[int, Range(1, INT32)]
-_Natural = Annotated[int, Range(0, INT32)]
-_Batch = Annotated[int, Range(1, 2**20)]
-_Positive = Annotated[float, Range(0, 1e38, above=True)]
-_AboveOne = Annotated[float, Range(1, 1e38, above=True)]
-
-
-@dataclass(frozen=True)
-class BlendSource:
-    """One of several sources of text.
-
-    Attributes:
-      source: as ``data.source``.
-      weight: its share of the rows; the weights need not sum to 1.
-      format, text_field, bad_rows, patterns: how files are read (:class:`jaxpar.data.ReadOptions`).
-    """
-
-    source: str
-    weight: _Positive = 1.0
-    format: Literal["auto", "text", "jsonl", "parquet", "arrow"] = "auto"
-    text_field: str = "text"
-    bad_rows: Literal["error", "skip"] = "error"
-    patterns: tuple[str, ...] | None = None
-
-    @property
-    def read_options(self) -> ReadOptions:
-        """How the files are read."""
-        return ReadOptions(self.format, self.text_field, self.bad_rows, self.patterns)
-
-
-@dataclass(frozen=True)
-class DataConfig:
-    """The data to train on: a text, cut into batches of ``batch`` sequences of ``seq`` tokens; or data of your own.
-
-    Attributes:
-      source: ``stdlib``, ``synthetic``, or a folder or file of text, relative to the current directory.
-      blend: instead of ``source``, several sources: ``[{source: books, weight: 3}, {source: code, weight: 1}]``.
-      tokenizer: a ``tokenizer.json``, or ``{file, eos, special}`` (:class:`jaxpar.data.TokenizerConfig`); by default a
-        token is a byte.
-      format, text_field, bad_rows, patterns: how files are read (:class:`jaxpar.data.ReadOptions`).
-      heldout_fraction: the fraction of the documents that is held out for evaluation.
-      chat_template: a chat template, or the ``tokenizer.json`` beside which it is; see
-        :func:`jaxpar.data.load_chat_template`. The rows of the source are then conversations, with a loss on answers
-        only.
-      factory: instead of a text, ``module:function`` that returns the data (:class:`jaxpar.app.own_data.OwnData`).
-      args: keyword arguments of the factory.
-      dims: the logical dims of the batch's arrays, such as ``{image: [batch, height, width, channels]}``; without them
-        they are found from the loss.
-      batch: rows of a batch, over all devices.
-      seq: tokens of a row.
-      seed: determines the order of the rows.
-      packing: ``false``: a row is a window of the text, and tokens attend across documents. ``true``: a token attends
-        only to tokens of its own document. ``documents``: also, rows hold whole documents, as many as fit.
-        ``padded``: a row holds one document.
-    """
-
-    source: str = "stdlib"
-    blend: tuple[BlendSource, ...] = ()
-    tokenizer: str | TokenizerConfig | None = None
-    format: Literal["auto", "text", "jsonl", "parquet", "arrow"] = "auto"
-    text_field: str = "text"
-    bad_rows: Literal["error", "skip"] = "error"
-    patterns: tuple[str, ...] | None = None
-    heldout_fraction: Annotated[float, Range(0, 0.999, above=True)] = 0.05
-    chat_template: str | None = None
-    factory: str | None = None
-    args: dict[str, Any] = field(default_factory=dict)
-    dims: dict[str, tuple[str | None, ...]] = field(default_factory=dict)
-    batch: _Batch = 32
-    seq: Annotated[int, Range(1, 2**24)] = 128
-    seed: int = 0
-    packing: bool | Literal["documents", "padded"] = False
-
-    @property
-    def sources(self) -> tuple[BlendSource, ...]:
-        """The sources of a blend, or the only source."""
-        options = (self.format, self.text_field, self.bad_rows, self.patterns)
-        return self.blend or (BlendSource(self.source, 1.0, *options),)
+TrackerName = Literal["wandb", "trackio"]
 
 
 @dataclass(frozen=True)
@@ -108,9 +30,9 @@ class PruneSettings:
     pattern: tuple[int, ...] | None = None
     targets: tuple[str, ...] = ("*",)
     axis: int | dict[str, int] = -2
-    begin: _Natural = 0
-    end: _Natural = 0
-    every: _Count = 1
+    begin: Natural = 0
+    end: Natural = 0
+    every: Count = 1
 
 
 @dataclass(frozen=True)
@@ -131,11 +53,11 @@ class OptimizerConfig:
 
     name: str = "adamw"
     learning_rate: float = 1e-3
-    warmup: _Natural = 20
+    warmup: Natural = 20
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    decay_steps: _Count | None = None
+    decay_steps: Count | None = None
     final_lr_ratio: float = 0.1
-    clip_norm: _Positive | None = 1.0
+    clip_norm: Positive | None = 1.0
     options: dict[str, Option | None] = field(default_factory=dict)
     prune: PruneSettings | None = None
 
@@ -211,9 +133,9 @@ class PipelineConfig:
     """
 
     schedule: str = "1f1b"
-    microbatches: _Count = 1
-    virtual_stages: _Count = 1
-    sequence_chunks: _Count = 1
+    microbatches: Count = 1
+    virtual_stages: Count = 1
+    sequence_chunks: Count = 1
     activation_checkpointing: Literal["full", "none"] = "full"
     grad_reduction: Literal["per_step", "per_chunk", "per_microbatch"] = "per_step"
     executor: Literal["lockstep", "independent"] = "lockstep"
@@ -284,10 +206,10 @@ class SpikeConfig:
       patience: number of consecutive spikes that triggers a rollback.
     """
 
-    sigmas: _Positive | None = None
-    factor: _AboveOne | None = None
+    sigmas: Positive | None = None
+    factor: AboveOne | None = None
     window: Annotated[int, Range(2, 2**20)] = 50
-    patience: _Count = 3
+    patience: Count = 3
 
 
 @dataclass(frozen=True)
@@ -299,8 +221,16 @@ class StragglerConfig:
       every: number of steps over which the times are averaged.
     """
 
-    factor: _AboveOne = 2.0
-    every: _Count = 50
+    factor: AboveOne = 2.0
+    every: Count = 50
+
+
+@dataclass(frozen=True)
+class ProfileConfig:
+    """Which steps are traced: ``steps`` of them, from the step ``start``."""
+
+    start: Count = 10
+    steps: Count = 3
 
 
 @dataclass(frozen=True)
@@ -322,19 +252,21 @@ class TrainConfig:
         resumes does not read it.
       eval_every: steps between two evaluations.
       eval_batches: batches of held-out data in each evaluation.
+      profile: steps of which ``jax.profiler`` writes a trace: ``{start: 10, steps: 3}``.
     """
 
-    steps: _Count = 100
-    grad_accum_steps: _Batch = 1
+    steps: Count = 100
+    grad_accum_steps: BatchSize = 1
     skip_nonfinite: bool = True
-    max_consecutive_nonfinite: _Count = 3
+    max_consecutive_nonfinite: Count = 3
     spike: SpikeConfig | None = None
-    max_rollbacks: _Natural = 3
+    max_rollbacks: Natural = 3
     straggler: StragglerConfig = field(default_factory=StragglerConfig)
     seed: Annotated[int, Range(-(2**31), 2**32 - 1)] = 0  # JAX drops all but 32 bits
     init_from: str | None = None
-    eval_every: _Count = 50
-    eval_batches: _Count = 8
+    eval_every: Count = 50
+    eval_batches: Count = 8
+    profile: ProfileConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -429,6 +361,7 @@ class RunConfig:
       checkpoint: which checkpoints to keep, and whether to resume: ``{save_interval_steps: 100}``.
       generate: formats of weights and cache in ``jaxpar generate``: ``{weights: int8, cache: int8}``.
       supervise: how several processes are supervised: ``{processes: 2, step_timeout: 60}``.
+      trackers: services that also receive the metrics, with the arguments of their ``init``: ``{wandb: {project: p}}``.
       output: folder for metrics, loss curve and summary, relative to the current directory.
     """
 
@@ -445,6 +378,7 @@ class RunConfig:
     compiler: dict[Platform, dict[str, Option]] = field(default_factory=dict)
     checkpoint: CheckpointConfig | None = None
     generate: GenerateConfig = field(default_factory=GenerateConfig)
+    trackers: dict[TrackerName, dict[str, Option]] = field(default_factory=dict)
     supervise: SuperviseConfig = field(default_factory=SuperviseConfig)
     output: str = "runs/default"
 
@@ -468,7 +402,7 @@ def load_run(path: str | os.PathLike[str], settings: Sequence[str] = ()) -> Load
     data = override(load_yaml(file, paths=("layout",)), settings)
     config = build(RunConfig, data, str(file))
     _check_spike(config.train.spike, file)
-    _check_blend(config.data, file)
+    check_blend(config.data, file)
     own = LayoutData(mesh=None, rules=None)
     if config.layout is not None:
         source = file.parent / config.layout
@@ -483,12 +417,3 @@ def _check_spike(spike: SpikeConfig | None, file: Path) -> None:
             f"{file}: train.spike.sigmas={spike.sigmas:g} and train.spike.factor={spike.factor:g} are mutually "
             "exclusive: both define a spike. Remedy: leave one out."
         )
-
-
-def _check_blend(data: DataConfig, file: Path) -> None:
-    for key in ("source", "format", "text_field", "bad_rows", "patterns") if data.blend else ():
-        if getattr(data, key) != getattr(DataConfig(), key):
-            raise ConfigError(
-                f"{file}: data.{key} and data.blend are mutually exclusive: each source of a blend has its own. "
-                f"Remedy: blend: [{{{key}: ...}}]."
-            )

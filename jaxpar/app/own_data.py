@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpar.app.config import DataConfig
+from jaxpar.app.data_config import DataConfig
 from jaxpar.app.user_code import load_function, place_of_error
 from jaxpar.data.examples import BatchIterator, Columns, ExamplePlan
 from jaxpar.data.loader import Stream

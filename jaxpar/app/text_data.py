@@ -16,7 +16,7 @@ from jaxpar.data.windows import RowSource, Windows
 from jaxpar.errors import DataError
 
 if TYPE_CHECKING:
-    from jaxpar.app.config import DataConfig
+    from jaxpar.app.data_config import DataConfig
     from jaxpar.data.tokenizer import Tokenizer
 
 type TextPart = Literal["train", "heldout"]

@@ -13,7 +13,7 @@ from tyro.conf import Positional, UseAppendAction, arg, subcommand
 from jaxpar.errors import ConfigError
 
 if TYPE_CHECKING:
-    from jaxpar.app.config import DataConfig
+    from jaxpar.app.data_config import DataConfig
     from jaxpar.data.token_file import TokenFile
     from jaxpar.data.tokenize import TokenizeProgress
 
@@ -76,7 +76,8 @@ class TokenizeCommand:
         return 0
 
     def _data(self) -> DataConfig:
-        from jaxpar.app.config import DataConfig, load_run
+        from jaxpar.app.config import load_run
+        from jaxpar.app.data_config import DataConfig
         from jaxpar.data.tokenizer import TokenizerConfig
 
         if Path(self.source).suffix in (".yaml", ".yml"):

@@ -72,7 +72,7 @@ def test_a_model_without_names_trains_sharded(run: str, tmp_path: Path, capsys: 
 
 
 def test_its_names_are_found_and_explained(run: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", run]) == 0
+    assert main(["explain", run, "--full"]) == 0
     screen = capsys.readouterr().out
     rows = {line.split()[0]: line for line in screen.splitlines() if line.startswith("params/")}
     assert "embed, mlp" in rows["params/up"] and "data, model" in rows["params/up"]

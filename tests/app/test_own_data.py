@@ -140,7 +140,7 @@ def test_a_run_of_any_kind_is_explained_and_checked(
     name: str, run: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = run(name)
-    assert main(["explain", config]) == 0
+    assert main(["explain", config, "--full"]) == 0
     rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.startswith("batch/")}
     image = "batch, ·, ·, ·  data, ·, ·, ·"
     tokens = "batch, seq    data, ·"

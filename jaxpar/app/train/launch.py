@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -59,6 +60,24 @@ class Task:
     logs: Path | None = None
     stdin: IO[bytes] | None = None
     tell: Callable[[str], None] = print
+
+
+def profile_settings(text: str) -> list[str]:
+    """Returns the settings of ``--profile START:COUNT``.
+
+    Raises:
+      ConfigError: it is not two numbers.
+
+    >>> profile_settings("10:3")
+    ['train.profile.start=10', 'train.profile.steps=3']
+    """
+    match = re.fullmatch(r"(\d+):(\d+)", text)
+    if match is None:
+        raise ConfigError(
+            f"--profile must be START:COUNT, the first step and the number of steps, got {text!r}. Remedy: such as "
+            "--profile 10:3."
+        )
+    return [f"train.profile.start={match[1]}", f"train.profile.steps={match[2]}"]
 
 
 def go(config: Path, settings: Sequence[str], options: LaunchOptions) -> int:

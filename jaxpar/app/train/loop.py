@@ -25,12 +25,14 @@ from jaxpar.app.train.compile import run_until_signal
 from jaxpar.app.train.goodput import Goodput
 from jaxpar.app.train.metrics import MetricsWriter, loss_metrics, peak_flops
 from jaxpar.app.train.process_sync import ProcessStatus, StatusExchange, Stragglers
+from jaxpar.app.train.profile import Profiler
 from jaxpar.app.train.programs import StepPrograms
 from jaxpar.app.train.progress import StepLine
 from jaxpar.app.train.run_data import RunData, open_data
 from jaxpar.app.train.signals import Stop, signal_name
 from jaxpar.app.train.spikes import LossWatch, SkippedBatches
 from jaxpar.app.train.summary import Summary, conclude, introduce
+from jaxpar.app.train.trackers import open_trackers
 from jaxpar.checkpoint.manager import Restored
 from jaxpar.errors import CheckpointError, DivergedError, UnsavedError
 from jaxpar.models.llama import LlamaConfig
@@ -83,7 +85,8 @@ def _train(job: Job, console: Console, stop: Stop) -> tuple[Summary, Saver]:
             found = saver.restore(engine.like)
         after = None if found is None else found.step
         first = jax.process_index() == 0
-        with MetricsWriter(Path(config.output), after, writes=first, tell=console.print) as writer:
+        trackers = open_trackers(config, job.name, console.print) if first else []
+        with MetricsWriter(Path(config.output), after, writes=first, trackers=trackers, tell=console.print) as writer:
             return Run(job, layout, data, engine, saver, writer, account, console, stop).go(found), saver
 
 
@@ -107,7 +110,10 @@ class Run:
         self._account, self._console, self._stop = account, console, stop
         self._watch, self._passed = LossWatch(config.max_consecutive_nonfinite, config.spike), SkippedBatches()
         self._exchange, self._stragglers = StatusExchange(), Stragglers(config.straggler)
-        self._timer = StepTimer(account)
+        self._timer, self._profiler = (
+            StepTimer(account),
+            Profiler(config.profile, Path(job.config.output), console.print),
+        )
         self._data, self._stream, self._rate = data, data.stream, _rates(job, layout)
         self._state: Any = None
         self._batch: Any = None
@@ -144,7 +150,9 @@ class Run:
         with StepLine(self._console, steps, summary.unit) as line:
             while number < steps and not self._signal:
                 number += 1
+                self._profiler.before(number)
                 loss, seconds = self._step(number)
+                self._profiler.after(number)
                 self._exchange_status(number)
                 line.update(number, loss, summary.heldout, seconds, *self._rate(seconds), self._loss_metrics)
                 if self._watch.trouble:
@@ -153,6 +161,8 @@ class Run:
                     self._evaluate_and_save(number)
             if summary.step_times:  # empty if the run was already complete
                 self._finish(number)
+        self._profiler.close()
+        summary.links = [*self._profiler.written, *self._writer.links]
         self._stream.close()
         summary.signal, summary.goodput = self._signal, account.record()
         self._writer.note(number, **summary.goodput)

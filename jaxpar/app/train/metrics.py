@@ -1,4 +1,4 @@
-"""A run's metrics: JSON lines, TensorBoard, the loss curve; and the peak FLOP/s of the hardware."""
+"""A run's metrics: JSON lines, TensorBoard, trackers, the loss curve; and the peak FLOP/s of the hardware."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.app.train.records import RESERVED, read_records
+from jaxpar.app.train.trackers import Tracker
 from jaxpar.errors import need
 from jaxpar.sharding.hardware.accelerators import of_device
 from jaxpar.training.loss import STEP_METRICS
@@ -63,6 +64,7 @@ class MetricsWriter:
         records of the earlier run that can be read.
       writes: whether this process writes; with several processes only one does, and in the others this class does
         nothing.
+      trackers: also receive each record's numbers.
       tell: called with each message for the user.
 
     Raises:
@@ -70,13 +72,20 @@ class MetricsWriter:
     """
 
     def __init__(
-        self, folder: Path, after: int | None = None, *, writes: bool = True, tell: Callable[[str], None] = print
+        self,
+        folder: Path,
+        after: int | None = None,
+        *,
+        writes: bool = True,
+        trackers: Sequence[Tracker] = (),
+        tell: Callable[[str], None] = print,
     ):
         self.found: list[dict[str, Any]] = []
         self.before: list[dict[str, Any]] = []
         self._file = folder / "metrics.jsonl"
         self._lines: FileIO | None = None
         self._writes, self._tell, self._pending, self._reported = writes, tell, b"", False
+        self._trackers = trackers
         if not writes:
             return
         self._tensorboard = _TensorBoard(folder / "tensorboard", tell)
@@ -85,11 +94,18 @@ class MetricsWriter:
             self.before = [record for record in self.found if record["step"] <= after]
         self._flush()
 
+    @property
+    def links(self) -> list[str]:
+        """Where the trackers show the run."""
+        return [tracker.link for tracker in self._trackers]
+
     def write(self, step: int, **values: float) -> None:
         """Write one record: the step and its values; values that are not finite are written as strings."""
         self.note(step, **{name: value if math.isfinite(value) else str(value) for name, value in values.items()})
         if self._writes:
             self._tensorboard.add(step, values)
+            for tracker in self._trackers:
+                tracker.log(step, values)
 
     def note(self, step: int, **values: Any) -> None:
         """Write one record of any JSON values to ``metrics.jsonl`` only."""
@@ -133,6 +149,8 @@ class MetricsWriter:
         if self._lines is not None:
             self._lines.close()
         self._tensorboard.close()
+        for tracker in self._trackers:
+            tracker.finish()
 
 
 class _TensorBoard:

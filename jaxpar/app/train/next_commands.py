@@ -11,6 +11,8 @@ from jaxpar.app.config import RunConfig
 
 _PROMPTS = {"stdlib": "def "}
 """A beginning that suits a built-in text."""
+_OF_THIS_RUN = ("train.steps", "train.eval_", "train.profile", "trackers.", "output=", "supervise.")
+"""Settings that change nothing in the commands."""
 _TOPOLOGIES = {4: "v5e:2x2", 8: "v5e:2x4", 16: "v5e:4x4"}
 """A topology with this number of chips."""
 
@@ -24,10 +26,11 @@ def next_commands(file: Path, settings: Sequence[str], config: RunConfig) -> lis
       config: what both give.
 
     >>> config = RunConfig(model={"family": "llama"})
-    >>> next_commands(Path("my run.yaml"), ["train.steps=3"], config)[0].removeprefix("uv run ")
-    "jaxpar explain 'my run.yaml' --set train.steps=3"
+    >>> next_commands(Path("my run.yaml"), ["mesh.model=4"], config)[0].removeprefix("uv run ")
+    "jaxpar explain 'my run.yaml' --set mesh.model=4"
     """
-    run = shlex.join([str(file), *(word for setting in settings for word in ("--set", setting))])
+    kept = [setting for setting in settings if not setting.startswith(_OF_THIS_RUN)]
+    run = shlex.join([str(file), *(word for setting in kept for word in ("--set", setting))])
     uv = "uv run " if "UV_RUN_RECURSION_DEPTH" in os.environ else ""  # uv sets it for what it runs
     commands = [f"{uv}jaxpar explain {run}"]
     if config.checkpoint is not None and ("family" in config.model or "decoder" in config.model):

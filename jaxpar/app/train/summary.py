@@ -46,6 +46,7 @@ class Summary:
       passed: ranges of batches that were skipped by rollbacks.
       own_times: each process's own seconds per step.
       slow: the processes that slowed down the others at the end.
+      links: what was written besides the usual files: folders of traces, addresses of trackers.
       goodput: the record of :class:`jaxpar.app.train.goodput.Goodput`.
     """
 
@@ -67,6 +68,7 @@ class Summary:
     passed: list[list[int]] = field(default_factory=list)
     own_times: list[float] = field(default_factory=list)
     slow: list[int] = field(default_factory=list)
+    links: list[str] = field(default_factory=list)
     goodput: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -160,6 +162,8 @@ def conclude(summary: Summary, folder: Path, console: Console, saver: Saver) -> 
     if saver.active:
         console.print(f"checkpoints       {saver.saves} in {saver.directory}; longest pause {saver.pause * 1e3:.0f} ms")
     console.print(f"written           {folder}/metrics.jsonl, {folder}/tensorboard{picture}")
+    for link in summary.links:
+        console.print(f"{'':<18}{escape(link)}")
 
 
 def _speed(summary: Summary, console: Console) -> None:

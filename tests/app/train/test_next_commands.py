@@ -18,13 +18,13 @@ def test_the_commands_after_the_quickstart(uv: bool, monkeypatch: pytest.MonkeyP
     monkeypatch.delenv("UV_RUN_RECURSION_DEPTH", raising=False)
     if uv:
         monkeypatch.setenv("UV_RUN_RECURSION_DEPTH", "1")
-    settings = ["train.steps=3", "rules.embed=[data, model]"]
+    settings = ["train.steps=3", "output=out", "rules.embed=[data, model]"]
     generate, explain, check = next_commands(QUICKSTART, settings, load_run(QUICKSTART, settings).config)
-    run = [str(QUICKSTART), "--set", "train.steps=3", "--set", "rules.embed=[data, model]"]
+    run = [str(QUICKSTART), "--set", "rules.embed=[data, model]"]
     start = ["uv", "run"] if uv else []
     assert shlex.split(generate) == [
         *(*start, "jaxpar", "generate", *run),
-        *("--checkpoint", "runs/quickstart/checkpoints", "--prompt", "def "),
+        *("--checkpoint", "out/checkpoints", "--prompt", "def "),
     ]
     assert shlex.split(explain) == [*start, "jaxpar", "explain", *run]
     extra = [*start, "--extra", "tpu"] if uv else []
