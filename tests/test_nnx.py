@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -129,12 +130,12 @@ def test_running_statistics_and_dropout_are_carried_by_the_step(layout: jp.Layou
         np.testing.assert_allclose(rest["var"], var, rtol=1e-5)
         mean, var = (mean + batch.mean(0)) / 2, (var + batch.var(0)) / 2
     one_device, on_one = trained(jp.Layout(jp.MeshSpec().build(jax.devices()[:1]), RULES), batch)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), rests, one_device)
+    chex.assert_trees_all_close(rests, one_device, rtol=1e-5)
     np.testing.assert_allclose(losses, on_one, rtol=1e-5)
     still = lambda model, batch: squares(nnx.view(model, deterministic=True, use_running_average=True), batch)
     state = jp.init(layout, lambda key: Noisy(nnx.Rngs(key)), TX)
     after, _ = jp.train_step(layout, still, donate=False)(state, batch)
-    jax.tree.map(np.testing.assert_array_equal, after.variables["norm"], state.variables["norm"])
+    chex.assert_trees_all_equal(after.variables["norm"], state.variables["norm"])
 
 
 def test_the_model_of_a_state_is_the_module_again(layout: jp.Layout) -> None:
@@ -151,7 +152,7 @@ def test_what_a_loss_assigns_to_parameters_holds_for_that_call_only(layout: jp.L
     state = jp.init(layout, lambda key: linear(nnx.Rngs(key)), optax.sgd(0.0))
     before = jax.device_get(state.params)
     state, metrics = jp.train_step(layout, loss_fn)(state, jnp.ones((8, 8)))
-    jax.tree.map(np.testing.assert_array_equal, state.params, before)
+    chex.assert_trees_all_equal(state.params, before)
     assert float(metrics["loss"]) == pytest.approx(np.mean((2 * before["kernel"].sum(0)) ** 2), rel=1e-5)
 
 

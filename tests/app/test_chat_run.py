@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -99,6 +100,6 @@ def test_a_run_on_conversations_resumes_bitwise(
     job = job_of(folder, tmp_path)
     like = {"params": jp.abstract_state(job.layout(), job.make_model, job.tx).params}
     ends = [jp.restore(tmp_path / name / "checkpoints" / "4", like, only=["params"]) for name in ("one", "two")]
-    jax.tree.map(lambda x, y: np.testing.assert_array_equal(np.asarray(x), np.asarray(y)), *ends)
+    chex.assert_trees_all_equal(*ends)
     records = [json.loads(line) for line in (tmp_path / "two" / "metrics.jsonl").read_text().splitlines()]
     assert all(np.isfinite(record["loss"]) for record in records if "loss" in record)

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import chex
 import jax
-import numpy as np
 import optax
 import pytest
 
@@ -59,7 +59,7 @@ def test_a_run_starts_from_an_import(imported: Path) -> None:
     assert job.model == CONFIG and job.config.data.tokenizer == str(imported / "source" / "tokenizer.json")
     state = StepPrograms(job, job.layout()).first_state()
     wanted = huggingface.load(job.layout(), imported / "source")
-    jax.tree.map(lambda x, y: np.testing.assert_array_equal(np.asarray(x), np.asarray(y)), state.params, wanted)
+    chex.assert_trees_all_equal(state.params, wanted)
     assert int(state.step) == 0
 
 

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import chex
 import jax
 import numpy as np
 import optax
@@ -91,7 +92,7 @@ def test_adapters_of_imported_weights_are_merged_and_written(
     assert {len(state.params["blocks"][part]) for part in ("attention", "mlp")} == {4, 3}
     frozen = jp.lora.frozen_params(state)
     wanted = huggingface.load(layout, base / "source")
-    jax.tree.map(lambda x, y: np.testing.assert_array_equal(np.asarray(x), np.asarray(y)), frozen, wanted)
+    chex.assert_trees_all_equal(frozen, wanted)
     rng = np.random.default_rng(0)
     values = [
         jax.device_put(rng.normal(size=x.shape, scale=0.1).astype("float32"), x.sharding)
@@ -110,7 +111,7 @@ def test_adapters_of_imported_weights_are_merged_and_written(
     np.testing.assert_allclose(gate, tensors(tmp_path / "merged")["model.layers.0.mlp.gate_proj.weight"], atol=1e-6)
     from_peft = job_of(base, tmp_path / "run", **{"model.lora.adapter": tmp_path / "adapter"})
     again = StepPrograms(from_peft, layout).first_state()
-    jax.tree.map(lambda x, y: np.testing.assert_array_equal(np.asarray(x), np.asarray(y)), again.params, state.params)
+    chex.assert_trees_all_equal(again.params, state.params)
 
     other = jp.init(spread(CONFIG), make_decoder(CONFIG), optax.identity(), seed=8).params
     jp.save(tmp_path / "other", {"params": other}, layout=spread(CONFIG))

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import chex
 import jax
 import numpy as np
 import optax
@@ -54,7 +55,7 @@ def test_experts_move_to_any_number_of_devices(name: str, saved: tuple[Path, Any
     like = jp.abstract_state(layout(name), make_moe(CONFIG), optax.adam(0.1))
     found = jp.restore(folder, like)
     assert found.params["blocks"]["mixture"]["gate"].sharding == like.params["blocks"]["mixture"]["gate"].sharding
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get((found.params, found.opt_state)), arrays)
+    chex.assert_trees_all_equal(jax.device_get((found.params, found.opt_state)), arrays)
 
 
 def test_another_number_of_experts_is_rejected_with_both_sizes(saved: tuple[Path, Any]) -> None:

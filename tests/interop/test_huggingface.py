@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -152,7 +153,7 @@ def test_a_round_trip_is_bitwise(case: str, layout: str, layouts: dict[str, jp.L
     assert len(list((tmp_path / "one").glob("*.safetensors"))) > 2
     assert huggingface.read_config(tmp_path / "one") == config
     again = huggingface.load(layouts["dp"], tmp_path / "one")
-    jax.tree.map(lambda x, y: np.testing.assert_array_equal(np.asarray(x), np.asarray(y)), params, again)
+    chex.assert_trees_all_equal(params, again)
 
 
 def test_a_state_is_that_of_init_with_other_parameters(layouts: dict[str, jp.Layout]) -> None:

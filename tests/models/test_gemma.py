@@ -9,6 +9,7 @@ import functools
 from dataclasses import replace
 from typing import Any
 
+import chex
 import generators
 import jax
 import jax.numpy as jnp
@@ -209,7 +210,7 @@ def test_a_capped_loss_in_pieces_is_that_of_all_logits(softcap: float | None) ->
         in_pieces = lambda x, head: linear_cross_entropy(x, head, targets, softcap=softcap)
         plain = lambda x, head: cross_entropy(soft_capped(x @ head, softcap), targets)
         got, want = (jax.value_and_grad(f, (0, 1))(x, head) for f in (in_pieces, plain))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)
+    chex.assert_trees_all_close(got, want, rtol=1e-5, atol=1e-6)
 
 
 def test_keys_and_frequencies_by_hand() -> None:

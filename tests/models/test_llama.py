@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -219,7 +220,7 @@ def test_cross_entropy_equals_optax(masked: bool, dtype: Any) -> None:
 
     got, want = (jax.jit(jax.value_and_grad(f))(x) for f in (lambda x: cross_entropy(x, labels, mask), theirs))
     assert got[0].dtype == np.float32
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)
+    chex.assert_trees_all_close(got, want, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("name", "seq"), few_pairs(["dp", "tp_sp", "fsdp_tp"], [16, 10, 7], 3))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -40,7 +41,7 @@ def test_results_and_gradients_are_those_of_a_layout() -> None:
         want = both(W, X)
     with jp.unsharded():
         got, eager = both(W, X), loss(W, X)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), got, want)
+    chex.assert_trees_all_close(got, want, rtol=2e-5, atol=2e-5)
     np.testing.assert_allclose(eager, want[0], rtol=2e-5)
 
 
@@ -101,4 +102,4 @@ def test_experts_are_computed_on_whole_arrays() -> None:
         want = jax.jit(jax.value_and_grad(mixture, (0, 1)))(x, up)
     with jp.unsharded():
         got = jax.jit(jax.value_and_grad(mixture, (0, 1)))(x, up)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-3), got, want)
+    chex.assert_trees_all_close(got, want, rtol=2e-5, atol=1e-3)

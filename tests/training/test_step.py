@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -50,7 +51,7 @@ def by_hand(mlp: Any, tx: Any, steps: int) -> Any:
 
 
 def assert_close(got: Any, want: Any) -> None:
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), got, want)
+    chex.assert_trees_all_close(got, want, rtol=2e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("clip_norm", [None, 0.1, 1e6])
@@ -69,7 +70,7 @@ def test_clipping_a_zero_gradient_leaves_it_zero(state: Any, mlp: Any) -> None:
     loss = lambda model, batch: 0.0 * jnp.sum(model["square"])
     new, metrics = jp.train_step(mlp.layout(), loss, clip_norm=1.0, donate=False)(state, mlp.batch())
     assert metrics["grad_norm"] == 0
-    jax.tree.map(np.testing.assert_array_equal, new.params, state.params)
+    chex.assert_trees_all_equal(new.params, state.params)
 
 
 @pytest.mark.parametrize("options", [{}, {"grad_reduction": "per_step"}, {"clip_norm": 1.0}], ids=str)
@@ -86,10 +87,10 @@ def test_a_step_that_is_not_finite_changes_nothing(options: Any, mlp: Any) -> No
     assert metrics["skipped"]
     assert not np.isfinite(float(metrics["loss"]))
     assert int(after.step) == int(state.step) + 1
-    jax.tree.map(np.testing.assert_array_equal, (after.params, after.opt_state), (state.params, state.opt_state))
+    chex.assert_trees_all_equal((after.params, after.opt_state), (state.params, state.opt_state))
     went_on, _ = step(after, mlp.batch(1))
     straight, _ = step(state, mlp.batch(1))
-    jax.tree.map(np.testing.assert_array_equal, went_on.params, straight.params)
+    chex.assert_trees_all_equal(went_on.params, straight.params)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +187,7 @@ def test_a_step_runs_inside_and_outside_its_layout_and_compiles_once(mlp: Any) -
     calls = len(traced)
     for _ in range(3):
         step(state, mlp.batch())
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(outcomes[0][0].params), outcomes[1][0].params)
+    chex.assert_trees_all_equal(jax.device_get(outcomes[0][0].params), outcomes[1][0].params)
     assert len(traced) == calls
 
 
@@ -293,3 +294,11 @@ def test_a_loss_that_changes_a_carried_array_is_refused(mlp: Any) -> None:
         "loss_fn changed variables/stats/mean from float32[8] to nothing, but a step must keep the shape and dtype of "
         "everything that it trains and carries."
     )
+
+
+def test_a_step_is_traced_once(state: Any, mlp: Any) -> None:
+    loss_fn = chex.assert_max_traces(mlp.loss, n=1)
+    step = jp.train_step(mlp.layout(), loss_fn)
+    for i in range(3):
+        state, _ = step(state, mlp.batch(i))
+    assert int(state.step) == 3

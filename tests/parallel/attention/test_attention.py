@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -195,7 +196,7 @@ def test_a_devices_tokens_need_not_be_whole_blocks() -> None:
 
     with jp.Layout(jp.MeshSpec(context=2).build(jax.devices()[:2]), RULES):
         got, want = both(impl="gather", block=4, order="contiguous"), both(impl="dense")
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, want)
+    chex.assert_trees_all_close(got, want, rtol=1e-4, atol=1e-5)
 
 
 def test_attention_in_fp16_asks_for_no_product_that_a_cpu_lacks() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -45,7 +46,7 @@ def test_an_exchange_in_rounds_is_an_all_to_all(
 
     in_rounds = run(lambda x: hierarchical.all_to_all_local(x, axes, split_dim=split, concat_dim=concat))
     at_once = run(lambda x: jax.lax.all_to_all(x, axes, split, concat, tiled=True))
-    jax.tree.map(np.testing.assert_array_equal, in_rounds, at_once)
+    chex.assert_trees_all_equal(in_rounds, at_once)
 
 
 @pytest.mark.parametrize("axes", ["data", ("model", "data")])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -265,4 +266,4 @@ def test_a_weight_gathered_in_rounds_is_gathered_where_it_was_at_once(monkeypatc
     # In one round, 3 of 4 parts come from other devices. In two rounds, 1 of 2 parts does, and then 2 of 4.
     assert once.wire_bytes("all-gather") == 8 * 8 * 4 * 3 / 4
     assert rounds.wire_bytes("all-gather") == 4 * 8 * 4 * 1 / 2 + 8 * 8 * 4 * 1 / 2
-    jax.tree.map(np.testing.assert_array_equal, values, others)
+    chex.assert_trees_all_equal(values, others)

@@ -7,6 +7,7 @@ import functools
 from pathlib import Path
 from typing import Any
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -158,7 +159,7 @@ def test_values_and_gradients_are_those_of_summed_weights(model: str, case: str)
     assert abs(float(metrics["loss"]) - float(value)) < 1e-5 * max(1, float(value))
     for mine, theirs in zip(jax.tree.leaves(metrics["grads"]), jax.tree.leaves(grads), strict=True):
         np.testing.assert_allclose(np.asarray(mine), np.asarray(theirs), rtol=0, atol=1e-5)
-    jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.asarray, after.variables["frozen_params"]))
+    chex.assert_trees_all_equal(before, jax.tree.map(np.asarray, after.variables["frozen_params"]))
 
 
 def test_merged_weights_are_w_plus_alpha_over_rank_a_b() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,7 +48,7 @@ def test_abstract_state_promises_what_init_makes(mlp: Any) -> None:
 
 def test_the_seed_decides_the_parameters_in_every_layout_alike(mlp: Any) -> None:
     a, b = (jax.device_get(jp.init(place, mlp.make, TX, seed=3).params) for place in (mlp.layout(), mlp.one_device))
-    jax.tree.map(np.testing.assert_array_equal, a, b)
+    chex.assert_trees_all_equal(a, b)
     other = jp.init(mlp.one_device, mlp.make, TX, seed=4).params
     assert not np.array_equal(other["square"], a["square"])
 
@@ -59,7 +60,7 @@ def test_random_initial_values_are_bitwise_equal_however_small_the_shards(featur
         return [jp.tag(f(key, (106, features)), "mlp", "embed") for f in draw]
 
     a, b = (jax.device_get(jp.init(place, make, TX).params) for place in (mlp.layout(), mlp.one_device))
-    jax.tree.map(np.testing.assert_array_equal, a, b)
+    chex.assert_trees_all_equal(a, b)
 
 
 @pytest.mark.parametrize(

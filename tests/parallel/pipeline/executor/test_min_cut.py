@@ -4,6 +4,7 @@ import itertools
 import math
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -109,7 +110,7 @@ def test_the_least_is_kept(data: st.DataObject) -> None:
     grads = one.weights(weights, None, found)
     wanted, exact = pull(weights, kept, None, cotangent)
     np.testing.assert_allclose(before, exact, rtol=1e-5)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), grads, wanted)
+    chex.assert_trees_all_close(grads, wanted, rtol=1e-5)
 
     early = behind(jaxpr.eqns, jaxpr.outvars[-1:])
     assert sum(map(size, one.between)) <= least_by_trying(one, early)
