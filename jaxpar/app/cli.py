@@ -5,6 +5,7 @@
     jaxpar train | explain | check | verify CONFIG [--set a.b=c]
     jaxpar plan CONFIG --topology v5e:4x4
     jaxpar generate CONFIG --prompt TEXT
+    jaxpar gallery [NAME]
     jaxpar verify-checkpoint DIR
     jaxpar schedule NAME
     jaxpar import DIR OUT | export CKPT DIR
@@ -29,6 +30,7 @@ from tyro.conf import Positional, UseAppendAction, arg
 from jaxpar import __version__
 from jaxpar.app.arguments import Address, Config, File, Flag, Folder, Number, Overrides, Texts
 from jaxpar.app.export import ExportCommand
+from jaxpar.app.gallery import GalleryCommand
 from jaxpar.app.huggingface import ImportCommand
 from jaxpar.app.import_configuration import ConfigurationCommands
 from jaxpar.app.launch import heartbeat
@@ -47,7 +49,7 @@ Prices = Annotated[
 ]
 COMMANDS = (
     *("train", "explain", "check", "plan", "verify", "generate", "verify-checkpoint", "schedule", "import", "export"),
-    *("import-mindformers", "import-deepspeed", "import-megatron", "tokenize", "verify-tokens", "doctor"),
+    *("import-mindformers", "import-deepspeed", "import-megatron", "tokenize", "verify-tokens", "gallery", "doctor"),
 )
 
 
@@ -307,6 +309,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         | Annotated[ExportCommand, tyro.conf.subcommand("export")]
         | ConfigurationCommands
         | TokenCommands
+        | Annotated[GalleryCommand, tyro.conf.subcommand("gallery")]
         | Doctor,
         prog="jaxpar",
         description="Explained and proven parallelism for Flax models.",

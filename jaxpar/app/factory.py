@@ -133,7 +133,8 @@ def factory_model(
     eval_loss = loss_fn if config.eval_loss is None else load_function(config.eval_loss, "model.eval_loss")
     make_model: MakeModel = functools.partial(factory, **config.args)
     try:
-        parts = build_shapes(make_model)
+        with jp.unsharded():  # Linen runs the model to make its variables, with its constraints
+            parts = build_shapes(make_model)
     except JaxparError:
         raise
     except Exception as error:

@@ -14,7 +14,7 @@ from jaxpar.data.chat_template import ChatTemplate, load_chat_template
 from jaxpar.data.conversations import ConversationData, load_conversations
 from jaxpar.data.documents import ReadOptions
 from jaxpar.data.entropy import bigram_entropy, unigram_entropy
-from jaxpar.data.generated_images import Ellipses
+from jaxpar.data.generated_images import Ellipses, Gratings
 from jaxpar.data.loader import Batches, batches, eval_batches
 from jaxpar.data.packing import DocumentRows
 from jaxpar.data.sources import Text, load_text
@@ -33,6 +33,7 @@ __all__ = [
     "DocumentRows",
     "Ellipses",
     "EpochPlan",
+    "Gratings",
     "ReadOptions",
     "Text",
     "TokenFile",

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from jaxpar.models.unet import make_unet as make_unet
     from jaxpar.models.unet import segmentation_loss as segmentation_loss
     from jaxpar.models.vit import ViTConfig as ViTConfig
+    from jaxpar.models.vit import classification_loss as classification_loss
+    from jaxpar.models.vit import init_vit as init_vit
     from jaxpar.models.vit import make_vit as make_vit
     from jaxpar.models.vit import vit_loss as vit_loss
     from jaxpar.planning.layers.remat import remat_layers as remat_layers

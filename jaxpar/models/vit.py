@@ -149,3 +149,50 @@ def vit_loss(config: ViTConfig) -> Callable[[Any, dict[str, jax.Array]], tuple[j
         return cross_entropy(logits_BV[:, None], batch["labels"][:, None]), {"accuracy": right}
 
     return loss_fn
+
+
+def init_vit(key: jax.Array, **sizes: Any) -> Any:
+    """Returns the variables of a ViT of the sizes of :class:`ViTConfig`; ``model.factory`` of a configuration names it.
+
+    >>> import jax, optax
+    >>> import jaxpar as jp
+    >>> layout = jp.Layout.from_yaml("configs/layouts/dp.yaml", devices=8)
+    >>> jp.abstract_state(layout, lambda key: init_vit(key, embed=32), optax.sgd(0.1)).params["positions"].shape
+    (16, 32)
+    """
+    return make_vit(ViTConfig(**sizes))(key)
+
+
+def classification_loss(variables: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Returns the loss of :func:`vit_loss` for variables of any sizes, which their shapes and the images tell.
+
+    Args:
+      variables: those of :func:`init_vit`; their dtype is the compute dtype.
+      batch: ``images`` [batch, image, image, channels] float and ``labels`` [batch] int.
+
+    Returns:
+      The mean cross entropy in nats, and ``{"accuracy": ...}``.
+
+    >>> import jax, jax.numpy as jnp, optax
+    >>> import jaxpar as jp
+    >>> layout = jp.Layout.from_yaml("configs/layouts/dp.yaml", devices=8)
+    >>> state = jp.abstract_state(layout, lambda key: init_vit(key, layers=1), optax.sgd(0.1))
+    >>> batch = {"images": jnp.ones((8, 16, 16, 3)), "labels": jnp.zeros(8, int)}
+    >>> sorted(jax.eval_shape(jp.eval_step(layout, classification_loss), state, batch))
+    ['accuracy', 'loss']
+    """
+    params = nn.unbox(variables)["params"]
+    layers, embed, heads, _ = params["blocks"]["MultiHeadDotProductAttention_0"]["query"]["kernel"].shape
+    (_, _, image, channels), (pixels, _) = batch["images"].shape, params["Dense_0"]["kernel"].shape
+    config = ViTConfig(
+        image=image,
+        patch=round((pixels / channels) ** 0.5),
+        channels=channels,
+        classes=params["Dense_1"]["kernel"].shape[1],
+        embed=embed,
+        layers=layers,
+        heads=heads,
+        mlp=params["blocks"]["Dense_0"]["kernel"].shape[-1],
+        dtype=str(params["positions"].dtype),
+    )
+    return vit_loss(config)(variables, batch)
