@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -14,6 +13,7 @@ import yaml
 from tyro.conf import Positional, arg
 
 from jaxpar.analysis.units import aligned, show_bytes
+from jaxpar.app.shipped_configs import shipped_folder
 from jaxpar.errors import ConfigError, did_you_mean
 from jaxpar.utils.yaml_config import load_yaml, merge
 
@@ -70,10 +70,8 @@ class Recipe:
 
 
 def gallery_folder() -> Path:
-    """Returns the folder of the recipes: that of the installed package, or that of the repository."""
-    package = Path(__file__).parents[1]
-    installed = package / "configs"
-    return (installed if installed.is_dir() else package.parent / "configs") / "gallery"
+    """Returns the folder of the recipes: that of the installed package, or that of a checkout."""
+    return shipped_folder() / "gallery"
 
 
 def read_recipes(folder: Path | None = None) -> list[Recipe]:
@@ -212,11 +210,11 @@ def shown(recipe: Recipe, *, full: bool = False) -> str:
     if full:
         comments = "".join(line + "\n" for line in text.splitlines() if line.startswith("#"))
         text = comments + yaml.safe_dump(merged(recipe.file), sort_keys=False, default_flow_style=None, width=120)
-    file = os.path.relpath(recipe.file)
+    name = f"gallery/{recipe.name}"
     commands = [
-        (f"jaxpar explain {file} --topology {recipe.chips}", "how each tensor is sharded"),
-        (f"jaxpar check {file} --topology {recipe.chips}", "compile it without the chips (extra tpu or gpu)"),
-        (f"jaxpar train {file}", "on those chips"),
+        (f"jaxpar explain {name} --topology {recipe.chips}", "how each tensor is sharded"),
+        (f"jaxpar check {name} --topology {recipe.chips}", "compile it without the chips (extra tpu or gpu)"),
+        (f"jaxpar train {name}", "on those chips"),
     ]
     lines = ["", *_figure_lines(recipe), *(f"#   {line}" for line in aligned(commands))]
     if merged(recipe.file)["data"].get("source") == "synthetic":
