@@ -35,7 +35,7 @@ class Figures:
       wire_bytes: bytes that a device sends in a step.
       peak_bytes: bytes of a device at the peak.
       memory_bytes: bytes of a device that a program may use.
-      model_flops_utilization: FLOPs of the model by those that the chips could do in the time of the step; 0 if unknown.
+      model_flops_utilization: FLOPs of the model by those that the chips could do in that time; 0 if unknown.
       versions: of the compiler, such as ``{"jax": "0.12.0.1"}``.
     """
 
