@@ -2,26 +2,105 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxpar.errors import LayoutError
 from jaxpar.sharding.arrays import shard_array
 from jaxpar.sharding.layout import Layout
+from jaxpar.sharding.resolve import num_shards_over
 from jaxpar.training.model import leaves_with_paths, show, tag
 
 type BatchDims = Mapping[str, Sequence[str | None]]
 """Path of an array in a batch, such as ``image`` or ``views/0``, to its logical dims."""
 
 
-def shard_batch(layout: Layout, batch: Any, dims: BatchDims) -> Any:
+@dataclass(frozen=True)
+class RowShare:
+    """The rows of each global batch that a process reads: those that its devices hold.
+
+    Processes whose devices hold the same rows, because they shard other dims of the batch or the model, read the same
+    share.
+
+    Attributes:
+      index: the number of the share, from 0.
+      count: the number of different shares.
+      shards: the shards of the rows that the share consists of, in order.
+      total: the number of shards of all rows.
+    """
+
+    index: int = 0
+    count: int = 1
+    shards: tuple[int, ...] = (0,)
+    total: int = 1
+
+
+def row_share(layout: Layout, dims: BatchDims) -> RowShare:
+    """Returns the share of the rows that this process reads.
+
+    Args:
+      layout: places the batch.
+      dims: the logical dims of each array, by path; the first dim of the first array stands for the rows.
+
+    Raises:
+      LayoutError: the rows of two processes overlap without being the same.
+
+    >>> import jaxpar as jp
+    >>> layout = jp.Layout(jp.MeshSpec(data=-1).build(), jp.Rules(batch="data"))
+    >>> share = row_share(layout, {"x": ("batch", None)})
+    >>> share.index, share.count
+    (0, 1)
+    """
+    names = next(iter(dims.values()), (None,))
+    axes = layout.resolve(names).dims[0].axes if names else ()
+    total = num_shards_over(axes, layout.sizes)
+    held: dict[int, set[int]] = {}
+    devices: Any = NamedSharding(layout.mesh, PartitionSpec(axes)).devices_indices_map((total,))
+    for device, (rows,) in devices.items():
+        held.setdefault(device.process_index, set()).add(rows.indices(total)[0])
+    return share_of(held, jax.process_index(), axes)
+
+
+def share_of(held: Mapping[int, Collection[int]], process: int, axes: Sequence[str]) -> RowShare:
+    """Returns a process's share, from the shards of the rows that the devices of each process hold.
+
+    Args:
+      held: process → numbers of the shards.
+      process: the number of the process.
+      axes: the mesh axes of the rows, for the error.
+
+    Raises:
+      LayoutError: the shards of two processes overlap without being the same.
+
+    >>> share_of({0: {0, 1}, 1: {0, 1}, 2: {2, 3}, 3: {2, 3}}, 3, ("data",))
+    RowShare(index=1, count=2, shards=(2, 3), total=4)
+    """
+    total = len({shard for shards in held.values() for shard in shards})
+    shares = sorted({tuple(sorted(shards)) for shards in held.values()})
+    if sum(map(len, shares)) != total or len({len(shards) for shards in shares}) != 1:
+        raise LayoutError(
+            f"the rows of a batch are in {total} shards over {' × '.join(axes)}, and processes hold some of the same "
+            f"shards but not all: {', '.join(f'{rank}: {sorted(shards)}' for rank, shards in sorted(held.items()))}. "
+            f"Remedy: a number of processes that divides {total} or is a multiple of it."
+        )
+    own = tuple(sorted(held[process]))
+    return RowShare(shares.index(own), len(shares), own, total)
+
+
+def shard_batch(layout: Layout, batch: Any, dims: BatchDims, share: RowShare | None = None) -> Any:
     """Returns the batch on the layout's devices.
 
     Args:
       layout: where to place it.
       batch: a pytree of the arrays that this process loaded; see :func:`jaxpar.shard_array`.
       dims: the logical dims of each array, by path.
+      share: with several processes, the share of the rows that the arrays hold. Their other dims are whole, also where
+        processes shard them.
 
     Raises:
       LayoutError: the rules cannot place an array.
@@ -32,10 +111,32 @@ def shard_batch(layout: Layout, batch: Any, dims: BatchDims) -> Any:
     >>> batch["views"][0].sharding.spec
     P('data', None)
     """
-    placed = [
-        shard_array(layout, x, *dims[show(path)], path=show(("batch", *path))) for path, x in leaves_with_paths(batch)
-    ]
+    place = shard_array if share is None or jax.process_count() == 1 else _place_share(share)
+    placed = [place(layout, x, *dims[show(path)], path=show(("batch", *path))) for path, x in leaves_with_paths(batch)]
     return jax.tree.unflatten(jax.tree.structure(batch), placed)
+
+
+def _place_share(share: RowShare) -> Any:
+    def place(layout: Layout, x: Any, *dims: str | None, path: str) -> jax.Array:
+        local = np.asarray(x)
+        shape = (local.shape[0] * share.count, *local.shape[1:])
+        sharding = layout.sharding(dims, shape, dtype=local.dtype, path=path)
+        rows = shape[0] // share.total
+        if sharding.shard_shape(shape)[0] != rows:
+            raise LayoutError(
+                f"{path} {list(shape)}: its rows are in {shape[0] // sharding.shard_shape(shape)[0]} shards, but those "
+                f"of the batch's first array in {share.total}. Remedy: give the first dims of all arrays of the batch "
+                "one name."
+            )
+
+        def shard(index: Any) -> np.ndarray:
+            begin = share.shards.index(index[0].indices(shape[0])[0] // rows) * rows
+            found: np.ndarray = local[(slice(begin, begin + rows), *index[1:])]
+            return found
+
+        return jax.make_array_from_callback(shape, sharding, shard)
+
+    return place
 
 
 def tag_batch(batch: Any, dims: BatchDims) -> Any:

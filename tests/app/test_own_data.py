@@ -196,7 +196,7 @@ def test_the_positions_of_an_iterator_are_those_of_its_process(monkeypatch: pyte
     alone = BatchIterator("m:f", make_tokens(4, 8, 0, "train", 0, 1), 4)
     saved = checkpointing.for_all_processes(alone, alone.get_state())
     next(alone)
-    alone.set_state(checkpointing.for_this_process(saved))
+    alone.set_state(checkpointing.for_this_process(saved, alone))
     assert alone.get_state() == saved
     streams = [
         BatchIterator("m:f", make_tokens(4, 8, 0, "train", i, 2), 4, process_index=i, process_count=2) for i in (0, 1)
@@ -208,7 +208,7 @@ def test_the_positions_of_an_iterator_are_those_of_its_process(monkeypatch: pyte
     saved = checkpointing.for_all_processes(streams[0], states[0])
     assert saved["positions"] == [{"next": 1, "first_row": 0}, {"next": 1, "first_row": 2}]
     monkeypatch.setattr(checkpointing.jax, "process_index", lambda: 1)
-    streams[1].set_state(checkpointing.for_this_process(saved))
+    streams[1].set_state(checkpointing.for_this_process(saved, streams[1]))
     assert streams[1].get_state() == states[1]
 
 

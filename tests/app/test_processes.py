@@ -13,8 +13,10 @@ import pytest
 import small_model
 from interpreters import outputs_of, two_processes
 from profiles import few
+from run_processes import TrainProcess
 
 import jaxpar as jp
+from jaxpar.app.cli import main
 from jaxpar.data import batches
 from jaxpar.models.llama import make_llama, preset
 from jaxpar.models.losses import next_token_loss
@@ -56,6 +58,30 @@ def test_two_processes_train_as_one(model: str, tmp_path: Path) -> None:
     assert results[0]["hosts_along_model"] == 1 and results[0]["hosts_along_data"] == 2
     assert results[0]["losses"] == results[1]["losses"]
     np.testing.assert_allclose(results[0]["losses"], losses(model), rtol=1e-5)
+
+
+SPLITS = {"seq": {"context": 8}, "model": {"model": 8}, "batch and seq": {"data": 4, "context": 2}}
+
+
+@pytest.mark.parametrize("split", few(SPLITS, 1))
+def test_a_run_in_two_processes_has_the_losses_of_one(split: str, tmp_path: Path) -> None:
+    """The devices of both processes hold parts of the same rows, unless the batch is sharded over them."""
+    config = {
+        "model": {"family": "llama", "preset": "tiny", "layers": 1, "embed": 32, "heads": 8, "kv_heads": 8}
+        | {"head_dim": 8, "mlp": 64},
+        "layout": str(LAYOUT.parent / "4d.yaml"),
+        "mesh": {"data": 1, "context": 1, "model": 1, "pipeline": 1, **SPLITS[split]},
+        "cpu_devices": 8,
+        "data": {"source": "synthetic", "batch": 4, "seq": 32},
+        "train": {"steps": 2, "eval_every": 2, "eval_batches": 1},
+    }
+    run = TrainProcess(tmp_path / "two", config, "--processes", "2")
+    assert main(["train", str(run.config), f"--set=output={tmp_path}/one"]) == 0
+    assert run.process.wait(timeout=240) == 0, run.screen()
+    records = [json.loads(line) for line in (tmp_path / "one/metrics.jsonl").read_text().splitlines()]
+    alone = {record["step"]: record["loss"] for record in records if "loss" in record}
+    assert run.losses().keys() == alone.keys() == {1, 2}
+    np.testing.assert_allclose(list(run.losses().values()), list(alone.values()), rtol=1e-5)
 
 
 def work(address: str, rank: str, folder: str, model: str) -> None:

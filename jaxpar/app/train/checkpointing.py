@@ -267,12 +267,12 @@ def resume(metadata: Mapping[str, Any], stream: Stream, watch: LossWatch) -> Ski
       DataError: the position in the data is malformed, or of other data.
       DamagedError: another value is malformed.
     """
-    stream.set_state(for_this_process(metadata.get("position", {})))
+    stream.set_state(for_this_process(metadata.get("position", {}), stream))
     watch.resume(metadata)
     return SkippedBatches.of(metadata)
 
 
-def for_this_process(position: Any) -> Any:
+def for_this_process(position: Any, stream: Stream) -> Any:
     """Adapt a saved data position to this process.
 
     Positions in examples by number are shared by all processes; those of iterators are one for each process.
@@ -285,8 +285,8 @@ def for_this_process(position: Any) -> Any:
         index = jax.process_index()
         own = {"position": positions[index]} if index < len(positions) else {}
         return {name: value for name, value in position.items() if name != "positions"} | own
-    process = {"process_count": jax.process_count(), "process_index": jax.process_index()}
-    process = {name: value for name, value in process.items() if name in fingerprint}  # an iterator's has neither
+    own = stream.get_state().get("fingerprint", {})
+    process = {name: own[name] for name in ("process_count", "process_index") if name in fingerprint and name in own}
     return {**position, "fingerprint": {**fingerprint, **process}}
 
 

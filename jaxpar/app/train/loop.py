@@ -36,7 +36,7 @@ from jaxpar.app.train.trackers import open_trackers
 from jaxpar.checkpoint.manager import Restored
 from jaxpar.errors import CheckpointError, DivergedError, UnsavedError
 from jaxpar.models.llama import LlamaConfig
-from jaxpar.training.batch import shard_batch
+from jaxpar.training.batch import row_share, shard_batch
 
 
 def train(job: Job, console: Console) -> Summary:
@@ -115,6 +115,7 @@ class Run:
             Profiler(config.profile, Path(job.config.output), console.print),
         )
         self._data, self._stream, self._rate = data, data.stream, _rates(job, layout)
+        self._share = row_share(layout, job.batch_dims())
         self._state: Any = None
         self._batch: Any = None
         self._position: dict[str, Any] = {}
@@ -213,7 +214,7 @@ class Run:
         self._batch = self._put(next(self._stream))
 
     def _put(self, batch: Any) -> Any:
-        return shard_batch(self._layout, batch, self._job.batch_dims())
+        return shard_batch(self._layout, batch, self._job.batch_dims(), self._share)
 
     def _step(self, number: int) -> tuple[float, float]:
         """Run one step, record it, and check its loss; returns the loss and the seconds that the step took."""

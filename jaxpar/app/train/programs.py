@@ -15,7 +15,7 @@ from jaxpar.app.adapted import DIGEST, first_adapted_state, frozen_weights
 from jaxpar.app.job import Job
 from jaxpar.sharding.hardware.topology import platform_of
 from jaxpar.training.asynchronous.step import PipedreamStep
-from jaxpar.training.batch import shard_batch
+from jaxpar.training.batch import row_share, shard_batch
 from jaxpar.training.disk_step import DiskOffloadedStep
 from jaxpar.training.from_params import state_from_params
 from jaxpar.utils.multihost import settled
@@ -96,7 +96,9 @@ class StepPrograms:
         state = _first_state(job, self._layout)
         if self._pipedream is None:
             return state
-        return self._pipedream.start(state, shard_batch(self._layout, _zero_batch(job), job.batch_dims()))
+        dims = job.batch_dims()
+        share = row_share(self._layout, dims)
+        return self._pipedream.start(state, shard_batch(self._layout, _zero_batch(job, share.count), dims, share))
 
     def __enter__(self) -> Self:
         return self
@@ -118,10 +120,10 @@ def _first_state(job: Job, layout: jp.Layout) -> Any:
     return state_from_params(layout, job.make_model, job.tx, params, **options)
 
 
-def _zero_batch(job: Job) -> dict[str, np.ndarray]:
-    """A batch of zeros with this process's shapes."""
+def _zero_batch(job: Job, shares: int) -> dict[str, np.ndarray]:
+    """A batch of zeros with the shapes of a process's share."""
     data = job.config.data
-    return {name: np.zeros((data.batch // jax.process_count(), data.seq), np.int32) for name in job.batch_names()}
+    return {name: np.zeros((data.batch // shares, data.seq), np.int32) for name in job.batch_names()}
 
 
 @contextmanager

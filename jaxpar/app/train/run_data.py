@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-
 import jaxpar as jp
 from jaxpar.app.conversation_data import conversation_plans, describe, run_conversations
 from jaxpar.app.job import Job
@@ -16,6 +14,7 @@ from jaxpar.app.text_data import RunText, TextPart, load_run_text
 from jaxpar.data.blend import Blend, BlendOrder
 from jaxpar.data.loader import Batches, Stream, plan_eval_batches
 from jaxpar.data.windows import EpochPlan
+from jaxpar.training.batch import row_share
 
 
 @dataclass(frozen=True)
@@ -39,11 +38,14 @@ class RunData:
 def open_data(job: Job, layout: jp.Layout) -> RunData:
     """Returns the batches of this process, with those for evaluation.
 
+    Processes whose devices hold the same rows read the same rows (:func:`jaxpar.training.batch.row_share`).
+
     Raises:
       ConfigError: the vocabulary of the model is smaller than that of the tokenizer.
       DataError: the data does not fit the batch, or cannot be read.
     """
-    config, process = job.config, _process()
+    share = row_share(layout, job.batch_dims())
+    config, process = job.config, {"process_index": share.index, "process_count": share.count}
     if job.data is not None:
         heldout = job.data.heldout(config.train.eval_batches, **process)
         return RunData(job.data.stream(**process), heldout, "data", job.data.describe())
@@ -84,7 +86,3 @@ def _text(job: Job) -> RunText:
     text = load_run_text(job.config.data, job.tokenizer if named else None)
     job.check_vocab(text.vocab, f"the tokenizer ({job.tokenizer.name})" if named else "the text")
     return text
-
-
-def _process() -> dict[str, int]:
-    return {"process_index": jax.process_index(), "process_count": jax.process_count()}

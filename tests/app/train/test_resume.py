@@ -244,10 +244,10 @@ def test_what_keeps_a_run_from_going_on_is_said(whole: Path, tmp_path: Path) -> 
             config_changes(found.manifest.metadata["config"], config_values(job_of(file, "train.steps=9")))
         ) == ["train.steps was 6, is now 9"]
     stream = batches(range(400), batch=8, seq=16, seed=1)
-    position = for_this_process({**found.manifest.metadata["position"]})
+    position = for_this_process({**found.manifest.metadata["position"]}, stream)
     position["fingerprint"]["process_count"] = 4
     with pytest.raises(DataError, match="belongs to another run: .*seed was 0, is now 1"):
-        stream.set_state(for_this_process(position))
+        stream.set_state(for_this_process(position, stream))
     stream.close()
 
 
