@@ -1,4 +1,4 @@
-"""The code of the guides runs after the README's program, whose names it uses."""
+"""The code of the guides runs after the program of docs/start.md, whose names it uses."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def blocks(page: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def readme() -> dict[str, Any]:
-    names: dict[str, Any] = {"__name__": "readme"}
+def start() -> dict[str, Any]:
+    names: dict[str, Any] = {"__name__": "start"}
     with contextlib.redirect_stdout(io.StringIO()):
-        exec(blocks("README.md")[0], names)  # noqa: S102 (our own README)
+        exec(blocks("docs/start.md")[0], names)  # noqa: S102 (our own page)
     x = np.ones((64, 64), np.float32)
     loss_fn = lambda model, batch: ((model(batch["x"]) - batch["y"]) ** 2).mean()
     return names | {"loss_fn": loss_fn, "tx": optax.adamw(1e-3), "batch": {"x": x, "y": x}}
@@ -48,62 +48,60 @@ def run(code: str, names: dict[str, Any]) -> dict[str, Any]:
     return names
 
 
-def test_zero(readme: dict[str, Any]) -> None:
+def test_zero(start: dict[str, Any]) -> None:
     (code,) = blocks("docs/guides/zero.md")
-    found = run(code, readme | {"rules": jp.Rules(batch="data", embed=None, mlp=None)})
+    found = run(code, start | {"rules": jp.Rules(batch="data", embed=None, mlp=None)})
     _, metrics = found["step"](found["state"], found["batch"])
     assert np.isfinite(metrics["loss"])
 
 
-def test_prune(readme: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_prune(start: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     (code,) = blocks("docs/guides/prune.md")
-    run(code, readme)
+    run(code, start)
     assert capsys.readouterr().out == "{'down/kernel': 0.5, 'up/kernel': 0.5}\n"
 
 
-def test_finetune(readme: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finetune(start: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    found = run("\n".join(blocks("docs/guides/finetune.md")), readme)
+    found = run("\n".join(blocks("docs/guides/finetune.md")), start)
     assert {path for path in found["state"].params["up"]["kernel"]} == {"lora_a", "lora_b"}
     assert found["params"]["down"]["kernel"].shape == (256, 64)
 
 
-def test_precision(readme: dict[str, Any]) -> None:
+def test_precision(start: dict[str, Any]) -> None:
     (code,) = blocks("docs/guides/precision.md")
-    _, metrics = run(code, readme)["step"](
-        jp.init(readme["layout"], readme["make_model"], readme["tx"]), readme["batch"]
-    )
+    _, metrics = run(code, start)["step"](jp.init(start["layout"], start["make_model"], start["tx"]), start["batch"])
     assert np.isfinite(metrics["loss"])
 
 
 @pytest.mark.parametrize("guide", ["offload", "one_bit_adam"])
-def test_optimizers(guide: str, readme: dict[str, Any]) -> None:
+def test_optimizers(guide: str, start: dict[str, Any]) -> None:
     (code,) = blocks(f"docs/guides/{guide}.md")
     layout = jp.Layout(jp.MeshSpec(data=8).abstract(8), jp.Rules(batch="data", embed=None, mlp=None))
-    found = run(code, readme)
+    found = run(code, start)
     assert jp.abstract_state(layout, found["make_model"], found["tx"])
 
 
-def test_memory(readme: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory(start: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     (code,) = blocks("docs/guides/memory.md")
-    assert run(code, readme)["report"].memory.total > 0
+    assert run(code, start)["report"].memory.total > 0
     assert "params/up/kernel" in capsys.readouterr().out
 
 
-def test_disk(readme: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk(start: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     code = "\n".join(blocks("docs/guides/disk.md"))
     assert "/nvme/run1" in code
-    assert int(run(code.replace("/nvme/run1", str(tmp_path / "moments")), readme)["state"].step) == 1
+    assert int(run(code.replace("/nvme/run1", str(tmp_path / "moments")), start)["state"].step) == 1
 
 
-def test_checkpoints(readme: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints(start: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (code,) = blocks("docs/guides/checkpoints.md")
     tx = optax.adamw(1e-3)
-    state = jp.init(readme["layout"], readme["make_model"], tx)
+    state = jp.init(start["layout"], start["make_model"], tx)
     stream = SimpleNamespace(get_state=lambda: {"position": 3})
-    found = run(code, readme | {"tx": tx, "state": state, "number": 100, "stream": stream})
+    found = run(code, start | {"tx": tx, "state": state, "number": 100, "stream": stream})
     assert found["found"] is None
     assert (tmp_path / "runs" / "one" / "checkpoints" / "100" / "manifest.json").is_file()
 
@@ -174,11 +172,11 @@ def test_parallelize(style: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     many["train_step"].close()
 
 
-def test_huggingface(readme: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_huggingface(start: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (code,) = blocks("docs/guides/huggingface.md")
     assert "models/Llama-3.1-8B" in code
-    found = run(code.replace("models/Llama-3.1-8B", str(ROOT / "tests/golden/huggingface/llama2")), {"jp": jp} | readme)
+    found = run(code.replace("models/Llama-3.1-8B", str(ROOT / "tests/golden/huggingface/llama2")), {"jp": jp} | start)
     assert found["logits"].shape == (8, 16, 32) and (tmp_path / "models/tuned/model.safetensors").is_file()
 
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -13,16 +17,46 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_its_program_trains() -> None:
-    program = re.search(r"```python\n(.*?)```", README, re.DOTALL)
-    assert program is not None
-    names: dict[str, object] = {"__name__": "readme"}
+def program(page: str) -> str:
+    """The first Python block of a page."""
+    found = re.search(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
+    assert found is not None
+    return found[1]
+
+
+def run(page: str) -> tuple[dict[str, Any], str]:
+    """The names that the program of a page defines, and what it prints."""
+    names: dict[str, Any] = {"__name__": "page"}
     screen = io.StringIO()
     with contextlib.redirect_stdout(screen):
-        exec(program[1], names)  # noqa: S102 (our own README)
-    assert "params/up/kernel" in screen.getvalue()
+        exec(program(page), names)  # noqa: S102 (our own page)
+    return names, screen.getvalue()
+
+
+def test_its_program_trains_on_eight_devices() -> None:
+    names, printed = run("README.md")
+    assert "params/layers/0/kernel" in printed and np.isfinite(names["metrics"]["loss"])
+    assert names["layout"].sizes["data"] == 4 and names["layout"].sizes["model"] == 2
+
+
+def test_its_program_trains_on_a_machine_with_one_device() -> None:
+    """A new process, in which jax would see one device."""
+    env = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
+    lines = program("README.md") + "\nprint('loss', float(metrics['loss']), len(layout.mesh.devices.flat))"
+    done = subprocess.run([sys.executable, "-c", lines], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"loss [\d.]+ 8", done.stdout.splitlines()[-1])
+
+
+def test_its_program_is_short() -> None:
+    assert len([line for line in program("README.md").splitlines() if line.strip()]) <= 15
+
+
+def test_the_first_program_of_the_guides_trains() -> None:
+    names, printed = run("docs/start.md")
+    assert "params/up/kernel" in printed
     x = np.ones((8, 64), np.float32)
-    _, metrics = names["step"](names["state"], {"x": x, "y": x})  # type: ignore[operator]
+    _, metrics = names["step"](names["state"], {"x": x, "y": x})
     assert np.isfinite(metrics["loss"])
 
 
@@ -34,5 +68,5 @@ def test_ci_runs_exactly_its_test_command() -> None:
 
 
 def test_its_links_and_folders_exist() -> None:
-    links = re.findall(r"\]\((?!http)([^)#]+)\)", README) + ["configs/layouts/", "notebooks/01_layouts.ipynb"]
-    assert links and all((ROOT / link).exists() for link in links)
+    links = re.findall(r"\]\((?!http)([^)#]+)\)", README)
+    assert "docs/pictures/overview.png" in links and [link for link in links if not (ROOT / link).exists()] == []
