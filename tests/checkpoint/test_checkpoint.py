@@ -136,16 +136,25 @@ def test_every_kind_of_leaf_comes_back(tmp_path: Path) -> None:
 
 
 def test_plain_orbax_reads_what_jaxpar_wrote(saved: Path, state: jp.TrainState) -> None:
+    """Each call of docs/reference/checkpoints.md, the two that cannot work among them."""
     import orbax.checkpoint as ocp
+    from orbax.checkpoint.experimental import v1
 
-    found = ocp.PyTreeCheckpointer().restore(
-        saved / "arrays",
-        restore_args=jax.tree.map(
-            lambda _: ocp.RestoreArgs(restore_type=np.ndarray),
-            ocp.PyTreeCheckpointer().metadata(saved / "arrays").item_metadata.tree,
-        ),
-    )
-    assert np.array_equal(found["params"]["block"]["up"], state.params["block"]["up"])
+    folder, up = saved / "arrays", state.params["block"]["up"]
+    tree = ocp.PyTreeCheckpointer().metadata(folder).item_metadata.tree
+    arguments = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    target = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=one), tree)
+    for found in (
+        ocp.StandardCheckpointer().restore(folder),
+        ocp.StandardCheckpointer().restore(folder, target),
+        ocp.PyTreeCheckpointer().restore(folder, restore_args=arguments),
+        v1.load(folder, target),
+    ):
+        assert np.array_equal(found["params"]["block"]["up"], up)
+    for load in (ocp.PyTreeCheckpointer().restore, v1.load):
+        with pytest.raises(ValueError, match=r"Sharding of jax\.Array cannot be None"):
+            load(folder)
 
 
 def test_layers_of_a_pipeline_of_none_stacked_and_single(tmp_path: Path) -> None:
