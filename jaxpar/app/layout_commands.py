@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,7 +39,7 @@ class _LayoutCommand:
 
 @dataclass(frozen=True)
 class Explain(_LayoutCommand):
-    """Show how every tensor of a run is sharded, and why. Needs no devices.
+    """Show how every tensor of a run is sharded, and why; exit with 2 if there are problems. Needs no devices.
 
     Attributes:
       full: every tensor with its dtype, its rule and the reasons, and the activations, in wide tables
@@ -57,7 +58,10 @@ class Explain(_LayoutCommand):
         else:
             print(report.summary(console.width if console.is_terminal else 80), end="")
             print("\n--full lists every tensor with its dtype, its rule and the reasons, and the activations.")
-        return 0
+        untraced = "" if report.memory is None else report.memory.untraced
+        if untraced:
+            print(f"the step cannot be traced: {untraced}", file=sys.stderr)
+        return 2 if untraced or report.problems else 0
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,9 @@ def loss(p, batch):
     logits = language_parts.mlp(p, p["table"][batch["tokens"]]) @ p["head"]
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
 
+def endless(p, batch):
+    return jax.lax.while_loop(lambda x: x < 0, lambda x: x + 1, loss(p, batch))
+
 def broken(key):
     raise KeyError("no such weight")
 """
@@ -77,6 +80,14 @@ def test_its_names_are_found_and_explained(run: str, capsys: pytest.CaptureFixtu
     rows = {line.split()[0]: line for line in screen.splitlines() if line.startswith("params/")}
     assert "embed, mlp" in rows["params/up"] and "data, model" in rows["params/up"]
     assert "vocab, embed" in rows["params/table"]
+
+
+@pytest.mark.parametrize("command", ["explain", "check"])
+def test_a_step_that_cannot_be_traced_is_a_problem(command: str, run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, run, "--set", "model.loss=language_model:endless"]) == 2
+    shown = capsys.readouterr()
+    assert "the step cannot be traced: Reverse-mode differentiation does not work for lax.while_loop" in shown.err
+    assert ("params/table" in shown.out) == (command == "explain"), "the report is printed all the same"
 
 
 @pytest.mark.slow

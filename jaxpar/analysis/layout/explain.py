@@ -147,7 +147,7 @@ def check(
       The report, without problems.
 
     Raises:
-      LayoutError: with all problems.
+      LayoutError: with all problems, also that the step cannot be traced.
       ModelError, AnnotationError, ConfigError: as for :func:`explain`.
 
     >>> import jax, optax
@@ -159,6 +159,8 @@ def check(
     """
     report = explain(layout, make_model, tx, batch=batch, loss_fn=loss_fn, step=step)
     problems = list(report.problems)
+    if report.memory is not None and report.memory.untraced:
+        problems.append(f"the step cannot be traced: {report.memory.untraced}")
     if strict and report.traced:
         base = dict(layout.rules.base)
         # A rule of None shards nothing. Tables that several models share name dims that some of them lack.

@@ -65,6 +65,7 @@ class Memory:
         alive at the peak.
       assumed: operations whose sharding the estimate cannot follow. It takes their results as replicated, so the total
         is an upper bound.
+      untraced: the message of the error if the step cannot be traced; else empty.
     """
 
     target: str
@@ -73,6 +74,7 @@ class Memory:
     narrow: tuple[str, ...] = ()
     gradients: int = 0
     assumed: tuple[str, ...] = ()
+    untraced: str = ""
 
     @property
     def total(self) -> int | None:
@@ -130,8 +132,8 @@ def estimate(
         options = options | ({"return_grads": True} if step is train_step else {})
         traced = step(layout, loss_fn, **options).trace(*jax.tree.unflatten(treedef, placed))
     except (JaxparError, TypeError, ValueError, NotImplementedError) as error:
-        reason = f"the step cannot be traced: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
-        return Memory(target, known, (reason,))
+        message = str(error) or type(error).__name__
+        return Memory(target, known, (f"the step cannot be traced: {message.splitlines()[0]}",), untraced=message)
     program = reader.read(traced.jaxpr.jaxpr, [tensor.resolved.axes for tensor in tensors])
     carried = len(jax.tree.leaves(state if step is train_step else (state.step, state.variables, state.loss_scale)))
     gradients = program.results[carried : carried + len(jax.tree.leaves(state.params))]

@@ -243,9 +243,9 @@ def compute(
     kv_heads = k.shape[2] * exchange.repeats(k.shape[2], num_shards) // num_shards
     extras = array_options.of_tiles(q.shape[2] // num_shards, kv_heads, first_head)
     q, k, v, segments, extras = _vary_alike(plan, (q, k, v, array_options.segments, extras))
-    o, lse = attend(plan, q, k, v, segments, extras)
+    o, lse, lost = attend(plan, q, k, v, segments, extras)
     if plan.full_queries:
-        o, lse = merged(o, lse, plan.ring)
+        o, lse = merged(o, lse, lost, plan.ring)
         o = o.astype(q.dtype)
     return o if array_options.sinks is None else with_sinks(o, lse, array_options.sinks)
 
@@ -257,11 +257,14 @@ def with_sinks(o_BSHD: jax.Array, lse_BSH: jax.Array, sinks_H: jax.Array) -> jax
     return (o_BSHD * jax.nn.sigmoid(lse - sinks_H.astype(lse.dtype))[..., None]).astype(o_BSHD.dtype)
 
 
-def merged(o: jax.Array, lse: jax.Array, axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
-    """Merges the partial results and log-sum-exps of replicated queries over ``axes``; differentiable by JAX."""
+def merged(o: jax.Array, lse: jax.Array, lost: jax.Array | None, axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
+    """Merges the partial results and log-sum-exps of replicated queries over ``axes``; differentiable by JAX.
+
+    ``lost`` is what the rounding of ``lse`` lost, see :func:`jaxpar.parallel.attention.split.vjp.attend`.
+    """
     greatest = jax.lax.pmax(jax.lax.stop_gradient(lse), axes)
     greatest = jnp.where(jnp.isneginf(greatest), 0, greatest)  # the query sees no key on any device
-    weight = jnp.exp(lse - greatest)
+    weight = jnp.exp(lse - greatest if lost is None else lse - greatest + lost)
     total = jax.lax.psum(weight, axes)
     seen = total > 0
     some = jnp.where(seen, total, 1)

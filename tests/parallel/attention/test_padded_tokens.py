@@ -108,6 +108,25 @@ def test_a_row_without_keys_is_zero(impl: str) -> None:
         assert_close(run(x, gradient, bias=bias), want)
 
 
+@pytest.mark.parametrize("impl", few(MESHES, 3))
+def test_a_row_whose_scores_a_finite_bias_lowers_is_a_softmax(impl: str) -> None:
+    """Such scores round to one number, so a softmax in fp32 gives all keys the same weight."""
+    rng = np.random.default_rng(9)
+    x, gradient = arrays(rng, SEQ, SEQ)
+    bias = rng.normal(size=(1, 4, SEQ, SEQ)).astype(np.float32)
+    bias[:, :, [0, 7]], bias[:, :, 3, :9], bias[:, 1, 5] = -1e9, -9e29, -1e9
+
+    def softmax(q: Any, k: Any, v: Any, bias: Any) -> jax.Array:
+        k, v = (jnp.repeat(a, 2, axis=2) for a in (k, v))
+        p = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k) / 2 + bias)
+        return jnp.einsum("bhqk,bkhd->bqhd", p, v)
+
+    o, back = jax.vjp(softmax, *x, bias)
+    np.testing.assert_allclose(o[:, 0], np.repeat(x[2].mean(1), 2, axis=1), rtol=0, atol=1e-6)
+    found = compiled(impl, block=5, causal=False)(x, gradient, bias=bias)
+    assert_close(found, [np.asarray(leaf) for leaf in (o, *back(gradient))])
+
+
 @pytest.mark.parametrize("impl", ["dense", "flash", "ring"])
 def test_a_row_without_keys_is_zero_beside_sinks_and_masks(impl: str) -> None:
     """The mask hides the keys that the bias leaves. A sink then takes all the weight, and a sink of -inf is no sink."""

@@ -60,7 +60,7 @@ def dense(
     # A row that sees no key gets scores of 0, and its result is cleared below: -inf would give NaN in both passes.
     s = jnp.where(visible, s, jnp.where(empty[..., None], 0, -jnp.inf))
     lse = jax.nn.logsumexp(s, axis=-1)
-    p = jnp.exp(s - lse[..., None])
+    p = jax.nn.softmax(s, axis=-1)  # exp(s - lse) is wrong for scores of -1e9, whose lse loses the log of the sum
     if rules.dropout:
         p = p * kept(rules, (Tokens(positions[0]), Tokens(positions[1])), extras, p.shape).astype(dtype)
     o = jnp.einsum("bkgql,blkd->bqkgd", p.astype(v_BTKD.dtype), v_BTKD, preferred_element_type=dtype)

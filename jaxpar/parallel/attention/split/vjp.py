@@ -31,7 +31,7 @@ FORWARD = {
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attend(
     plan: AttentionPlan, q_BSHD: jax.Array, k_BTKD: jax.Array, v_BTKD: jax.Array, segments: Segments, extras: TileArrays
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Returns attention of one device's queries, keys and values, inside a ``shard_map`` over the axes of ``plan``.
 
     Args:
@@ -43,8 +43,9 @@ def attend(
         key of all devices.
 
     Returns:
-      The result in the queries' dtype (in the sums' dtype if the caller merges it), and the log-sum-exp ``[batch,
-      tokens, heads]`` in the sums' dtype. A query that sees no key gets 0 and -inf.
+      The result in the queries' dtype (in the sums' dtype if the caller merges it), the log-sum-exp ``[batch, tokens,
+      heads]`` in the sums' dtype, and what its rounding lost, or ``None`` without bias and slopes. A query that sees no
+      key gets 0 and -inf. The gradient of the log-sum-exp is that of its unrounded value.
     """
     return _forward(plan, q_BSHD, k_BTKD, v_BTKD, segments, extras)[0]
 
@@ -57,18 +58,20 @@ def _forward(plan: AttentionPlan, q: Any, k: Any, v: Any, segments: Segments, ex
     gathered_kv = None
     if plan.keep:
         keys = gathered_kv = [checkpoint_name(ring.gathered(split, x), KEPT) for x in keys]
-    o, lse = finished(FORWARD[plan.keys](split, q_blocks, *keys))
+    o, lse, lost = finished(FORWARD[plan.keys](split, q_blocks, *keys))
     o = o if plan.full_queries else o.astype(q.dtype)
-    o, lse = (_unpacked(x, split.q_length) for x in (o, lse))
-    o, lse = (checkpoint_name(_exchange_back(plan, x), SAVED) for x in (o, lse))
-    return (o, lse), (exchanged, gathered_kv, segments, extras, o, lse, k.shape[2])
+    # Without a bias, scores are never so large that the rounding matters.
+    results = o, lse, None if extras.bias is None and extras.slopes is None else lost
+    results = jax.tree.map(lambda x: _exchange_back(plan, _unpacked(x, split.q_length)), results)
+    results = jax.tree.map(lambda x: checkpoint_name(x, SAVED), results)
+    return results, (exchanged, gathered_kv, segments, extras, results, k.shape[2])
 
 
-def _backward(plan: AttentionPlan, kept: Any, gradients: tuple[jax.Array, jax.Array]) -> Any:
-    exchanged, gathered_kv, segments, extras, o, lse, kv_heads = kept
-    exchanged, gradients = ring.not_before(plan, (exchanged, gradients), lse)
+def _backward(plan: AttentionPlan, kept: Any, gradients: tuple[jax.Array, jax.Array, Any]) -> Any:
+    exchanged, gathered_kv, segments, extras, results, kv_heads = kept
+    exchanged, gradients = ring.not_before(plan, (exchanged, gradients), results[1])
     split, (q, k, v) = _split(plan, exchanged, segments, extras), exchanged
-    rows = jax.tree.map(lambda x: _exchange(plan, x), rows_of(o, lse, *gradients))
+    rows = jax.tree.map(lambda x: _exchange(plan, x), rows_of(*results, *gradients[:2]))
     rows = jax.tree.map(lambda x: _packed_rows(split, x, k.shape[2]), rows)
     q_blocks, *keys = _packed(split, q, k, v)
     k_blocks, v_blocks = gathered_kv or keys

@@ -200,16 +200,30 @@ def forward(
     return visit(rules, at, extras, q.shape[1], expected, one, sums)
 
 
-def finished(sums: Sums) -> tuple[jax.Array, jax.Array]:
-    """Returns the result and the log-sum-exp of each query; 0 and -inf for a query that has seen no key."""
+def finished(sums: Sums) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the result, the log-sum-exp of each query, and what its rounding lost.
+
+    The first two are 0 and -inf for a query that has seen no key. Where a bias lowers all scores of a query to -1e9,
+    the log-sum-exp cannot hold the logarithm of the number of keys: fp32 numbers are 64 apart there.
+    """
     empty = sums.weights == 0
     weights = jnp.where(empty, 1, sums.weights)
-    return sums.values / weights[..., None], jnp.where(empty, -jnp.inf, sums.greatest + jnp.log(weights))
+    log = jnp.log(weights)
+    lse = sums.greatest + log
+    lost = jnp.where(empty, 0, log - (lse - sums.greatest))
+    return sums.values / weights[..., None], jnp.where(empty, -jnp.inf, lse), lost
 
 
-def rows_of(o: jax.Array, lse: jax.Array, gradient: jax.Array, lse_gradient: jax.Array) -> Rows:
-    """Returns what the backward pass needs per query, from the forward pass and the gradients of its two results."""
+def rows_of(o: jax.Array, lse: jax.Array, lost: jax.Array | None, gradient: jax.Array, lse_gradient: jax.Array) -> Rows:
+    """Returns what the backward pass needs per query, from the forward pass and the gradients of its first two results.
+
+    Every gradient is linear in ``gradient`` and ``delta``, with weights ``exp(score - lse)``. Both therefore take the
+    factor that corrects the weights for the rounding of ``lse``.
+    """
     delta = jnp.sum(o.astype(lse.dtype) * gradient.astype(lse.dtype), -1) - lse_gradient.astype(lse.dtype)
+    if lost is not None:
+        factor = jnp.exp(-lost)
+        gradient, delta = (gradient * factor[..., None]).astype(gradient.dtype), delta * factor
     return Rows(gradient, jnp.where(jnp.isneginf(lse), 0, lse), delta)
 
 

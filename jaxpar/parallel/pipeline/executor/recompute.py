@@ -12,7 +12,7 @@ import jax
 
 from jaxpar.parallel.pipeline.executor.carry import StageCarry, zeros_of
 from jaxpar.parallel.pipeline.executor.layer_inputs import LayerScalars
-from jaxpar.parallel.pipeline.executor.stage import Buffers, Chunk, held, read, write
+from jaxpar.parallel.pipeline.executor.stage import Buffers, Chunk, held, read_unchanged, write
 
 type RecomputeCarry = tuple[jax.Array, Buffers, Buffers, LayerScalars]
 
@@ -58,7 +58,7 @@ def restore_residuals(
 
     def one(i: jax.Array, residuals: Buffers) -> Buffers:
         # A single layer is loop-invariant, and XLA would hoist its work out of the loop.
-        (x,) = held(read(stage.layer_inputs, slots["b_inputs"][i], 0), i)
+        (x,) = held(read_unchanged(stage.layer_inputs, slots["b_inputs"], i), i)
         _, kept = chunk.kept(x, side, i)
         return [write(b, leaf, slots["a_residuals"][i], 0) for b, leaf in zip(residuals, kept, strict=True)]
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from jaxpar.errors import ModelError
 from jaxpar.parallel.pipeline.executor.layer_inputs import LayerScalars
-from jaxpar.parallel.pipeline.executor.stage import Add, Buffers, Chunk, indices, read, write
+from jaxpar.parallel.pipeline.executor.stage import Add, Buffers, Chunk, indices, read, read_unchanged, write
 from jaxpar.parallel.pipeline.schedules.schedule import Schedule
 from jaxpar.utils.arrays import accumulator, describe
 
@@ -160,7 +160,7 @@ class Carried(Chunk):
             (cotangent, sums, pool), i = carried, self.times - 1 - back
             # No chunk has read the last chunk's carry. The slot still holds the cotangent of another microbatch.
             later = [jnp.where(last, 0, x) for x in read(pool, slot.back, i)]
-            past, kept = read(buffers.carry, slot.carry, i), read(buffers.kept, slot.kept, i)
+            past, kept = read_unchanged(buffers.carry, slot.carry, i), read_unchanged(buffers.kept, slot.kept, i)
             pull = self._backward_of(self._weights(i), side, past, slot.chunk, kept, cotangent)
             floats = [x for x in past if _floats(x)]
             own = [self._own_part(x, leaf, slot.chunk) for x, leaf in zip(later, floats, strict=True)]

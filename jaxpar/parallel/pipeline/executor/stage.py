@@ -97,7 +97,8 @@ class Chunk:
         def one(back: jax.Array, carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
             (cotangent, sums), i = carry, self.times - 1 - back
             layer_side = of_number(side, self._number(i))
-            pull = self._layer_backward(self._weights(i), layer_side, read(buffers, slot, i), cotangent)
+            kept = read_unchanged(buffers, slot, i)
+            pull = self._layer_backward(self._weights(i), layer_side, kept, cotangent)
             grads, before = pull(cotangent)
             return self._select(i, before, cotangent), add(sums, i, grads, self._exists(i))
 
@@ -110,7 +111,7 @@ class Chunk:
 
         def one(back: jax.Array, carry: tuple[jax.Array, Buffers]) -> tuple[jax.Array, Buffers]:
             (cotangent, own), i = carry, self.times - 1 - back
-            weights, kept = self._weights(i), read(buffers, slot, i)
+            weights, kept = self._weights(i), read_unchanged(buffers, slot, i)
             layer_side = of_number(side, self._number(i))
             before, found = self.halves(layer_side, kept, cotangent).inputs(weights, kept, layer_side, cotangent)
             own = [write(buffer, x, to, i) for buffer, x in zip(own, found, strict=True)]
@@ -124,7 +125,7 @@ class Chunk:
 
         def one(i: jax.Array, sums: Any) -> Any:
             # A single layer is loop-invariant, and XLA would hoist its work out of the loop.
-            found = held(read(own, slot, i), i)
+            found = held(read_unchanged(own, slot, i), i)
             layer_side = of_number(side, self._number(i))
             return add(sums, i, halves.weights(self._weights(i), layer_side, found), self._exists(i))
 
@@ -160,10 +161,7 @@ class Chunk:
     def _weights(self, i: Any) -> Any:
         # Slice layer by layer: slicing the chunk first would copy it.
         leaves, structure = jax.tree.flatten(self.weights)
-        # XLA would also copy a single layer, as it hoists a slice with a loop-invariant index. Adding i makes the index
-        # depend on the iteration. The loop runs at most once, so i is 0 here.
-        number = self.number + i if leaves[0].shape[1] == 1 else self.number
-        return jax.tree.unflatten(structure, read(leaves, number, i))
+        return jax.tree.unflatten(structure, read_unchanged(leaves, self.number, i))
 
     def _number(self, i: Any) -> Any:
         """Returns the index of a layer in the model."""
@@ -243,6 +241,17 @@ def read(buffers: Sequence[jax.Array], slot: Any, i: Any) -> Buffers:
         return jax.lax.dynamic_slice(buffer, start, (1, 1, *buffer.shape[2:]), allow_negative_indices=False)[0, 0]
 
     return [one(buffer) for buffer in buffers]
+
+
+def read_unchanged(buffers: Sequence[jax.Array], slot: Any, i: Any) -> Buffers:
+    """Returns what :func:`read` does, in iteration ``i`` of a loop over layers that writes to none of the buffers.
+
+    XLA clamps the index of a dim of size 1. For a stage of a single layer, the slice is then the same in every
+    iteration. XLA hoists it out of the loop, together with the layout that the loop prefers, and so copies the buffer
+    of all slots in every tick. Adding ``i``, which is 0 here, to the slot makes the index depend on the iteration.
+    """
+    layers = slot.shape[0] if jnp.ndim(slot) else max((buffer.shape[1] for buffer in buffers), default=0)
+    return read(buffers, slot + i if layers == 1 else slot, i)
 
 
 def indices(*numbers: Any) -> list[jax.Array]:
