@@ -68,10 +68,10 @@ def _forward(plan: AttentionPlan, q: Any, k: Any, v: Any, segments: Segments, ex
 
 
 def _backward(plan: AttentionPlan, kept: Any, gradients: tuple[jax.Array, jax.Array, Any]) -> Any:
-    exchanged, gathered_kv, segments, extras, results, kv_heads = kept
-    exchanged, gradients = ring.not_before(plan, (exchanged, gradients), results[1])
+    exchanged, gathered_kv, segments, extras, (o, lse, lost), kv_heads = kept
+    exchanged, gradients = ring.not_before(plan, (exchanged, gradients), lse)
     split, (q, k, v) = _split(plan, exchanged, segments, extras), exchanged
-    rows = jax.tree.map(lambda x: _exchange(plan, x), rows_of(*results, *gradients[:2]))
+    rows = jax.tree.map(lambda x: _exchange(plan, x), rows_of(o, lse, lost, gradients[0], gradients[1]))
     rows = jax.tree.map(lambda x: _packed_rows(split, x, k.shape[2]), rows)
     q_blocks, *keys = _packed(split, q, k, v)
     k_blocks, v_blocks = gathered_kv or keys
