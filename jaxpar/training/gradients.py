@@ -26,6 +26,7 @@ from jaxpar.parallel.precision.policy import FP8, INT8, Precision
 from jaxpar.sharding.layout import Layout, manual_axes, to_spec, with_sharding
 from jaxpar.sharding.resolve import Resolved, num_shards_over
 from jaxpar.training import microbatches
+from jaxpar.training.exact_weights import exact_weights
 from jaxpar.training.loss import LossFn, key_of, loss_of
 from jaxpar.training.manual_gradients import manual_gradients, spec_of
 from jaxpar.training.microbatches import GradientResult, StepConfig
@@ -82,8 +83,13 @@ def _by_compiler(layout: Layout, loss_fn: LossFn, state: TrainState, batch: Any,
     compute, scale = precision.computing, microbatches.scale_of(state, precision)
     if config.weight_gather == "per_step":
         roles = (microbatches.resolved_tree(layout, state, weights, role) for role in ("params", "activations"))
-        whole = lambda w, stored, used: precision.computing(_whole(layout, w, stored, used, precision))
-        weights = jax.tree.map(whole, weights, *roles)
+        exact = exact_weights(loss_of(loss_fn, state, batch), state, precision).reasons
+
+        def whole(keys: Any, w: jax.Array, stored: Resolved, used: Resolved) -> jax.Array:
+            own = precision.for_weight(to_path(keys) in exact)
+            return precision.computing(_whole(layout, w, stored, used, own))
+
+        weights = jax.tree_util.tree_map_with_path(whole, weights, *roles)
         compute = lambda w: w
 
     def run(weights: Any, rest: Any, batch: Any, n: Any) -> tuple[Any, Any]:

@@ -19,9 +19,10 @@ from jaxpar.sharding.names import LAYERS
 from jaxpar.sharding.resolve import num_shards_over
 from jaxpar.sharding.rules import Axes
 from jaxpar.training import microbatches
+from jaxpar.training.exact_weights import exact_weights
 from jaxpar.training.loss import LossFn, loss_of
 from jaxpar.training.microbatches import GradientResult, StepConfig
-from jaxpar.training.model import leaves_with_paths, show
+from jaxpar.training.model import leaves_with_paths, show, to_path
 from jaxpar.training.state import TrainState
 from jaxpar.utils.arrays import at_least_fp32
 
@@ -46,8 +47,10 @@ def manual_gradients(
     axes, precision, fusion = batch_axes(layout), config.precision, config.fusion
     scale = microbatches.scale_of(state, precision)
     num_shards = num_shards_over(axes, layout.sizes)
+    exact = exact_weights(loss_of(loss_fn, state, batch), state, precision).reasons
     roles = (microbatches.resolved_tree(layout, state, state.params, role) for role in ("params", "gradients"))
-    stored, wanted = (jax.tree.map(lambda resolved: parts_of(resolved, axes), tree) for tree in roles)
+    part = lambda keys, resolved: parts_of(resolved, axes, exact=to_path(keys) in exact)
+    stored, wanted = (jax.tree_util.tree_map_with_path(part, tree) for tree in roles)
     microbatches.pieces_of(batch, config.grad_accum_steps, num_shards, 1)  # only to raise with the global shapes
 
     def index() -> Any:
@@ -111,7 +114,9 @@ def _cross(
     layered = [dims.get(("params", *path), ())[:1] == (LAYERS,) for path in paths]
     found: dict[int, jax.Array] = {}
     for kind in kinds:
-        mine = [i for i, part in enumerate(parts) if any(part.dims) is not (kind == "reduce") and not part.kept]
+        # Experts that stay sharded cross the mesh by themselves, and so do weights that are gathered exactly.
+        apart = [bool(part.kept) or (part.exact and kind == "gather") for part in parts]
+        mine = [i for i, part in enumerate(parts) if any(part.dims) is not (kind == "reduce") and not apart[i]]
         if not isinstance(getattr(fusion, kind), tuple):
             continue
         if batch_axes(current_layout()) and not mine:
@@ -122,8 +127,7 @@ def _cross(
             )
         if not mine:
             continue
-        # Experts that stay sharded cross the mesh by themselves.
-        grouped = [i for i, part in enumerate(parts) if not part.kept]
+        grouped = [i for i in range(len(parts)) if not apart[i]]
         names = [show(("params", *paths[i])) for i in grouped]
         check_groups(names, [parts[i] for i in grouped], [layered[i] for i in grouped])
         layers = max(x.shape[0] for x, has in zip(leaves, layered, strict=True) if has)

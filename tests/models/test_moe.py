@@ -178,7 +178,7 @@ def test_a_step_is_that_of_one_device(family: str, name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_int8_collectives_change_a_step_little(family: str) -> None:
-    """A router in int8 chooses other experts for tokens between two of them, so only the loss is close."""
+    """Routers are exact, but their inputs are not: tokens between two experts may choose the other one."""
     config = config_of(family)
     want, got = (
         reference(config),
@@ -188,6 +188,19 @@ def test_int8_collectives_change_a_step_little(family: str) -> None:
     assert got[0]["grad_norm"] == pytest.approx(want[0]["grad_norm"], rel=0.1)
     for a, b in zip(jax.tree.leaves(got[1]), jax.tree.leaves(want[1]), strict=True):
         assert np.vdot(a, b) > 0.9 * np.linalg.norm(a) * np.linalg.norm(b)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ep fsdp", "per step fsdp", "gather per step", "pp fsdp"])
+def test_a_router_with_exact_inputs_chooses_the_same_experts_with_int8_gathers(name: str) -> None:
+    """Measured: gradients are off by 0.8 %, and by 7.7 % if the router is rounded too."""
+    layers = 2 if "pp" in name else 1
+    config = config_of("mixtral", layers=layers)
+    inputs = ["heads", "kv_heads", "vocab", *(["expert_mlp"] if layers > 1 else [])]
+    want, got = reference(config), step(CASES[name], config, config, precision={"gather": "int8", "exact": inputs})
+    assert got[0]["router_entropy"] == pytest.approx(want[0]["router_entropy"], rel=1e-5)
+    for a, b in zip(jax.tree.leaves(got[1]), jax.tree.leaves(want[1]), strict=True):
+        assert np.linalg.norm(a - b) < 0.015 * np.linalg.norm(b)
 
 
 @pytest.mark.slow

@@ -12,13 +12,20 @@ from typing import Any
 import jax
 import optax
 
-from jaxpar.analysis.layout.notes import assumed_replicated, narrow_sums, unequal_initial_values, with_reason
+from jaxpar.analysis.layout.notes import (
+    assumed_replicated,
+    gathered_exactly,
+    narrow_sums,
+    unequal_initial_values,
+    with_reason,
+)
 from jaxpar.analysis.layout.report import Report
 from jaxpar.analysis.layout.rows import Row
 from jaxpar.analysis.memory.estimate import Memory, estimate
 from jaxpar.analysis.units import device_bytes, shard_count, show_bytes
 from jaxpar.errors import LayoutError
 from jaxpar.parallel.attention.select import Choice
+from jaxpar.parallel.collectives.gather_reduce import precision_scope
 from jaxpar.parallel.experts.options import DispatchPlan
 from jaxpar.parallel.offload.placement import no_layers
 from jaxpar.parallel.pipeline.staged_loss import PipelineLoss
@@ -28,6 +35,7 @@ from jaxpar.sharding.messages import entry
 from jaxpar.sharding.resolve import Resolved
 from jaxpar.sharding.rules import Over, Rules
 from jaxpar.training.disk_step import AHEAD
+from jaxpar.training.exact_weights import ExactWeights, exact_weights
 from jaxpar.training.loss import loss_of
 from jaxpar.training.model import MakeModel, Tagged, show, to_path
 from jaxpar.training.model.fixed_order import FIXED
@@ -117,7 +125,10 @@ def explain(
     unused, texts = _unused(layout, used), tuple(dict.fromkeys(problems))
     notes: tuple[str, ...] = () if problems or on_disk is None else (_on_disk(layout, state, rows, on_disk.path),)
     notes += _converted(layout)
-    int8_reduced = Precision.of((step or {}).get("precision")).reduce == INT8
+    precision = Precision.of((step or {}).get("precision"))
+    int8_reduced = precision.reduce == INT8
+    if loss_fn is not None and batch is not None and not problems:
+        notes += gathered_exactly(rows, precision.gather, _exact(layout, loss_fn, state, plain_batch, step or {}))
     notes += narrow_sums(rows, memory.narrow, int8_reduced) if memory is not None else ()
     notes += assumed_replicated(memory.assumed) if memory is not None else ()
     notes += unequal_initial_values(unordered)
@@ -275,6 +286,19 @@ def _activations(
     with hint_observer(note), attention_observer(take), experts_observer(route), tracing_under(layout):
         jax.eval_shape(forward, state, batch)
     return list(found.values()), tuple(notes)
+
+
+def _exact(
+    layout: Layout, loss_fn: Callable[..., Any], state: Any, batch: Any, step: Mapping[str, Any]
+) -> ExactWeights:
+    precision, per_step = Precision.of(step.get("precision")), "per_step"
+    all_rounded = step.get("pipeline") is not None or per_step in (
+        step.get("grad_reduction"),
+        step.get("weight_gather"),
+    )
+    loss = lambda params, state, batch: loss_of(loss_fn, state, batch)(params)[0]
+    with tracing_under(layout), precision_scope(precision):
+        return exact_weights(loss, state, precision, state, batch, all_rounded=all_rounded)
 
 
 def _converted(layout: Layout) -> tuple[str, ...]:

@@ -8,6 +8,8 @@ from dataclasses import replace
 from jaxpar.analysis.layout.rows import Row
 from jaxpar.analysis.units import show_bytes
 from jaxpar.errors import listing
+from jaxpar.training.exact_weights import ExactWeights
+from jaxpar.training.model import show
 
 
 def narrow_sums(rows: Sequence[Row], paths: Sequence[str], int8_reduced: bool) -> tuple[str, ...]:
@@ -36,6 +38,33 @@ def narrow_sums(rows: Sequence[Row], paths: Sequence[str], int8_reduced: bool) -
             "{optimizer: {stage: 1}}), which sends all tensors in int8."
         )
     return (text,)
+
+
+def gathered_exactly(rows: Sequence[Row], gather: str | None, weights: ExactWeights) -> tuple[str, ...]:
+    """Returns notes on weights that are gathered in the compute dtype, and on rounded ones that choose experts.
+
+    Args:
+      rows: the rows of the report.
+      gather: the dtype in which other weights are gathered.
+      weights: these weights. Those that no axis shards are left out.
+    """
+    sharded = {row.path for row in rows if any(row.spec)}
+    shown = lambda path: show(("params", *path))
+    reasons: dict[str, list[str]] = {}
+    for path, reason in weights.reasons.items():
+        if shown(path) in sharded:
+            reasons.setdefault(reason, []).append(shown(path))
+    texts = [
+        f"gathered exactly: {listing(paths)} in the compute dtype instead of {gather}, because {reason}"
+        for reason, paths in reasons.items()
+    ]
+    rounded = [shown(path) for path in weights.rounded_routers if shown(path) in sharded]
+    if rounded:
+        texts.append(
+            f"rounded router: jp.sharded_dot gathers {listing(rounded)} in {gather}, so some tokens choose other "
+            "experts. Remedy: jp.sharded_dot(x, (w, dims), exact=True)."
+        )
+    return tuple(texts)
 
 
 def assumed_replicated(operations: Sequence[str]) -> tuple[str, ...]:

@@ -65,7 +65,7 @@ class Mixture(nnx.Module):
         tokens take the dispatch that sends the fewest bytes.
         """
         c, dtype = self.config, jnp.dtype(self.config.dtype)
-        router_EX = gather_weight(self.router[...], "embed", None, dtype=dtype)
+        router_EX = gather_weight(self.router[...], "embed", None, dtype=dtype, exact=True)
         logits_BSX = jnp.dot(x_BSE, router_EX, preferred_element_type=jnp.promote_types(dtype, jnp.float32))
         bias_X = self.router_bias[...] if c.bias_rate is not None else None
         routing = c.router(logits_BSX, bias_X)

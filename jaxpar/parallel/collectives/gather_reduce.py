@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +17,7 @@ from jaxpar.parallel.collectives import hierarchical, quantized
 from jaxpar.parallel.precision.policy import INT8, Precision
 from jaxpar.sharding.hardware.topology import platform_of
 from jaxpar.sharding.layout import Layout, current_layout
+from jaxpar.sharding.names import LAYERS
 from jaxpar.sharding.resolve import Resolved
 from jaxpar.sharding.rules import Axes
 from jaxpar.utils.arrays import at_least_fp32
@@ -24,6 +25,8 @@ from jaxpar.utils.contexts import step_precision
 
 EXPERTS = "experts"
 """The logical dim of the experts of a layer: the compute exchanges tokens over its axes instead of gathering it."""
+_STACKED = (LAYERS, "dense_layers")
+"""Logical dims along which layers are stacked."""
 SMALL = 64 * 1024
 """All-reduced gradients with fewer bytes are never sent in int8: their time does not depend on the bytes."""
 
@@ -84,10 +87,12 @@ class Parts:
       dims: the axes of each dim, major to minor.
       kept: those of them over which the compute uses the shards as they are, as a layer uses its experts: they are
         neither gathered nor summed over. In each dim they come first.
+      exact: a weight that is gathered in the compute dtype, whatever the precision's ``gather`` is.
     """
 
     dims: tuple[Axes, ...]
     kept: Axes = ()
+    exact: bool = False
 
     @property
     def crossed(self) -> tuple[tuple[int, Axes], ...]:
@@ -100,8 +105,30 @@ class Parts:
         return PartitionSpec(*self.dims)
 
 
-def parts_of(resolved: Resolved, axes: Axes) -> Parts:
+def scores_experts(dims: Sequence[str | None]) -> bool:
+    """Returns whether a weight with these logical dims gives one number per expert, as that of a router does.
+
+    >>> scores_experts(("layers", "embed", "experts")), scores_experts(("layers", "experts", "embed", "expert_mlp"))
+    (True, False)
+    """
+    return len(dims) > 1 and dims[-1] == EXPERTS and any(name not in _STACKED for name in dims[:-1])
+
+
+def is_exact(dims: Sequence[str | None], precision: Precision) -> bool:
+    """Returns whether a weight with these logical dims is gathered in the compute dtype.
+
+    It is if ``precision.exact`` names one of its dims, or if its products choose experts.
+    """
+    return scores_experts(dims) or any(name in precision.exact for name in dims)
+
+
+def parts_of(resolved: Resolved, axes: Axes, *, exact: bool = False) -> Parts:
     """Returns the axes among ``axes`` that shard each dim of a resolved tensor.
+
+    Args:
+      resolved: the tensor.
+      axes: mesh axes.
+      exact: whether it is gathered in the compute dtype, whatever the precision's ``gather`` is.
 
     Raises:
       LayoutError: the tensor has problems, or its experts are sharded over other axes before those of the compute.
@@ -110,8 +137,9 @@ def parts_of(resolved: Resolved, axes: Axes) -> Parts:
         raise LayoutError(resolved.problems)
     dims = tuple(tuple(axis for axis in dim if axis in axes) for dim in resolved.axes)
     kept: Axes = ()
+    scores = scores_experts([dim.name for dim in resolved.dims])
     for dim, found in zip(resolved.dims, dims, strict=True):
-        if dim.name == EXPERTS:
+        if dim.name == EXPERTS and not scores:
             kept = tuple(axis for axis in axes_of(current_layout(), EXPERTS) if axis in axes)
             if found[: len(kept)] != kept:
                 raise LayoutError(
@@ -119,12 +147,12 @@ def parts_of(resolved: Resolved, axes: Axes) -> Parts:
                     f"it sharded over {listing(kept)}, which must come first. Remedy: give params the same rule, or "
                     "one that begins with it."
                 )
-    return Parts(dims, kept)
+    return Parts(dims, kept, exact)
 
 
 def gather(w: jax.Array, parts: Parts, precision: Precision) -> jax.Array:
     """Returns the full weight from its shards, in the compute dtype."""
-    split = parts.crossed
+    split, precision = parts.crossed, precision.for_weight(parts.exact)
     if split and precision.gather == INT8:
         dtype = precision.computing(w).dtype
         for dim, axes in split:

@@ -18,6 +18,7 @@ from jaxpar.parallel.collectives.gather_reduce import (
     Parts,
     current_precision,
     gather,
+    is_exact,
     parts_of,
     reduce,
     summing,
@@ -226,9 +227,14 @@ def _place(layout: Layout, x: jax.Array, routing: Choices, weights: Sequence[Any
     expert_axes = whole[0].axes[0]
     summed = tuple(dict.fromkeys(axis for found in whole for dim in found.axes[1:] for axis in dim))
     kept = [(*expert_axes, *summed)] * len(weights)
+    precision = current_precision()
     gathers = tuple(
-        parts_of(found, tuple(axis for dim in found.axes for axis in dim if axis not in keep))
-        for found, keep in zip(stored, kept, strict=True)
+        parts_of(
+            found,
+            tuple(axis for dim in found.axes for axis in dim if axis not in keep),
+            exact=is_exact(dims, precision),
+        )
+        for found, keep, (_, dims) in zip(stored, kept, weights, strict=True)
     )
     x_axes = _resolve(layout, x, x_dims, "activations", free).axes
     in_axes = tuple(tuple(axis for axis in dim if axis not in summed) for dim in x_axes)

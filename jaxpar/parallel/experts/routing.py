@@ -11,12 +11,15 @@ from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxpar.errors import ConfigError, did_you_mean
 from jaxpar.utils.arrays import at_least_fp32
 
 Score = Literal["softmax", "sigmoid"]
 SCORES: tuple[str, ...] = get_args(Score)
+LOGITS = "router_logits"
+"""The checkpoint name of routers' logits and biases: weights that they come from are gathered exactly."""
 _BEST_OF_GROUP = 2
 """The number of a group's scores whose sum decides whether the group is kept (DeepSeek-V3)."""
 
@@ -131,7 +134,8 @@ class Router:
           ConfigError: the shape of the logits or of the bias does not fit the number of experts.
         """
         self._check_shapes(logits, bias)
-        logits_X = at_least_fp32(logits)
+        logits_X = at_least_fp32(checkpoint_name(logits, LOGITS))
+        bias = None if bias is None else checkpoint_name(bias, LOGITS)
         finite = finite_tokens(logits_X)[..., None]
         safe_X = jnp.where(finite, logits_X, 0)  # before any other operation, or NaN would be in gradients
         log_scores_X = safe_X if self.score == "softmax" else jax.nn.log_sigmoid(safe_X)

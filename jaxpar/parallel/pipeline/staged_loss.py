@@ -141,7 +141,10 @@ class PipelineLoss:
           ModelError: as :meth:`__call__`, but for the key.
         """
         batch, keys = given
-        batch = _no_gradient(self.prepare(model, batch), but=batch)
+        return self.of_prepared(model, _no_gradient(self.prepare(model, batch), but=batch), keys)
+
+    def of_prepared(self, model: Any, batch: Any, keys: Any = None) -> Any:
+        """Returns the same as :meth:`of_rows`, for a batch that ``prepare`` returned."""
         side = _no_gradient(self.layer_inputs(model, batch))
         leaves, block = stacked_part(model, self.path)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import jax
@@ -114,15 +114,18 @@ class Precision:
       scale: the loss scaling, or ``None``. :meth:`of` chooses the default scaling for fp16.
       matmul: ``fp8`` multiplies weights that the model passes to :func:`jaxpar.sharded_dot` in fp8. :meth:`of` reads
         ``fp8`` alone, or for ``compute``, as this with ``compute`` in bf16.
+      exact: logical dims; weights with one of them are gathered in the compute dtype, whatever ``gather`` is. The
+        weights of routers (:class:`jaxpar.moe.Router`) always are.
 
     Raises:
-      ConfigError: a dtype that is not floating, an unknown ``matmul``, or a dtype that requires ``jax_enable_x64``.
+      ConfigError: a dtype that is not floating, an unknown ``matmul``, ``exact`` that is no list of names, or a dtype
+        that requires ``jax_enable_x64``.
 
     Warns:
       UserWarning: ``compute`` is fp16 and there is no loss scaling.
 
     >>> Precision.of("bf16")
-    Precision(compute='bfloat16', gather=None, reduce=None, scale=None, matmul=None)
+    Precision(compute='bfloat16', gather=None, reduce=None, scale=None, matmul=None, exact=())
     >>> Precision.of({"compute": "bf16", "reduce": "bf16"}).reduce
     'bfloat16'
     """
@@ -132,6 +135,7 @@ class Precision:
     reduce: str | None = None
     scale: LossScale | None = None
     matmul: str | None = None
+    exact: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.matmul not in (None, FP8):
@@ -140,6 +144,11 @@ class Precision:
             value = getattr(self, name)
             if value is not None and (name == "compute" or value != INT8):
                 object.__setattr__(self, name, _dtype(value, name))
+        if not isinstance(self.exact, tuple | list) or not all(isinstance(name, str) for name in self.exact):
+            raise ConfigError(
+                f"precision: exact must be a list of logical dims, got {self.exact!r}. Remedy: exact: [vocab]."
+            )
+        object.__setattr__(self, "exact", tuple(self.exact))
         if not isinstance(self.scale, LossScale | None):
             raise ConfigError(f"precision: scale must be a mapping such as {{initial: 65536}}, got {self.scale!r}.")
         if self.compute == "float16" and self.scale is None:
@@ -183,6 +192,17 @@ class Precision:
         """Returns the dtype for gathering a weight that is used in ``dtype``, if it is narrower; else ``None``."""
         narrow = self.gather not in (None, INT8) and jnp.dtype(self.gather).itemsize < jnp.dtype(dtype).itemsize
         return jnp.dtype(self.gather) if narrow else None
+
+    @property
+    def rounds_weights(self) -> bool:
+        """Whether weights are gathered in fewer bits than they may be used in."""
+        return self.gather == INT8 or (
+            self.gather is not None and jnp.dtype(self.gather).itemsize < jnp.dtype(self.compute or "float32").itemsize
+        )
+
+    def for_weight(self, exact: bool) -> Precision:
+        """Returns the precision of one weight: without ``gather`` if it is gathered exactly."""
+        return replace(self, gather=None) if exact and self.gather is not None else self
 
     def summing(self, dtype: Any) -> Any:
         """Returns the dtype in which the compiler sums a gradient computed in ``dtype``, if it is wider; else ``None``.

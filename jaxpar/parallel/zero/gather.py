@@ -12,7 +12,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxpar.errors import LayoutError
 from jaxpar.parallel.collectives import hierarchical
-from jaxpar.parallel.collectives.gather_reduce import current_precision, summing
+from jaxpar.parallel.collectives.gather_reduce import current_precision, is_exact, summing
 from jaxpar.parallel.offload.host_weights import to_device
 from jaxpar.parallel.precision.fp8_matmul import PRODUCT, input_grad, times, weight_grad
 from jaxpar.parallel.precision.int8 import Int8
@@ -33,9 +33,27 @@ from jaxpar.sharding.rules import Axes
 
 type _Dims = tuple[str | None, ...]
 type _Shapes = tuple[tuple[int, ...], ...]
+EXACT = "product_of_an_exact_weight"
+"""The checkpoint name of products whose weight was gathered exactly."""
 
 
-def gather_weight(w: jax.Array, *dims: str | None, dtype: Any = None) -> jax.Array:
+class _Joined(NamedTuple):
+    """Weights that are gathered as one.
+
+    Attributes:
+      dims: the logical dims; of joined weights those of rows, columns' shards, and ``None``.
+      num_shards: the number of column shards of the matrix that they form; 0 for one weight as it is stored.
+      shapes: the shapes of the weights.
+      exact: they are gathered in the compute dtype, whatever the precision's ``gather`` is.
+    """
+
+    dims: _Dims
+    num_shards: int
+    shapes: _Shapes
+    exact: bool
+
+
+def gather_weight(w: jax.Array, *dims: str | None, dtype: Any = None, exact: bool = False) -> jax.Array:
     """Returns ``w`` in ``dtype``, sharded by the activation rules; its gradient is sharded by the role ``gradients``.
 
     Mesh axes that shard ``w`` only in the role ``params`` are gathered. The gradient is reduced in ``dtype`` too.
@@ -44,6 +62,9 @@ def gather_weight(w: jax.Array, *dims: str | None, dtype: Any = None) -> jax.Arr
       w: a weight as the state stores it; a weight in host memory is brought to the device first.
       *dims: its logical dims.
       dtype: the dtype of the compute, by default that of ``w``.
+      exact: whether the weight is gathered in ``dtype`` even if the step's precision gathers in fewer bits. A weight
+        with the dim ``experts`` last, whose products choose experts, and one with a dim in ``precision.exact`` always
+        are.
 
     Raises:
       NoLayoutError: no layout is ambient.
@@ -59,7 +80,8 @@ def gather_weight(w: jax.Array, *dims: str | None, dtype: Any = None) -> jax.Arr
     """
     w = to_device(w)
     w = w if dtype is None else w.astype(dtype)
-    return checkpoint_name(_gather(dims, 0, (w.shape,), w), GATHERED)
+    exact = exact or is_exact(dims, current_precision())
+    return checkpoint_name(_gather(_Joined(dims, 0, (w.shape,), exact), w), GATHERED)
 
 
 def sharded_dot(
@@ -68,6 +90,7 @@ def sharded_dot(
     dtype: Any = None,
     summed: int = 1,
     reshard_after_forward: Regather = True,
+    exact: bool = False,
 ) -> tuple[jax.Array, ...]:
     """Returns the products of ``x`` and each weight; sharded weights are gathered as by :func:`gather_weight`.
 
@@ -91,6 +114,7 @@ def sharded_dot(
       reshard_after_forward: if it is a number g, groups of g neighbouring devices keep a shard of each weight for the
         backward pass, which then gathers within the groups. For a bool, :class:`jaxpar.RematPolicy` decides what is
         kept.
+      exact: whether the weights are gathered in ``dtype``, as for :func:`gather_weight`.
 
     Returns:
       For each weight an array ``[..., *weight.shape[summed:]]``.
@@ -126,7 +150,7 @@ def sharded_dot(
         # With one token per row, as in decoding, joining the weights would read and write them once more than the
         # product.
         alone = functools.partial(
-            sharded_dot, x, dtype=dtype, summed=summed, reshard_after_forward=reshard_after_forward
+            sharded_dot, x, dtype=dtype, summed=summed, reshard_after_forward=reshard_after_forward, exact=exact
         )
         return tuple(alone(one)[0] for one in weights)
     first, dims = weights[0]
@@ -142,31 +166,34 @@ def sharded_dot(
     # A single matrix is gathered as it is stored.
     as_stored = summed > 1 or (len(ws) == 1 and ws[0].ndim == 2)
     groups = [(0, [i]) for i in range(len(ws))] if as_stored else _alike([dims for _, dims in weights], ws)
-    results: dict[int, jax.Array] = {}
+    precision, results = current_precision(), dict[int, jax.Array]()
     for num_shards, group in groups:
-        dims = weights[group[0]][1]
-        products = _times(x, num_shards, dims, [ws[i] for i in group], summed, reshard_after_forward)
+        alike, dims = [ws[i] for i in group], weights[group[0]][1]
+        joined = _Joined(dims, num_shards, tuple(w.shape for w in alike), exact or is_exact(dims, precision))
+        products = _times(x, joined, alike, summed, reshard_after_forward)
         results |= zip(group, products, strict=True)
     return tuple(results[i] for i in range(len(ws)))
 
 
 def _times(
-    x: jax.Array, num_shards: int, dims: _Dims, ws: Sequence[jax.Array], summed: int, reshard_after_forward: Regather
+    x: jax.Array, joined: _Joined, ws: Sequence[jax.Array], summed: int, reshard_after_forward: Regather
 ) -> list[jax.Array]:
-    """Returns the products with weights that form a matrix with ``num_shards`` column shards; 0 takes one as stored."""
-    shapes = tuple(w.shape for w in ws)
-    dims = (*dims[:2], None) if num_shards else dims
+    """Returns the products with weights that form a matrix."""
+    _, num_shards, shapes, exact = joined
+    dims = (*joined.dims[:2], None) if num_shards else joined.dims
+    joined = joined._replace(dims=dims)
     shape = (shapes[0][0], num_shards, sum(math.prod(s[1:]) for s in shapes) // num_shards) if num_shards else shapes[0]
     as_one = jax.ShapeDtypeStruct(shape, ws[0].dtype)
-    plan = route(x, as_one, dims, summed=summed, reshard_after_forward=reshard_after_forward)
+    plan = route(x, as_one, dims, summed=summed, reshard_after_forward=reshard_after_forward, exact=exact)
     precision, wide = current_precision(), summing(ws[0].dtype)
     if plan is not None:
         y = product(x, _join_columns(ws, num_shards), plan)
     elif wide is not None:
-        y = _summed_wide(((dims, num_shards, shapes), summed, wide, precision), x, *ws)
+        y = _summed_wide((joined, summed, wide, precision), x, *ws)
     else:
-        y = times(x, checkpoint_name(_gather(dims, num_shards, shapes, *ws), GATHERED), summed, precision)
+        y = times(x, checkpoint_name(_gather(joined, *ws), GATHERED), summed, precision)
     y = y if precision.gather is None and precision.reduce is None else checkpoint_name(y, PRODUCT)
+    y = checkpoint_name(y, EXACT) if exact and precision.gather is not None else y
     if num_shards and ws[0].ndim > 2:
         # The barrier keeps the memory layout that heads prefer out of the matmuls, forward and backward.
         y = jax.lax.optimization_barrier(y)
@@ -206,7 +233,7 @@ def _gather_integers(values: jax.Array, dims: _Dims) -> jax.Array:
     stored, used = (
         layout.resolve(dims, values.shape, role=role, dtype=values.dtype).axes for role in ("params", "activations")
     )
-    values = _gather_one(values, *dims)
+    values = _gather_one(values, dims)
     # If values are gathered, the barrier keeps the gather in int8; else the compiler would cast to x.dtype first.
     return values if stored == used else jax.lax.optimization_barrier(values)
 
@@ -230,10 +257,10 @@ _OF_GATHER = {
 }
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _gather(dims: _Dims, num_shards: int, shapes: _Shapes, *ws: jax.Array) -> jax.Array:
-    """Gathers one weight as it is stored; or, with ``num_shards``, several joined to an array with these ``dims``."""
-    return _gather_one(_join_columns(ws, num_shards), *dims)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gather(joined: _Joined, *ws: jax.Array) -> jax.Array:
+    """Gathers one weight as it is stored, or several joined to an array."""
+    return _gather_one(_join_columns(ws, joined.num_shards), joined.dims, exact=joined.exact)
 
 
 def _join_columns(ws: Sequence[jax.Array], num_shards: int) -> jax.Array:
@@ -246,15 +273,15 @@ def _join_columns(ws: Sequence[jax.Array], num_shards: int) -> jax.Array:
     return jax.lax.optimization_barrier(w_EWF)
 
 
-def _gather_one(w: jax.Array, *dims: str | None) -> jax.Array:
+def _gather_one(w: jax.Array, dims: _Dims, *, exact: bool = False) -> jax.Array:
     """Gathers a weight: in rounds where the compiler would do worse, and in ``precision.gather`` if narrower."""
-    layout, narrow = current_layout(), current_precision().gathering(w.dtype)
+    layout, narrow = current_layout(), current_precision().for_weight(exact).gathering(w.dtype)
     stored, used = (layout.resolve(dims, w.shape, role=role, dtype=w.dtype) for role in ("params", "activations"))
     pairs = zip(stored.axes, used.axes, strict=True)
     gathered_axes = [have[len(want) :] if have[: len(want)] == want else None for have, want in pairs]
     gathers = [(dim, axes) for dim, axes in enumerate(gathered_axes) if axes]
     if narrow is not None and gathers and not jax.sharding.get_abstract_mesh().manual_axes:
-        return _gather_one(jax.lax.optimization_barrier(w.astype(narrow)), *dims).astype(w.dtype)
+        return _gather_one(jax.lax.optimization_barrier(w.astype(narrow)), dims).astype(w.dtype)
     one_dim = len(gathers) == 1 and None not in gathered_axes
     parts = hierarchical.gather_rounds(layout.mesh, gathers[0][1]) if one_dim else ()
     if len(parts) < 2 or jax.sharding.get_abstract_mesh().manual_axes:
@@ -269,8 +296,8 @@ def _gather_one(w: jax.Array, *dims: str | None) -> jax.Array:
     return hint(gathered, *dims)
 
 
-def _backward(dims: _Dims, num_shards: int, shapes: _Shapes, _: None, grad: jax.Array) -> tuple[jax.Array, ...]:
-    return _split_joined(num_shards, shapes, hint(grad, *dims, role="gradients"))
+def _backward(joined: _Joined, _: None, grad: jax.Array) -> tuple[jax.Array, ...]:
+    return _split_joined(joined.num_shards, joined.shapes, hint(grad, *joined.dims, role="gradients"))
 
 
 def _split_joined(num_shards: int, shapes: _Shapes, grad: jax.Array) -> tuple[jax.Array, ...]:
@@ -282,10 +309,10 @@ def _split_joined(num_shards: int, shapes: _Shapes, grad: jax.Array) -> tuple[ja
     return tuple(part.reshape(shape) for part, shape in zip(parts, shapes, strict=True))
 
 
-_gather.defvjp(lambda dims, num_shards, shapes, *ws: (_gather(dims, num_shards, shapes, *ws), None), _backward)
+_gather.defvjp(lambda joined, *ws: (_gather(joined, *ws), None), _backward)
 
-type _WideSum = tuple[tuple[_Dims, int, _Shapes], int, Any, Precision]
-"""The arguments of a gather, the number of summed dims, the dtype of the sums, and the precision."""
+type _WideSum = tuple[_Joined, int, Any, Precision]
+"""The weights, the number of summed dims, the dtype of the sums, and the precision."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -295,18 +322,18 @@ def _summed_wide(how: _WideSum, x: jax.Array, *ws: jax.Array) -> jax.Array:
 
 
 def _forward_wide(how: _WideSum, x: jax.Array, *ws: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    group, summed, _, precision = how
-    w = checkpoint_name(_gather(*group, *ws), GATHERED)
+    joined, summed, _, precision = how
+    w = checkpoint_name(_gather(joined, *ws), GATHERED)
     return times(x, w, summed, precision), (x, w)
 
 
 def _backward_wide(how: _WideSum, saved: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.Array, ...]:
-    (x, w), ((dims, num_shards, shapes), summed, wide, precision) = saved, how
+    (x, w), (joined, summed, wide, precision) = saved, how
     dx = input_grad(dy, w, summed, precision).astype(x.dtype)
     grad = weight_grad(x, dy, summed, precision, wide)
     # Without the barrier the compiler rounds before it sums.
-    grad = jax.lax.optimization_barrier(hint(grad, *dims, role="gradients"))
-    return dx, *_split_joined(num_shards, shapes, grad.astype(w.dtype))
+    grad = jax.lax.optimization_barrier(hint(grad, *joined.dims, role="gradients"))
+    return dx, *_split_joined(joined.num_shards, joined.shapes, grad.astype(w.dtype))
 
 
 _summed_wide.defvjp(_forward_wide, _backward_wide)
@@ -322,10 +349,11 @@ def _alike(dims: Sequence[_Dims], ws: Sequence[jax.Array]) -> Iterator[tuple[int
     groups: dict[Any, list[int]] = {}
     for i, (names, w) in enumerate(zip(dims, ws, strict=True)):
         resolved = [_columns(names, w, role) for role in ("activations", "gradients")]
-        groups.setdefault(i if None in resolved else (w.dtype, *resolved), []).append(i)
+        key = (is_exact(names, current_precision()), w.dtype, *resolved)
+        groups.setdefault(i if None in resolved else key, []).append(i)
     sizes = current_layout().sizes
     for key, group in groups.items():
-        yield 0 if isinstance(key, int) else num_shards_over(key[1][1], sizes), group
+        yield 0 if isinstance(key, int) else num_shards_over(key[2][1], sizes), group
 
 
 def _columns(dims: _Dims, w: jax.Array, role: str) -> tuple[Axes, Axes] | None:

@@ -60,6 +60,7 @@ def route(
     *,
     summed: int,
     reshard_after_forward: Regather,
+    exact: bool = False,
 ) -> Route | None:
     """Returns the route of a weight with these logical dims, or ``None`` if the compiler's own collectives do as well.
 
@@ -69,13 +70,14 @@ def route(
       dims: the weight's logical dims.
       summed: the number of leading dims of the weight that the product sums over.
       reshard_after_forward: see :data:`Regather`.
+      exact: whether the weight is gathered in the compute dtype, whatever the precision's ``gather`` is.
 
     Raises:
       ConfigError: ``reshard_after_forward`` is a number that does not divide the number of devices that share the
         weight.
       LayoutError: the rules cannot place the weight, or do not know ``batch``.
     """
-    layout, precision = current_layout(), gather_reduce.current_precision()
+    layout, precision = current_layout(), gather_reduce.current_precision().for_weight(exact)
     if INT8 not in (precision.gather, precision.reduce) and isinstance(reshard_after_forward, bool):
         return None
     if jax.sharding.get_abstract_mesh().manual_axes:

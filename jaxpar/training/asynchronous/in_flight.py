@@ -116,7 +116,8 @@ class InFlightCall:
 
     @functools.cached_property
     def transfer(self) -> StageTransfer:
-        return StageTransfer.of(self.layout, self.split, self.config.precision, self.options)
+        batch = getattr(self.state, "flight", {}).get("batch")  # before the first call only shapes are computed
+        return StageTransfer.of(self.layout, self.split, self.config.precision, self.options, batch)
 
     @property
     def sizes(self) -> str:

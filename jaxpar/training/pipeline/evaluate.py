@@ -48,7 +48,7 @@ def evaluate_pipeline(
     if not in_ticks:
         others = jax.tree.map(precision.computing, split.others(state.params))
         x = stage_functions.embed_batch(layout, split, others, batch)
-    transfer = StageTransfer.of(layout, split, precision, options)
+    transfer = StageTransfer.of(layout, split, precision, options, batch)
     embedding = stage_functions.embedding_of(split) if in_ticks else None
     fields = {"head": _head(split), "join": join, "embedding": embedding}
     context, fed = stage_functions.context_of(transfer, schedule, batch, x, **fields)

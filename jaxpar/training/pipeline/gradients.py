@@ -66,7 +66,7 @@ def pipeline_gradients(
     x, pull = (jax.eval_shape(embed, others), None) if in_ticks else jax.vjp(embed, others)
     check_chunks(x, schedule)
 
-    transfer = StageTransfer.of(layout, split, precision, options)
+    transfer = StageTransfer.of(layout, split, precision, options, batch)
     context, fed = stage_functions.context_of(
         transfer,
         schedule,

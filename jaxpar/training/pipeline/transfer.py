@@ -25,6 +25,8 @@ from jaxpar.parallel.precision.policy import Precision
 from jaxpar.sharding.layout import Layout, hint, manual_axes
 from jaxpar.sharding.resolve import Resolved
 from jaxpar.sharding.rules import Axes
+from jaxpar.training.exact_weights import exact_weights
+from jaxpar.training.loss import key_of
 from jaxpar.training.microbatches import pieces_of, resolved_tree
 from jaxpar.training.model import Path, show, to_path
 from jaxpar.training.model.lora import LoraKind
@@ -59,7 +61,7 @@ class StageTransfer:
 
     @classmethod
     def of(
-        cls, layout: Layout, split: ModelSplit, precision: Precision, options: Pipeline | Asynchronous
+        cls, layout: Layout, split: ModelSplit, precision: Precision, options: Pipeline | Asynchronous, batch: Any
     ) -> StageTransfer:
         """Returns the transfers for a state.
 
@@ -68,13 +70,17 @@ class StageTransfer:
           split: the state's parameters.
           precision: dtypes of the gathers and reductions.
           options: the pipeline's options.
+          batch: a batch that :meth:`ModelSplit.prepare` returned, or its shapes; ``None`` if no weight is gathered.
 
         Raises:
           ConfigError, LayoutError: the layers cannot be split over the pieces, or the rules shard parameters so that
             stages cannot get theirs.
         """
         axes = (*batch_axes(layout), *seq_axes(layout))
-        params, grads = (_leaf_shardings(layout, split.state, role, axes) for role in ("params", "gradients"))
+        loss = lambda params: split.loss(params, batch)
+        exact = frozenset(() if batch is None else exact_weights(loss, split.state, precision).reasons)
+        shardings = (_leaf_shardings(layout, split.state, role, axes, exact) for role in ("params", "gradients"))
+        params, grads = shardings
         scattered = options.grad_reduction != "per_step"
         for sharding in jax.tree.leaves(split.stack(grads)):
             first = sharding.parts(axes).dims[0]
@@ -218,10 +224,11 @@ class StageTransfer:
     def _gather_layers(self, w: jax.Array, sharding: LeafSharding) -> jax.Array:
         """Returns a stage's layers, gathered."""
         first, *others = sharding.parts(self.axes).dims
-        w = gather(w, Parts((first,)), self.precision) if first else w
+        precision = self.precision.for_weight(sharding.exact)
+        w = gather(w, Parts((first,)), precision) if first else w
         # Cast before the transfer to another stage, which then moves fewer bytes.
-        w = self.layers.cut(self.precision.crossing(w))
-        return gather(w, Parts(((), (), *others), sharding.kept), self.precision)[None]
+        w = self.layers.cut(precision.crossing(w))
+        return gather(w, Parts(((), (), *others), sharding.kept), precision)[None]
 
     def _reduce_layers(self, g: jax.Array, sharding: LeafSharding) -> jax.Array:
         """Reduce-scatters a stage's gradients ``[1, 1, chunks, layers, ...]`` into its part of the stack."""
@@ -270,6 +277,11 @@ class ModelSplit:
         """Returns the batch as ``PipelineLoss.prepare`` makes it."""
         return self.loss_fn.prepare(self.model(jax.tree.map(precision.computing, params)), batch)
 
+    def loss(self, params: Any, batch: Any) -> Any:
+        """Returns the loss without a pipeline, on a batch that :meth:`prepare` returned."""
+        keys = self.loss_fn.rows(batch, key_of(self.state))
+        return self.loss_fn.of_prepared(self.model(params), batch, keys)
+
     def stack(self, params: Any) -> Any:
         for name in self.path:
             params = params[name]
@@ -315,15 +327,17 @@ class ModelSplit:
 class LeafSharding:
     """For each dim of a parameter or its gradient, the batch, sequence and pipeline axes that shard it. A leaf.
 
-    ``kept`` are those that stay sharded in the compute; see :class:`jaxpar.parallel.collectives.gather_reduce.Parts`.
+    ``kept`` are those that stay sharded in the compute, and ``exact`` is whether the parameter is gathered in the
+    compute dtype; see :class:`jaxpar.parallel.collectives.gather_reduce.Parts`.
     """
 
     dims: tuple[Axes, ...]
     kept: Axes = ()
+    exact: bool = False
 
     def parts(self, axes: Axes) -> Parts:
         """Returns the sharding over these axes only."""
-        return Parts(tuple(tuple(axis for axis in dim if axis in axes) for dim in self.dims), self.kept)
+        return Parts(tuple(tuple(axis for axis in dim if axis in axes) for dim in self.dims), self.kept, self.exact)
 
     def kept_spec(self, *lead: Any) -> PartitionSpec:
         """Returns the spec of the dims but the first over the axes that stay sharded, after the specs ``lead``."""
@@ -336,8 +350,8 @@ class LeafSharding:
         return PartitionSpec(*lead, *(dim or None for dim in dims))
 
 
-def _leaf_shardings(layout: Layout, state: TrainState, role: str, axes: Axes) -> Any:
-    """Returns the sharding of every parameter, or of its gradient.
+def _leaf_shardings(layout: Layout, state: TrainState, role: str, axes: Axes, exact: frozenset[Path]) -> Any:
+    """Returns the sharding of every parameter, or of its gradient; those of the paths ``exact`` are gathered exactly.
 
     Raises:
       LayoutError: a dim is sharded over ``pipeline`` after another axis.
@@ -351,7 +365,7 @@ def _leaf_shardings(layout: Layout, state: TrainState, role: str, axes: Axes) ->
                     f"{show(('params', *to_path(keys)))}: dim {dim} is sharded over {listing(names)}, but a pipeline's "
                     f"stages must come first. Remedy: use a rule with {AXIS!r} before {names[0]!r}."
                 )
-        return LeafSharding(parts.dims, parts.kept)
+        return LeafSharding(parts.dims, parts.kept, to_path(keys) in exact)
 
     return jax.tree_util.tree_map_with_path(one, resolved_tree(layout, state, state.params, role))
 

@@ -1,0 +1,203 @@
+"""Which weights are gathered exactly, in the dtype of the compute, where others are gathered in int8 or fewer bits.
+
+A rounded router chooses other experts. So the loss is traced, and the weights whose products are logits of a
+:class:`jaxpar.moe.Router` are found, whatever the model and its names are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
+
+from jaxpar.errors import ConfigError, did_you_mean, listing
+from jaxpar.parallel.collectives.gather_reduce import scores_experts
+from jaxpar.parallel.experts.routing import LOGITS
+from jaxpar.parallel.precision.fp8_matmul import PRODUCT
+from jaxpar.parallel.precision.policy import Precision
+from jaxpar.parallel.zero.gather import EXACT
+from jaxpar.training.model import Path, leaves_with_paths
+from jaxpar.training.state import TrainState
+from jaxpar.utils.jaxprs import inner_jaxprs, opened
+
+
+class ExactWeights(NamedTuple):
+    """Weights that are gathered in the dtype of the compute, though others are gathered in fewer bits.
+
+    Attributes:
+      reasons: why, by the weights' paths in the parameters.
+      rounded_routers: the paths of weights that choose experts and are gathered in fewer bits all the same.
+    """
+
+    reasons: Mapping[Path, str]
+    rounded_routers: tuple[Path, ...]
+
+
+STORED, MULTIPLIED, ROUNDED = "stored", "multiplied", "rounded"
+"""What an array is of a weight: computed from weights alone; a product with it; or one that ``sharded_dot`` may round."""
+Labels = frozenset[tuple[int, str]]
+"""The weights, by index, that an array is made of; or :data:`_DATA`."""
+_DATA = (-1, "data")
+"""The label of arrays that depend on more than weights."""
+_NONE: Labels = frozenset()
+
+_SAME_NUMBERS = frozenset((
+    "convert_element_type", "reshape", "transpose", "broadcast_in_dim", "squeeze", "expand_dims", "slice",
+    "concatenate", "pad", "rev", "copy", "copy_p", "sharding_constraint", "reduce_precision", "device_put",
+    "all_gather", "all_gather_invariant", "split", "psum", "psum_invariant", "reduce_scatter", "psum_scatter",
+))  # fmt: skip
+_PRODUCTS = frozenset(("dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated"))
+_ELEMENTWISE = frozenset((
+    "add", "sub", "mul", "div", "max", "min", "neg", "tanh", "logistic", "exp", "log", "select_n", "pow",
+    "integer_pow", "sqrt", "rsqrt", "clamp",
+))  # fmt: skip
+
+
+def exact_weights(
+    run: Callable[..., Any], state: TrainState, precision: Precision, *others: Any, all_rounded: bool = True
+) -> ExactWeights:
+    """Returns the weights that are gathered exactly; none if the precision does not gather in fewer bits.
+
+    Args:
+      run: the loss as a function of the parameters and of ``others``; see :func:`jaxpar.training.loss.loss_of`.
+      state: the parameters, as arrays or shapes, and the names of their dims.
+      precision: the precision of the step.
+      *others: more arguments of ``run``, as arrays or shapes.
+      all_rounded: whether all other weights are gathered in fewer bits; else only those of ``sharded_dot`` are.
+
+    Raises:
+      ConfigError: ``precision.exact`` names a dim that no parameter has.
+    """
+    if not precision.rounds_weights:
+        return ExactWeights({}, ())
+    dims = {path[1:]: names for path, names in state.metadata.dims if path[0] == "params"}
+    check_dims(precision, dims)
+    routers = router_weights(run, state.params, *others)
+    reasons: dict[Path, str] = {}
+    for path, _ in leaves_with_paths(state.params):
+        names = dims.get(path, ())
+        named = [name for name in names if name in precision.exact]
+        if named:
+            reasons[path] = f"precision.exact names its dim {named[0]!r}"
+        elif scores_experts(names) or (path in routers and (all_rounded or not routers[path])):
+            reasons[path] = "it chooses experts"
+    return ExactWeights(reasons, tuple(path for path in routers if path not in reasons))
+
+
+def check_dims(precision: Precision, dims: Mapping[Path, Sequence[str | None]]) -> None:
+    """Raises if ``precision.exact`` names a dim that no parameter has.
+
+    Raises:
+      ConfigError: it does.
+    """
+    known = sorted({name for names in dims.values() for name in names if name is not None})
+    for name in precision.exact:
+        if name not in known:
+            raise ConfigError(
+                f"precision: exact names the dim {name!r}, which no parameter has.{did_you_mean(name, known)} Remedy: "
+                f"name some of {listing(known)}."
+            )
+
+
+def router_weights(run: Callable[..., Any], params: Any, *others: Any) -> dict[Path, bool]:
+    """Returns the weights that the logits and biases of routers come from, and whether ``sharded_dot`` rounds them.
+
+    Args:
+      run: a function of the parameters and of ``others``.
+      params: the parameters, as arrays or shapes.
+      *others: its other arguments, as arrays or shapes.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxpar.parallel.experts.routing import Router
+    >>> run = lambda p, x: Router(experts=4, k=2)(jnp.tanh(x @ p["up"]) @ p["gate"].T + p["bias"]).weights
+    >>> router_weights(run, {"up": jnp.ones((8, 8)), "gate": jnp.ones((4, 8)), "bias": jnp.ones(4)}, jnp.ones((3, 8)))
+    {('bias',): False, ('gate',): False}
+    """
+    traced = jax.make_jaxpr(run)(params, *others).jaxpr
+    paths = [path for path, _ in leaves_with_paths(params)]
+    labels = [frozenset(((i, STORED),)) for i in range(len(paths))]
+    search = _Search()
+    search.follow(traced, [*labels, *[frozenset((_DATA,))] * (len(traced.invars) - len(labels))])
+    return {paths[i]: (i, ROUNDED) in search.found for i in sorted({i for i, _ in search.found})}
+
+
+class _Search:
+    """Follows the weights through a program to the routers, and collects those that arrive."""
+
+    def __init__(self) -> None:
+        self.found: set[tuple[int, str]] = set()
+
+    def follow(self, jaxpr: Jaxpr, given: Sequence[Labels]) -> list[Labels]:
+        """Returns the labels of the results, if ``given`` are those of the arguments."""
+        known: dict[Any, Labels] = dict(zip(jaxpr.invars, given, strict=True))
+        known |= dict.fromkeys(jaxpr.constvars, frozenset((_DATA,)))
+        get = lambda atom: _NONE if isinstance(atom, Literal) else known.get(atom, _NONE)
+        for eqn in jaxpr.eqns:
+            operands = [get(atom) for atom in eqn.invars]
+            if any(operands):
+                known |= zip(eqn.outvars, self._results(eqn, operands), strict=True)
+        return [get(atom) for atom in jaxpr.outvars]
+
+    def _results(self, eqn: JaxprEqn, operands: list[Labels]) -> list[Labels]:
+        name, count, both = eqn.primitive.name, len(eqn.outvars), _NONE.union(*operands)
+        if name == "name":
+            return [self._named(eqn.params["name"], both)]
+        if name == "optimization_barrier":
+            return operands
+        if name == "dynamic_slice":
+            return [operands[0]]
+        if name in _SAME_NUMBERS:
+            return [both] * count
+        if inner_jaxprs(eqn):
+            return self._inside(eqn, operands)
+        if _DATA not in both:
+            return [both] * count
+        kept = both if name in _ELEMENTWISE else _NONE
+        if name in _PRODUCTS:  # a product that is multiplied again is an activation
+            kept = _NONE.union(*(labels for labels in operands if _DATA not in labels))
+        return [frozenset((i, MULTIPLIED if what == STORED else what) for i, what in (*kept, _DATA))] * count
+
+    def _named(self, name: str, labels: Labels) -> Labels:
+        if name == LOGITS:
+            self.found |= labels - {_DATA}
+        if name in (PRODUCT, EXACT):
+            after = ROUNDED if name == PRODUCT else MULTIPLIED
+            return frozenset((i, after if what in (MULTIPLIED, ROUNDED) else what) for i, what in labels)
+        return labels
+
+    def _inside(self, eqn: JaxprEqn, operands: list[Labels]) -> list[Labels]:
+        """Returns the labels of the results of a call, a loop or a branch."""
+        name, params, count = eqn.primitive.name, eqn.params, len(eqn.outvars)
+        if name == "cond":
+            branches = [self.follow(opened(branch), operands[1:]) for branch in params["branches"]]
+            return [_NONE.union(*found) for found in zip(*branches, strict=True)]
+        if name == "while":
+            consts, skipped = params["body_nconsts"], params["cond_nconsts"]
+            return self._loop(opened(params["body_jaxpr"]), operands[skipped:], consts, count)
+        if name == "scan":
+            one = opened(params["jaxpr"])  # its operands and results lack the first dim of those that it loops over
+            carries = sum(map(_same_rank, one.outvars, eqn.outvars))
+            consts = sum(map(_same_rank, one.invars, eqn.invars)) - carries
+            return self._loop(one, operands, consts, carries)
+        bodies = [opened(body) for body in inner_jaxprs(eqn)]
+        body = next((body for body in bodies if len(body.invars) == len(operands)), None)
+        if body is None or len(body.outvars) != count:
+            return [frozenset((_DATA,))] * count
+        return self.follow(body, operands)
+
+    def _loop(self, body: Jaxpr, operands: list[Labels], consts: int, carries: int) -> list[Labels]:
+        """Returns the labels of a loop's results: those of the carry, which grow until they stay, and all others."""
+        operands = list(operands)
+        while True:
+            results = self.follow(body, operands)
+            carried = operands[consts : consts + carries]
+            grown = [old | new for old, new in zip(carried, results[:carries], strict=True)]
+            if grown == carried:
+                return [*grown, *results[carries:]]
+            operands[consts : consts + carries] = grown
+
+
+def _same_rank(a: Any, b: Any) -> bool:
+    return a.aval.ndim == b.aval.ndim
