@@ -36,7 +36,7 @@ class ExactWeights(NamedTuple):
 
 
 STORED, MULTIPLIED, ROUNDED = "stored", "multiplied", "rounded"
-"""What an array is of a weight: computed from weights alone; a product with it; or one that ``sharded_dot`` may round."""
+"""What an array is of a weight: computed from weights alone; a product with it; or one that ``sharded_dot`` rounds."""
 Labels = frozenset[tuple[int, str]]
 """The weights, by index, that an array is made of; or :data:`_DATA`."""
 _DATA = (-1, "data")
