@@ -17,6 +17,7 @@ from typing import Any, Self
 import jax
 import numpy as np
 
+from jaxpar.data.lazy_rows import LazyRows, reads_in_parts
 from jaxpar.data.loader import Batches, position_of
 from jaxpar.data.windows import as_integer, check_share
 from jaxpar.errors import DataError, listing
@@ -103,22 +104,28 @@ class ExamplePlan:
         return self.windows // self.batch
 
     def read(self, numbers: np.ndarray) -> Any:
-        """Returns this process's rows of the global batch of the examples ``numbers`` [batch], stacked."""
+        """Returns this process's rows of the global batch of the examples ``numbers`` [batch], stacked.
+
+        Of arrays outside of memory nothing is read yet (:class:`jaxpar.data.lazy_rows.LazyRows`).
+        """
         rows = self.batch // self.process_count
         mine = [int(i) for i in numbers[self.process_index * rows : (self.process_index + 1) * rows]]
         first, tree = self._first
-        columns: list[list[np.ndarray]] = [[] for _ in first]
+        columns: list[list[Any]] = [[] for _ in first]
         for number in mine:
             example, structure = self._example(number)
             _check_same(f"{self.name}: example {number}", "example 0", (example, structure), (first, tree))
             for column, x in zip(columns, example, strict=True):
                 column.append(x[1])
-        return jax.tree.unflatten(tree, [np.stack(column) for column in columns])
+        stacked = [LazyRows(column) if reads_in_parts(column[0]) else np.stack(column) for column in columns]
+        return jax.tree.unflatten(tree, stacked)
 
     def shapes(self) -> Any:
         """Returns the shapes of a global batch, without reading one."""
         arrays, tree = self._first
-        shapes = [jax.ShapeDtypeStruct((self.batch, *x.shape), x.dtype) for _, x in arrays]
+        shapes = [
+            jax.ShapeDtypeStruct((self.batch, *x.shape), jax.dtypes.canonicalize_dtype(x.dtype)) for _, x in arrays
+        ]
         return jax.tree.unflatten(tree, shapes)
 
     def heldout(self, max_batches: int) -> list[Any]:
@@ -137,10 +144,10 @@ class ExamplePlan:
         return {"examples": self.windows, "arrays": arrays, "batch": self.batch}
 
     @cached_property
-    def _first(self) -> tuple[list[tuple[str, np.ndarray]], Any]:
+    def _first(self) -> tuple[list[tuple[str, Any]], Any]:
         return self._example(0)
 
-    def _example(self, number: int) -> tuple[list[tuple[str, np.ndarray]], Any]:
+    def _example(self, number: int) -> tuple[list[tuple[str, Any]], Any]:
         try:
             example = self.examples[number]
         except Exception as error:
@@ -242,8 +249,10 @@ class BatchIterator(Iterator[Any]):
             close()
 
 
-def arrays_of(where: str, example: Any) -> tuple[list[tuple[str, np.ndarray]], Any]:
+def arrays_of(where: str, example: Any) -> tuple[list[tuple[str, Any]], Any]:
     """Returns the arrays of a pytree of numbers, by path, in JAX's dtypes (without x64 32 bits), and its structure.
+
+    Arrays outside of memory, such as a ``numpy.memmap``, stay as they are.
 
     Args:
       where: the pytree's name in errors.
@@ -254,13 +263,14 @@ def arrays_of(where: str, example: Any) -> tuple[list[tuple[str, np.ndarray]], A
     """
     found = []
     for path, leaf in _leaves(example):
-        x = np.asarray(leaf)
+        x: Any = leaf if reads_in_parts(leaf) else np.asarray(leaf)
         if x.dtype.kind not in _KINDS and x.dtype.name not in ("bfloat16", "float16"):
             raise DataError(
                 f"{where}: {path} must be an array of numbers, got {type(leaf).__name__} of dtype {x.dtype}. Remedy: "
                 "encode it as numbers, or leave it out."
             )
-        found.append((path, x.astype(jax.dtypes.canonicalize_dtype(x.dtype), copy=False)))
+        lazy = reads_in_parts(x)
+        found.append((path, x if lazy else x.astype(jax.dtypes.canonicalize_dtype(x.dtype), copy=False)))
     if not found:
         raise DataError(
             f"{where} must be a pytree of arrays, got {shown(example)}. Remedy: such as {{'image': image, 'label': 3}}."

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxpar.data.lazy_rows import LazyRows
 from jaxpar.errors import LayoutError
 from jaxpar.sharding.arrays import shard_array
 from jaxpar.sharding.layout import Layout
@@ -99,8 +100,8 @@ def shard_batch(layout: Layout, batch: Any, dims: BatchDims, share: RowShare | N
       layout: where to place it.
       batch: a pytree of the arrays that this process loaded; see :func:`jaxpar.shard_array`.
       dims: the logical dims of each array, by path.
-      share: with several processes, the share of the rows that the arrays hold. Their other dims are whole, also where
-        processes shard them.
+      share: the share of the rows that the arrays hold. Their other dims are whole, also where processes shard them.
+        Of arrays outside of memory only the slices of this process's devices are read.
 
     Raises:
       LayoutError: the rules cannot place an array.
@@ -111,16 +112,19 @@ def shard_batch(layout: Layout, batch: Any, dims: BatchDims, share: RowShare | N
     >>> batch["views"][0].sharding.spec
     P('data', None)
     """
-    place = shard_array if share is None or jax.process_count() == 1 else _place_share(share)
+    place = shard_array if share is None else _place_share(share)
     placed = [place(layout, x, *dims[show(path)], path=show(("batch", *path))) for path, x in leaves_with_paths(batch)]
     return jax.tree.unflatten(jax.tree.structure(batch), placed)
 
 
 def _place_share(share: RowShare) -> Any:
     def place(layout: Layout, x: Any, *dims: str | None, path: str) -> jax.Array:
-        local = np.asarray(x)
+        local = x if isinstance(x, LazyRows) else np.asarray(x)
         shape = (local.shape[0] * share.count, *local.shape[1:])
         sharding = layout.sharding(dims, shape, dtype=local.dtype, path=path)
+        if share.count == 1:
+            whole: Any = local
+            return jax.make_array_from_callback(shape, sharding, lambda index: whole[index])
         rows = shape[0] // share.total
         if sharding.shard_shape(shape)[0] != rows:
             raise LayoutError(
@@ -129,10 +133,9 @@ def _place_share(share: RowShare) -> Any:
                 "one name."
             )
 
-        def shard(index: Any) -> np.ndarray:
+        def shard(index: Any) -> Any:
             begin = share.shards.index(index[0].indices(shape[0])[0] // rows) * rows
-            found: np.ndarray = local[(slice(begin, begin + rows), *index[1:])]
-            return found
+            return local[(slice(begin, begin + rows), *index[1:])]
 
         return jax.make_array_from_callback(shape, sharding, shard)
 

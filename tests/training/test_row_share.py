@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from profiles import examples
 
 import jaxpar as jp
+from jaxpar.data.examples import ExamplePlan
 from jaxpar.errors import LayoutError
-from jaxpar.training import batch as batch_module
 from jaxpar.training.batch import RowShare, row_share, shard_batch, share_of
 
 
@@ -42,23 +42,48 @@ def test_one_process_reads_all_rows() -> None:
     assert row_share(layout, {"x": ("batch", "seq")}) == RowShare(0, 1, (0, 1), 2)
 
 
-@pytest.mark.parametrize("shards", [(0, 1, 2, 3), (2, 0, 3, 1)])
-def test_rows_go_to_the_devices_of_their_shards(shards: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The share's rows are those of its shards in order, and other dims are cut from whole arrays."""
-    monkeypatch.setattr(batch_module.jax, "process_count", lambda: 2)
+def test_all_dims_are_cut_from_whole_rows() -> None:
     layout = jp.Layout(jp.MeshSpec(data=4, context=2).build(), jp.Rules(batch="data", seq="context"))
     x = np.arange(8 * 6).reshape(8, 6)
-    placed = shard_batch(layout, {"x": x}, {"x": ("batch", "seq")}, RowShare(0, 1, shards, 4))["x"]
-    wanted = np.concatenate([x[2 * i : 2 * i + 2] for i in np.argsort(shards)])
+    placed = shard_batch(layout, {"x": x}, {"x": ("batch", "seq")}, RowShare(0, 1, (0, 1, 2, 3), 4))["x"]
     assert placed.sharding.spec == layout.spec(("batch", "seq"), (8, 6))
-    np.testing.assert_array_equal(placed, wanted)
+    np.testing.assert_array_equal(placed, x)
 
 
-def test_first_dims_with_other_rules_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_module.jax, "process_count", lambda: 2)
+class Recorded:
+    """An array outside of memory that records what is read of it."""
+
+    def __init__(self, values: np.ndarray):
+        self.values, self.read = values, list[tuple[slice, ...]]()
+        self.shape, self.dtype = values.shape, values.dtype
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        self.read.append(index)
+        return self.values[index]
+
+
+def test_only_the_slices_of_the_devices_are_read() -> None:
+    layout = jp.Layout(
+        jp.MeshSpec(data=2, context=2, ulysses=2).build(), jp.Rules(batch="data", height="context", width="ulysses")
+    )
+    images = [Recorded(np.arange(24).reshape(4, 6) + 100 * i) for i in range(4)]
+    examples = [{"image": image, "label": i} for i, image in enumerate(images)]
+    batch = ExamplePlan("images", examples, batch=4).read(np.arange(4))
+    assert all(image.read == [] for image in images) and batch["image"].shape == (4, 4, 6)
+    dims = {"image": ("batch", "height", "width"), "label": ("batch",)}
+    placed = shard_batch(layout, batch, dims, row_share(layout, dims))
+    np.testing.assert_array_equal(placed["image"], [image.values for image in images])
+    np.testing.assert_array_equal(placed["label"], range(4))
+    quarters = {(h, w) for h in ((0, 2), (2, 4)) for w in ((0, 3), (3, 6))}
+    for image in images:
+        bounds = [tuple((part.start, part.stop) for part in index) for index in image.read]
+        assert set(bounds) == quarters and len(bounds) == 4
+
+
+def test_first_dims_with_other_rules_are_an_error() -> None:
     layout = jp.Layout(jp.MeshSpec(data=4, context=2).build(), jp.Rules(batch="data", rows="context"))
     with pytest.raises(LayoutError) as caught:
-        shard_batch(layout, {"y": np.zeros((8,))}, {"y": ("rows",)}, RowShare(0, 1, (0, 1, 2, 3), 4))
+        shard_batch(layout, {"y": np.zeros((4,))}, {"y": ("rows",)}, RowShare(0, 2, (0, 1), 4))
     assert str(caught.value) == (
         "batch/y [8]: its rows are in 2 shards, but those of the batch's first array in 4. Remedy: give the first dims "
         "of all arrays of the batch one name."
