@@ -61,6 +61,12 @@ def test_prune(start: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().out == "{'down/kernel': 0.5, 'up/kernel': 0.5}\n"
 
 
+def test_quantize(start: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    found = run("\n".join(blocks("docs/guides/quantize.md")), start)
+    assert capsys.readouterr().out == "int4 352 2080\n"
+    assert found["integers"]["up"]["kernel"].values.dtype == "int4"
+
+
 def test_finetune(start: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     found = run("\n".join(blocks("docs/guides/finetune.md")), start)

@@ -17,6 +17,7 @@ from jaxpar.errors import CheckpointError
 from jaxpar.interop import peft
 from jaxpar.training.model import MakeModel
 from jaxpar.training.model.lora import LoraModel
+from jaxpar.training.model.quantized import QuantizeAware
 from jaxpar.utils.multihost import settled
 
 DIGEST = "frozen_params"
@@ -24,8 +25,8 @@ DIGEST = "frozen_params"
 
 
 def plain_model(make_model: MakeModel) -> MakeModel:
-    """Returns the ``make_model`` of the same model without adapters."""
-    return make_model.make_model if isinstance(make_model, LoraModel) else make_model
+    """Returns the ``make_model`` of the same model without adapters and rounding."""
+    return make_model.make_model if isinstance(make_model, LoraModel | QuantizeAware) else make_model
 
 
 def frozen_weights(job: Job, layout: jp.Layout, like: Any = None) -> Any:

@@ -346,7 +346,8 @@ class RunConfig:
     Attributes:
       model: ``family``, ``preset``, and any field of the family's configuration; or for a model of your own
         ``factory``, ``loss``, ``eval_loss``, ``decoder`` and ``args`` (:class:`jaxpar.app.factory.FactoryConfig`).
-        ``lora: {rank: 8, alpha: 16, targets: [attention/q]}`` trains adapters (:class:`jaxpar.app.lora.LoraSettings`).
+        ``lora: {rank: 8, alpha: 16, targets: [attention/q]}`` trains adapters (:class:`jaxpar.app.lora.LoraSettings`),
+        ``quantize: {bits: 4, group: 32}`` rounds weights (:class:`jaxpar.app.quantize_config.QuantizeSettings`).
       layout: a layout file, relative to the run's file; without one, ``mesh`` and ``rules`` are the layout.
       mesh, rules: changes to that layout, key by key.
       parallel: parallelism that the layout does not describe.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 
@@ -14,6 +14,7 @@ from jaxpar.errors import ConfigError
 
 if TYPE_CHECKING:
     from jaxpar.models.llama.config import LlamaConfig
+    from jaxpar.training.model.quantize_targets import QuantizeConfig
     from jaxpar.training.state import TrainState
 
 
@@ -28,6 +29,9 @@ class ExportCommand:
       directory: folder to create
       family: the model_type (default: that of the import, or the first family that fits)
       dtype: dtype of the files (default: that of the parameters)
+      quantize: bits of the weights of the layers, in the form of compressed-tensors (default: as model.quantize of the
+        run trained them, else floats)
+      group: how many inputs share a scale, with --quantize (default: all)
       base: checkpoint with the frozen weights of adapters (default: the run's train.init_from)
       adapter: write the adapters alone, as PEFT reads them
     """
@@ -36,6 +40,8 @@ class ExportCommand:
     directory: Annotated[Path, Positional, arg(metavar="DIR")]
     family: Annotated[str | None, arg(metavar="FAMILY", help_behavior_hint="")] = None
     dtype: Dtype = None
+    quantize: Annotated[Literal["4", "8", "no"] | None, arg(metavar="4|8|no")] = None
+    group: Annotated[int | None, arg(metavar="N")] = None
     base: Annotated[Path | None, arg(metavar="CKPT", help_behavior_hint="")] = None
     adapter: Flag = False
 
@@ -65,7 +71,9 @@ class ExportCommand:
             count = sum(leaf.size for leaf in jax.tree.leaves(state.params))
             print(f"{folder}: {count:,} parameters of adapters; wrote {self.directory}")
             return 0
+        how = self._quantization(run, config)
         params, source = weights_of(folder, run, config, self.base)
+        params = params if how is None else jp.compression.quantize(params, how)
         kept = read(source).metadata.get("huggingface")
         kept = kept if isinstance(kept, dict) else {}
         fields = {key: kept[key] for key in KEPT if key in kept and key != "model_type"}
@@ -74,12 +82,25 @@ class ExportCommand:
         print(f"{folder}: {config.params:,} parameters; wrote {self.directory}")
         return 0
 
+    def _quantization(self, run: dict[str, Any], config: LlamaConfig) -> QuantizeConfig | None:
+        """Returns which weights become integers: as the options say, or else as the run trained them."""
+        from jaxpar.app.quantize_config import QuantizeSettings, quantize_config
+        from jaxpar.app.trained_model import KEY, quantize_settings
+
+        if self.group is not None and self.quantize not in ("4", "8"):
+            raise ConfigError("export: --group is for --quantize. Remedy: --quantize 4, or leave it out.")
+        if self.quantize in ("4", "8"):
+            bits: Any = int(self.quantize)
+            return quantize_config(QuantizeSettings(bits, self.group), config, "--quantize")
+        settings = quantize_settings(run["model"]) if self.quantize is None else None
+        return None if settings is None else quantize_config(settings, config, KEY)
+
     def _check_options(self, folder: Path, *, adapted: bool) -> None:
         """Raise an error for options that do not fit the checkpoint or each other."""
         if not adapted and (self.adapter or self.base is not None):
             option = "--adapter" if self.adapter else "--base"
             raise ConfigError(f"export: {option} is for adapters, but {folder} has none. Remedy: leave it out.")
-        for option in ("family", "dtype", "base"):
+        for option in ("family", "dtype", "base", "quantize", "group"):
             if self.adapter and getattr(self, option) is not None:
                 raise ConfigError(f"export: --{option} is for merged weights. Remedy: leave it or --adapter out.")
 

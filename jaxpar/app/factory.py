@@ -14,6 +14,7 @@ import jax
 
 import jaxpar as jp
 from jaxpar.app.lora import LoraSettings
+from jaxpar.app.quantize_config import QuantizeSettings
 from jaxpar.app.user_code import load_function, place_of_error
 from jaxpar.errors import ConfigError, JaxparError, listing
 from jaxpar.inference.cached_model import DecoderFns
@@ -35,6 +36,7 @@ class FactoryConfig:
       decoder: called as ``function(**args)``, it returns a :class:`jaxpar.inference.DecoderFns`, for ``generate``.
       args: keyword arguments of ``factory`` and ``decoder``.
       lora: adapters that are trained instead of the model's weights.
+      quantize: which weights are rounded to integers while the model trains.
     """
 
     factory: str
@@ -43,6 +45,7 @@ class FactoryConfig:
     decoder: str | None = None
     args: dict[str, Any] = field(default_factory=dict)
     lora: LoraSettings | None = None
+    quantize: QuantizeSettings | None = None
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,12 @@ from jaxpar.app.config import (
 )
 from jaxpar.app.conversation_data import check_conversations
 from jaxpar.app.factory import FactoryConfig, FactoryModel, factory_model
-from jaxpar.app.lora import LoraSettings, lora_settings, with_adapters
+from jaxpar.app.lora import LoraSettings, lora_settings
 from jaxpar.app.model_config import model_config
 from jaxpar.app.optimizer_config import make_optimizer
 from jaxpar.app.own_data import OwnData, check_dims, own_data, tokens_of
 from jaxpar.app.pipeline_config import check_recompute, make_pipeline
+from jaxpar.app.trained_model import trained_model
 from jaxpar.data.megatron import megatron_prefix
 from jaxpar.data.token_file import TokenFile, is_token_file
 from jaxpar.data.tokenizer import SEPARATOR, Tokenizer, load_tokenizer
@@ -293,7 +294,7 @@ def make_job(loaded: Loaded, *, training: bool = True) -> Job:
     mesh = loaded.layout["mesh"] or {}
     pipeline = make_pipeline(config.parallel.pipeline, mesh, model.layers) if training else None
     check_recompute(pipeline, model.remat)
-    make_model, loss = with_adapters(config, make_decoder(model)), _loss(model, pipeline)
+    make_model, loss = trained_model(config, make_decoder(model), model), _loss(model, pipeline)
     return Job(loaded.name, config, model, make_model, loss, tx, loaded.layout, zero, precision, fusion, pipeline)
 
 
@@ -338,7 +339,7 @@ def _factory_job(loaded: Loaded, *, training: bool) -> Job:
     elif parallel.remat is not None:
         model = replace(model, loss_fn=jp.models.remat_layers(model.loss_fn, policy), remat=policy)
     tx = make_optimizer(config.optimizer, config.train.steps)
-    run = (with_adapters(config, model.make_model), model.loss_fn, tx, loaded.layout)
+    run = (trained_model(config, model.make_model, None), model.loss_fn, tx, loaded.layout)
     return Job(loaded.name, config, model, *run, zero, precision, fusion, pipeline, data=data)
 
 
@@ -484,5 +485,5 @@ def in_fp32(job: Job) -> Job:
     if isinstance(job.model, FactoryModel):
         return replace(job, precision=jp.Precision())
     model = replace(job.model, dtype="float32", param_dtype="float32")
-    make_model, loss = with_adapters(job.config, make_decoder(model)), _loss(model, job.pipeline)
+    make_model, loss = trained_model(job.config, make_decoder(model), model), _loss(model, job.pipeline)
     return replace(job, model=model, make_model=make_model, loss_fn=loss, precision=jp.Precision())

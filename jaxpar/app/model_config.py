@@ -21,7 +21,7 @@ def model_config(data: Mapping[str, Any], precision: jp.Precision) -> llama.Llam
     Raises:
       ConfigError: an unknown family, preset or field.
     """
-    fields = {key: value for key, value in data.items() if key != "lora"}
+    fields = {key: value for key, value in data.items() if key not in ("lora", "quantize")}
     if precision.compute is not None and fields.setdefault("dtype", precision.compute) != precision.compute:
         raise ConfigError(
             f"model: dtype is {fields['dtype']!r}, but precision sets compute: {precision.compute}. Remedy: leave "

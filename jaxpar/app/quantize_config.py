@@ -10,7 +10,7 @@ from jaxpar.errors import ConfigError
 
 if TYPE_CHECKING:
     from jaxpar.models.llama.config import LlamaConfig
-    from jaxpar.training.quantize import QuantizeConfig
+    from jaxpar.training.model.quantize_targets import QuantizeConfig
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def quantize_config(settings: QuantizeSettings, model: LlamaConfig | None, key: 
     Raises:
       ConfigError: a value is wrong, or ``targets`` are missing for a model of the user's own.
     """
-    from jaxpar.training.quantize import QuantizeConfig
+    from jaxpar.training.model.quantize_targets import QuantizeConfig
 
     s = settings
     if model is None and s.targets is None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jaxpar.training.quantize import QuantizeConfig
+from jaxpar.training.model.quantize_targets import QuantizeConfig
 
 CACHE_SEQ = "cache_seq"
 """Logical dim of a cache's slots. Rules without an entry for it shard the slots as they shard ``seq``."""

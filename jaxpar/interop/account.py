@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from jaxpar.errors import CheckpointError
+from jaxpar.interop.quantized_tensors import ScaledTensor
 from jaxpar.interop.safetensors import DTYPES, StoredTensor
 from jaxpar.interop.tensor_map import TensorRule
 
@@ -17,7 +18,7 @@ _MOST = 20
 def check_tensors(
     rules: Iterable[TensorRule],
     shapes: Mapping[str, tuple[int, ...]],
-    tensors: Mapping[str, StoredTensor],
+    tensors: Mapping[str, StoredTensor | ScaledTensor],
     where: str,
     *,
     holds: str = "the tensors of the model that its config.json describes",

@@ -14,24 +14,30 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 
 from jaxpar.errors import CheckpointError, ConfigError, DamagedError
 from jaxpar.interop.account import check_tensors
+from jaxpar.interop.compressed_tensors import Writes, packed_writes, quantization_fields
 from jaxpar.interop.families import CONFIG, to_config, to_fields
+from jaxpar.interop.quantized_tensors import FIELD, scaled_tensors
 from jaxpar.interop.safetensors import (
     DTYPES,
+    STORED_DTYPES,
     StoredTensor,
     create_files,
     lay_out,
     parse_json,
     read_tensors,
+    write_bytes,
 )
 from jaxpar.interop.tensor_map import TensorRule, tensor_rules
-from jaxpar.interop.transfer import OpenFiles, read_parameter, write_parameter
+from jaxpar.interop.transfer import AnyTensor, OpenFiles, read_parameter, write_parameter
 from jaxpar.models.llama.config import LlamaConfig
 from jaxpar.models.moe.model import make_decoder
 from jaxpar.parallel.precision.policy import PrecisionLike
+from jaxpar.parallel.precision.quantized_array import QuantizedArray, is_quantized
 from jaxpar.sharding.layout import Layout
 from jaxpar.training.from_params import state_from_params
 from jaxpar.training.model import build_shapes, leaves_with_paths, show
@@ -80,7 +86,7 @@ def read_config(
       DamagedError: a file is malformed.
     """
     root = Path(directory)
-    config = to_config(read_fields(root), ignore=ignore)
+    config = to_config({key: value for key, value in read_fields(root).items() if key != FIELD}, ignore=ignore)
     if dtype is None:
         embedding = read_tensors(root).get(_EMBEDDING)
         found = DTYPES.get(embedding.dtype if embedding else "")
@@ -175,10 +181,11 @@ def load(
     return state_from_params(layout, make_model, tx, params, seed=seed, precision=precision)
 
 
-def _read(root: Path, config: LlamaConfig | None) -> tuple[LlamaConfig, dict[str, StoredTensor], tuple[str, ...]]:
+def _read(root: Path, config: LlamaConfig | None) -> tuple[LlamaConfig, dict[str, AnyTensor], tuple[str, ...]]:
     """Returns the configuration, the tensors of the model, and the names of those that are known to be unused."""
     config = read_config(root) if config is None else config
-    tensors, fields = read_tensors(root), read_fields(root)
+    fields = read_fields(root)
+    tensors = scaled_tensors(read_tensors(root), fields)
     first, more = config.layers, fields.get("num_nextn_predict_layers") or 0
     unused = tuple(f"model.layers.{first + i}." for i in range(more if isinstance(more, int) and more < 64 else 0))
     is_unused = lambda name: (
@@ -211,7 +218,8 @@ def export(
 
     Args:
       directory: the folder to create; it must not exist.
-      params: the parameters of the model, such as ``state.params``.
+      params: the parameters of the model, such as ``state.params``, or what :func:`jaxpar.compression.quantize` makes
+        of them: integers are written as the package ``compressed-tensors`` reads them.
       config: the model's configuration.
       family: the ``model_type``; by default the first family that can express the configuration.
       dtype: the dtype of the files, such as ``bfloat16``; by default each parameter's own.
@@ -223,24 +231,28 @@ def export(
       ConfigError: no family can express the configuration, or ``dtype`` is not supported.
     """
     target = Path(os.path.abspath(directory))
-    leaves = {show(path): leaf for path, leaf in leaves_with_paths(params)}
+    leaves = {show(path): leaf for path, leaf in leaves_with_paths(params, is_leaf=is_quantized)}
     written = to_fields(config, family)
     rules = tensor_rules(config)
     _check_params(leaves, config)
+    quantization = quantization_fields(rules, leaves)
+    written |= {FIELD: quantization} if quantization else {}
     spelled = {value.name: name for name, value in DTYPES.items()}
     if dtype is not None and dtype not in spelled:
         raise ConfigError(f"export: dtype must be one of {', '.join(spelled)}, got {dtype!r}.")
     written |= {"torch_dtype": dtype or config.param_dtype, **(fields or {})}
     here = target.with_name(target.name + _UNFINISHED)
+    writes, extra = _writes(rules, leaves)
     shapes = {
-        name: (spelled[dtype or leaves[rule.path].dtype.name], rule.shape(tuple(leaves[rule.path].shape)))
-        for rule in rules
-        for _, name in rule.names(tuple(leaves[rule.path].shape))
+        name: (_spelling(array, dtype), rule.shape(tuple(array.shape)))
+        for rule, array in writes
+        for _, name in rule.names(tuple(array.shape))
     }
+    shapes |= {name: ("I64", (2,)) for name in extra}
     stored = lay_out(here, shapes, file_bytes)
     first = jax.process_index() == 0
     settled(lambda: _create(here, target, stored) if first else None)
-    settled(lambda: _write(rules, leaves, stored))
+    settled(lambda: _write(writes, extra if first else {}, stored))
     settled(lambda: _finish(here, target, written) if first else None)
 
 
@@ -266,10 +278,33 @@ def _create(here: Path, target: Path, stored: Mapping[str, StoredTensor]) -> Non
     create_files(stored.values())
 
 
-def _write(rules: list[TensorRule], leaves: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> None:
+def _writes(rules: list[TensorRule], leaves: Mapping[str, Any]) -> tuple[Writes, dict[str, np.ndarray]]:
+    """Returns the arrays to write, and the small tensors beside those of quantized parameters."""
+    writes: Writes = []
+    extra: dict[str, np.ndarray] = {}
+    for rule in rules:
+        leaf = leaves[rule.path]
+        if isinstance(leaf, QuantizedArray):
+            own, shapes = packed_writes(rule, leaf)
+            writes, extra = [*writes, *own], {**extra, **shapes}
+        else:
+            writes.append((rule, leaf))
+    return writes, extra
+
+
+def _spelling(array: Any, dtype: str | None) -> str:
+    """Returns the dtype of an array's tensor as a file spells it; only floats are cast."""
+    name = dtype if dtype and jax.numpy.issubdtype(array.dtype, jax.numpy.floating) else array.dtype.name
+    return next(spelled for spelled, known in STORED_DTYPES.items() if known.name == name)
+
+
+def _write(writes: Writes, extra: Mapping[str, np.ndarray], stored: Mapping[str, StoredTensor]) -> None:
     with OpenFiles(os.O_WRONLY) as files:
-        for rule in rules:
-            write_parameter(files, rule, stored, leaves[rule.path])
+        for rule, array in writes:
+            write_parameter(files, rule, stored, array)
+        for name, numbers in extra.items():
+            descriptor = files.descriptor(stored[name].file)
+            write_bytes(descriptor, stored[name], 0, memoryview(numbers.view(np.uint8)))
     sync_files({tensor.file for tensor in stored.values()})
 
 

@@ -28,6 +28,14 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
 """The dtypes that weights may have."""
+STORED_DTYPES: dict[str, np.dtype[Any]] = {
+    **DTYPES,
+    "I8": np.dtype(np.int8),
+    "I32": np.dtype(np.int32),
+    "I64": np.dtype(np.int64),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+}
+"""The dtypes of the tensors that are read and written, those of quantized weights included."""
 _ITEM_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "I16": 2, "U16": 2, "I32": 4, "U32": 4, "I64": 8, "U64": 8}
 _ITEM_BYTES |= {"F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "C64": 8, **{d: t.itemsize for d, t in DTYPES.items()}}
 _MAX_HEADER = 100_000_000

@@ -6,6 +6,7 @@ A box is a pair (start, stop) for each dim. "Their" dims are those of a tensor i
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import threading
@@ -22,7 +23,8 @@ from jax.sharding import SingleDeviceSharding
 from jaxpar.checkpoint.manifest import Bounds
 from jaxpar.checkpoint.snapshot import bounds, shards
 from jaxpar.checkpoint.verify import map_in_order
-from jaxpar.interop.safetensors import DTYPES, StoredTensor, read_bytes, runs, write_bytes
+from jaxpar.interop.quantized_tensors import ScaledTensor
+from jaxpar.interop.safetensors import STORED_DTYPES, StoredTensor, read_bytes, runs, write_bytes
 from jaxpar.interop.tensor_map import TensorRule
 
 _PIECE_BYTES = 16 * 2**20
@@ -59,8 +61,11 @@ class OpenFiles:
         self._open.clear()
 
 
+type AnyTensor = StoredTensor | ScaledTensor
+
+
 def read_parameter(
-    pool: ThreadPoolExecutor, files: OpenFiles, rule: TensorRule, tensors: Mapping[str, StoredTensor], like: Any
+    pool: ThreadPoolExecutor, files: OpenFiles, rule: TensorRule, tensors: Mapping[str, AnyTensor], like: Any
 ) -> jax.Array:
     """Returns a parameter, sharded as ``like``, with the values of a checkpoint's tensors, cast to ``like.dtype``.
 
@@ -98,7 +103,7 @@ def _rows(
 
 
 def _read_rows(
-    files: OpenFiles, rule: TensorRule, stored: StoredTensor, shape: tuple[int, ...], rows: dict[Bounds, np.ndarray]
+    files: OpenFiles, rule: TensorRule, stored: AnyTensor, shape: tuple[int, ...], rows: dict[Bounds, np.ndarray]
 ) -> None:
     """Fills rows of a parameter's shards, keyed by their boxes in our dims, from one tensor of ``shape`` in theirs."""
     order, reordered = rule.order, rule.reordered
@@ -108,7 +113,7 @@ def _read_rows(
     else:
         wanted = {at: at for at in theirs}
     for box in _boxes(list(wanted.values())):
-        box = _widened(shape, box, DTYPES[stored.dtype].itemsize)
+        box = _widened(shape, box, STORED_DTYPES[stored.dtype].itemsize)
         for piece, values in _pieces(files, stored, shape, box, reordered):
             if reordered is not None:
                 values = np.take(values, rule.their_order(shape[reordered]), axis=reordered)
@@ -138,10 +143,10 @@ def _within(box: Bounds, outer: Bounds) -> tuple[slice, ...]:
 
 
 def _pieces(
-    files: OpenFiles, stored: StoredTensor, shape: tuple[int, ...], box: Bounds, uncut: int | None
+    files: OpenFiles, stored: AnyTensor, shape: tuple[int, ...], box: Bounds, uncut: int | None
 ) -> Iterator[tuple[Bounds, np.ndarray]]:
     """Yields parts of a tensor that together hold a box of it, each with its box; no part cuts the dim ``uncut``."""
-    dtype = DTYPES[stored.dtype]
+    dtype = STORED_DTYPES[stored.dtype]
     sizes = [stop - start for start, stop in box]
     if 0 in sizes:
         return
@@ -166,8 +171,10 @@ def _widened(shape: tuple[int, ...], box: Bounds, itemsize: int) -> Bounds:
         box = (*box[: narrow[-1]], (0, shape[narrow[-1]]), *box[narrow[-1] + 1 :])
 
 
-def _read_box(files: OpenFiles, stored: StoredTensor, shape: tuple[int, ...], box: Bounds) -> np.ndarray:
-    dtype = DTYPES[stored.dtype]
+def _read_box(files: OpenFiles, stored: AnyTensor, shape: tuple[int, ...], box: Bounds) -> np.ndarray:
+    if isinstance(stored, ScaledTensor):
+        return stored.read(functools.partial(_read_box, files), shape, box)
+    dtype = STORED_DTYPES[stored.dtype]
     values = np.empty([stop - start for start, stop in box], dtype)
     buffer, done = memoryview(values.reshape(-1).view(np.uint8)), 0
     descriptor = files.descriptor(stored.file)
@@ -190,7 +197,7 @@ def write_parameter(files: OpenFiles, rule: TensorRule, tensors: Mapping[str, St
 def _write_rows(
     files: OpenFiles, rule: TensorRule, stored: StoredTensor, shape: tuple[int, ...], rows: dict[Bounds, np.ndarray]
 ) -> None:
-    order, reordered, dtype = rule.order, rule.reordered, DTYPES[stored.dtype]
+    order, reordered, dtype = rule.order, rule.reordered, STORED_DTYPES[stored.dtype]
     theirs = {tuple(at[dim] for dim in order): row.transpose(order) for at, row in rows.items()}
     descriptor = files.descriptor(stored.file)
     for box in _boxes(list(theirs)):

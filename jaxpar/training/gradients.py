@@ -32,6 +32,7 @@ from jaxpar.training.manual_gradients import manual_gradients, spec_of
 from jaxpar.training.microbatches import GradientResult, StepConfig
 from jaxpar.training.model import show, to_path
 from jaxpar.training.pipeline.gradients import pipeline_gradients
+from jaxpar.training.rounded_weights import with_rounded_weights
 from jaxpar.training.state import TrainState, place
 from jaxpar.utils.jaxprs import has_checkpoint_name
 
@@ -52,6 +53,7 @@ def gradients(layout: Layout, loss_fn: LossFn, state: TrainState, batch: Any, co
       LayoutError: the batch's axes or the microbatches do not divide its rows, or the rules cannot place a tensor.
       ModelError: ``loss_fn`` returned something invalid.
     """
+    state = with_rounded_weights(layout, state)
     with precision_scope(config.precision):
         if config.pipeline is not None:
             return pipeline_gradients(layout, loss_fn, state, batch, config, config.pipeline)

@@ -31,6 +31,7 @@ from jaxpar.training.model import leaves_with_paths, show
 from jaxpar.training.offload.host_update import update as streaming_update
 from jaxpar.training.optimizers import accepted, check_steps, check_update
 from jaxpar.training.pipeline.evaluate import evaluate_pipeline
+from jaxpar.training.rounded_weights import with_rounded_weights
 from jaxpar.training.self_reducing import SelfReducing
 from jaxpar.training.state import TrainState, place, problems_of
 from jaxpar.utils.arrays import at_least_fp32, describe
@@ -311,7 +312,7 @@ def eval_step(
     def evaluate(state: TrainState, batch: Any) -> Metrics:
         check_state(state)
         with tracing_under(layout), precision_scope(policy):
-            batch = without_explicit_axes(layout, batch)
+            batch, state = without_explicit_axes(layout, batch), with_rounded_weights(layout, state)
             if options is not None:
                 return evaluate_pipeline(layout, loss_fn, state, batch, policy, options)
             loss, (aux, _) = loss_of(loss_fn, state, rows_apart(layout, batch))(

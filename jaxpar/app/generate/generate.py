@@ -27,6 +27,7 @@ from jaxpar.app.quantize_config import QuantizeSettings, quantize_config
 from jaxpar.app.train.checkpointing import config_changes, config_values, flatten
 from jaxpar.app.train.compile import iterate_until_signal
 from jaxpar.app.train.signals import Stop, signal_name
+from jaxpar.app.trained_model import quantize_settings
 from jaxpar.checkpoint.leftovers import leftovers_in
 from jaxpar.checkpoint.manifest import NAME, read
 from jaxpar.checkpoint.verify import steps_in
@@ -37,7 +38,8 @@ from jaxpar.inference.pipeline import stages_of
 from jaxpar.inference.request import SEEDS, check_requests
 from jaxpar.models.llama import LlamaConfig
 from jaxpar.models.llama.decode import cached_llama
-from jaxpar.training.quantize import QuantizeConfig, bytes_of
+from jaxpar.training.model.quantize_targets import QuantizeConfig
+from jaxpar.training.quantize import bytes_of
 from jaxpar.utils.multihost import check_same, gather, settled
 
 MOST_ROWS = 16
@@ -125,7 +127,8 @@ def generator(job: Job, texts: Sequence[Sequence[int]], options: GenerateOptions
 def _decoder(job: Job, options: GenerateOptions) -> DecoderFns:
     """The model's forward passes with a cache, in the configured formats."""
     formats = job.config.generate
-    kept: dict[str, Any] = {"weights": formats.weights, "cache": formats.cache}
+    trained = quantize_settings(job.config.model)
+    kept: dict[str, Any] = {"weights": formats.weights or trained, "cache": formats.cache}
     if options.int8 is not None:
         kept = {name: "int8" if name in options.int8 else None for name in kept}
     own = not isinstance(job.model, LlamaConfig)

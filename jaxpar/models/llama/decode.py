@@ -27,7 +27,7 @@ from jaxpar.parallel.pipeline.executor.layer_placement import AXIS
 from jaxpar.parallel.pipeline.staged_loss import stacked_part
 from jaxpar.parallel.precision.quantized_array import QuantizedArray, is_quantized
 from jaxpar.sharding.layout import current_layout
-from jaxpar.training.quantize import QuantizeConfig, ScaleDtype
+from jaxpar.training.model.quantize_targets import QuantizeConfig, ScaleDtype
 from jaxpar.utils.checks import INT32
 
 CONTRACTING_DIMS: dict[str, tuple[int, ...]] = {

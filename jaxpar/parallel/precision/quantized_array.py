@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -154,13 +154,25 @@ def quantize_sharded(
     return found
 
 
-def fake_quantized(w: jax.Array, found: QuantizedArray) -> jax.Array:
-    """Returns the array that ``found`` stands for, in the dtype of ``w``; its gradient is that of ``w``.
+def round_sharded(x: jax.Array, tile: Tile, axes: Sequence[Axes], *, bits: int, scales: Any = jnp.float32) -> jax.Array:
+    """Returns what :func:`quantize_sharded` stands for, in the dtype of ``x``, on the ambient mesh."""
+    run = jax.shard_map(
+        lambda x: _rounded(x, tile, bits, scales, axes),
+        in_specs=PartitionSpec(*axes),
+        out_specs=PartitionSpec(*axes),
+        check_vma=False,  # maxima over an axis are equal on its devices
+    )
+    found: jax.Array = run(x)
+    return found
+
+
+def round_straight_through(w: jax.Array, tile: Tile, *, bits: int, scales: Any = jnp.float32) -> jax.Array:
+    """Returns what :func:`quantize_array` stands for, in the dtype of ``w``; its gradient is that of ``w``.
 
     The straight-through estimator (Bengio et al. 2013, arXiv:1308.3432). No number exceeds the range, so no gradient is
     cut off.
     """
-    return _straight_through(w, found.astype(w.dtype))
+    return _straight_through(w, _rounded(w, tile, bits, scales, [()] * w.ndim))
 
 
 @jax.custom_jvp
@@ -174,7 +186,22 @@ def _derivative(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[An
 
 
 def _quantize(x: jax.Array, tile: Tile, bits: int, dtype: Any, axes: Sequence[Axes]) -> QuantizedArray:
-    """Quantize a shard. ``axes`` are the manual axes that shard each dim."""
+    values, scales, _ = _integers(x, tile, bits, dtype, axes)
+    return QuantizedArray(values.astype(DTYPES[bits]), scales, tile)
+
+
+def _rounded(x: jax.Array, tile: Tile, bits: int, dtype: Any, axes: Sequence[Axes]) -> jax.Array:
+    values, scales, spread = _integers(x, tile, bits, dtype, axes)
+    return (values * spread(scales.astype(jnp.float32))).astype(x.dtype)
+
+
+def _integers(
+    x: jax.Array, tile: Tile, bits: int, dtype: Any, axes: Sequence[Axes]
+) -> tuple[jax.Array, jax.Array, Callable[[jax.Array], jax.Array]]:
+    """Returns the integers of a shard in fp32, their scales, and a function that repeats scales for each number.
+
+    ``axes`` are the manual axes that shard each dim.
+    """
     wide, most = x.astype(jnp.float32), 2 ** (bits - 1) - 1
     largest, groups = jnp.abs(wide), list[jax.Array | None]()
     for dim, (step, own) in enumerate(zip(tile, axes, strict=True)):
@@ -189,10 +216,13 @@ def _quantize(x: jax.Array, tile: Tile, bits: int, dtype: Any, axes: Sequence[Ax
     scales = (largest / most).astype(dtype)
     # A product with the reciprocal: the compiler turns a division into one in some layouts only, with other last bits.
     inverse = jax.lax.optimization_barrier(1 / jnp.where(scales == 0, 1, scales).astype(jnp.float32))
-    for dim, (step, at) in enumerate(zip(tile, groups, strict=True)):
-        inverse = _repeat(inverse, step, dim) if at is None else jnp.take(inverse, at, dim)
-    values = jnp.clip(jnp.round(wide * inverse), -most, most).astype(DTYPES[bits])
-    return QuantizedArray(values, scales, tile)
+
+    def spread(scales: jax.Array) -> jax.Array:
+        for dim, (step, at) in enumerate(zip(tile, groups, strict=True)):
+            scales = _repeat(scales, step, dim) if at is None else jnp.take(scales, at, dim)
+        return scales
+
+    return jnp.clip(jnp.round(wide * spread(inverse)), -most, most), scales, spread
 
 
 def _largest_of_neighbors(x: jax.Array, step: int, dim: int) -> jax.Array:

@@ -32,6 +32,7 @@ from jaxpar.training.model.parts import (
     tag,
     to_path,
 )
+from jaxpar.training.model.quantized import QuantizeAware, RoundedModel, rounded_parts
 from jaxpar.training.model.stacked import StackedModel, StackLayers, stack_parts
 
 __all__ = [
@@ -69,6 +70,8 @@ def read(model: Any) -> ModelParts:
         return stack_parts(read(model.model), model.path)
     if isinstance(model, AdaptedModel):
         return adapted_parts(model, read(model.model))
+    if isinstance(model, RoundedModel):
+        return rounded_parts(model, read(model.model))
     if _is_module(model, "nnx"):
         from jaxpar.training.model import nnx_module
 
@@ -167,6 +170,8 @@ def _takes_key(kind: Any) -> bool:
 def _call(make_model: MakeModel, key: jax.Array) -> Any:
     if isinstance(make_model, StackLayers):
         return StackedModel(_call(make_model.make_model, key), make_model.path)
+    if isinstance(make_model, QuantizeAware):
+        return RoundedModel(_call(make_model.make_model, key), make_model.config)
     if isinstance(make_model, LoraModel):
         return AdaptedModel(_call(make_model.make_model, key), make_model.config, key)
     if isinstance(make_model, type) and not _takes_key(make_model):

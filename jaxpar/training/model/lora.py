@@ -125,6 +125,10 @@ def adapted_parts(model: AdaptedModel, parts: ModelParts) -> ModelParts:
     """
     if isinstance(parts.kind, LoraKind):
         raise ModelError("adapt(make_model): the model has adapters already. Remedy: adapt it once.")
+    if hasattr(parts.kind, "tiles"):
+        raise ModelError(
+            "adapt(make_model): the model's weights are rounded. Remedy: adapt the model without rounding."
+        )
     config, dims = model.config, dict(parts.dims)
     leaves = {path: leaf for path, leaf in leaves_with_paths(parts.params)}
     names = {path: dims.get(("params", *path)) for path in leaves}

@@ -105,6 +105,11 @@ def stack_parts(parts: ModelParts, path: Path) -> ModelParts:
     Raises:
       ModelError, AnnotationError: as for :func:`stack`.
     """
+    if hasattr(parts.kind, "tiles"):
+        raise ModelError(
+            f"stack(make_model, {show(path)!r}): the model's weights are rounded. Remedy: jp.compression.quantize_aware"
+            f"(jp.pipeline.stack(make_model, {show(path)!r}), config)."
+        )
     parent = parts.params
     for name in path[:-1]:
         parent = parent.get(name) if isinstance(parent, Mapping) else None

@@ -30,6 +30,7 @@ from jaxpar.training.loss import key_of
 from jaxpar.training.microbatches import pieces_of, resolved_tree
 from jaxpar.training.model import Path, show, to_path
 from jaxpar.training.model.lora import LoraKind
+from jaxpar.training.model.quantized import RoundedKind
 from jaxpar.training.state import TrainState
 
 
@@ -252,7 +253,12 @@ class StageTransfer:
 
 
 def check_no_adapters(state: TrainState) -> None:
-    """Raises if the model has adapters, because the stages hold parameters only."""
+    """Raises if the model has adapters, because the stages hold parameters only, or weights that are still to round."""
+    if isinstance(state.metadata.kind, RoundedKind):
+        raise ConfigError(
+            "asynchronous pipeline: weights are rounded once a step (jaxpar.compression.quantize_aware), but this "
+            "pipeline keeps several versions of them. Remedy: jp.train_step with jp.pipeline.schedule('1f1b')."
+        )
     if isinstance(state.metadata.kind, LoraKind):
         raise ConfigError(
             "pipeline: the model has adapters (jaxpar.lora.adapt), whose weights the stages of a pipeline do not hold. "
