@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from jaxpar.errors import JaxparError, LayoutError, NoLayoutError, did_you_mean, listing
 from jaxpar.sharding import messages
-from jaxpar.sharding.mesh import AXES, LayoutData, MeshSpec
+from jaxpar.sharding.mesh import ALL_AXES, LayoutData, MeshSpec
 from jaxpar.sharding.resolve import Resolved, resolve
 from jaxpar.sharding.rules import Rules
 from jaxpar.utils.arrays import itemsize
@@ -67,7 +67,7 @@ class Layout:
                 f"Layout() requires a Mesh and Rules, got {got}. Remedy: use Layout(MeshSpec(...).build(), rules)."
             )
         names = self.mesh.axis_names
-        known = tuple(dict.fromkeys([*names, *AXES]))
+        known = tuple(dict.fromkeys([*names, *ALL_AXES]))
         problems = [
             f"the rule for {where!r} names the mesh axis {axis!r}, which does not exist.{did_you_mean(axis, known)} "
             f"The mesh has {listing(names)}. Remedy: correct the rule, or build a mesh with that axis."

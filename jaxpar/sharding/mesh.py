@@ -38,8 +38,8 @@ class LayoutData:
 class MeshSpec:
     """Sizes of the canonical mesh axes.
 
-    At most one size is ``-1``: that axis takes the devices that are left. A mesh always has all seven axes, so a rule
-    may name any of them; an axis of size 1 has no cost.
+    At most one size is ``-1``: that axis takes the devices that are left. A mesh always has the seven axes from
+    ``pipeline`` to ``model``; an axis of size 1 has no cost. A rule may name any axis of a spec.
 
     Attributes:
       pipeline: pipeline stages.
@@ -48,7 +48,9 @@ class MeshSpec:
       expert: for the expert dim of a mixture-of-experts model.
       context: context parallelism: the sequence is sharded.
       ulysses: context parallelism by all-to-all (DeepSpeed-Ulysses).
-      model: tensor parallelism.
+      model: tensor parallelism in one dimension.
+      x, y, z: tensor parallelism in two, 2.5 and three dimensions, instead of ``model``; see :mod:`jaxpar.tensor`. A
+        mesh has those of them whose size is not 1.
 
     Raises:
       MeshError: an unknown axis, a size that is not a positive integer or ``-1``, or two sizes of ``-1``.
@@ -67,12 +69,15 @@ class MeshSpec:
     context: int = 1
     ulysses: int = 1
     model: int = 1
+    x: int = 1
+    y: int = 1
+    z: int = 1
 
     def __new__(cls, *sizes: int, **named: int) -> Self:
         """Reject unknown axes before the generated ``__init__`` does, whose error would not list the known ones."""
-        for axis in named.keys() - set(AXES):
-            known = f" It is {_ELSEWHERE[axis]!r} here." if axis in _ELSEWHERE else did_you_mean(axis, AXES)
-            raise MeshError(f"unknown mesh axis {axis!r}.{known} The axes are: {', '.join(AXES)}.")
+        for axis in named.keys() - set(ALL_AXES):
+            known = f" It is {_ELSEWHERE[axis]!r} here." if axis in _ELSEWHERE else did_you_mean(axis, ALL_AXES)
+            raise MeshError(f"unknown mesh axis {axis!r}.{known} The axes are: {', '.join(ALL_AXES)}.")
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -98,7 +103,7 @@ class MeshSpec:
         return cls(**{str(axis): size for axis, size in sizes.items()})
 
     def sizes(self, devices: int) -> dict[str, int]:
-        """Returns the size of every axis on ``devices`` devices, with ``-1`` filled in.
+        """Returns the size of every axis of the mesh on ``devices`` devices, with ``-1`` filled in.
 
         Raises:
           MeshError: the product of the sizes is not ``devices``. The text lists sizes that fit.
@@ -110,7 +115,7 @@ class MeshSpec:
         filled = {axis: devices // fixed if size == -1 else size for axis, size in given.items()}
         if devices < 1 or math.prod(filled.values()) != devices:
             raise MeshError(_mesh_misfit(given, fixed, devices))
-        return filled
+        return {axis: size for axis, size in filled.items() if axis in AXES or size > 1}
 
     def build(self, devices: Sequence[Any] | None = None, *, axis_type: AxisType | None = None) -> Mesh:
         """Returns a ``jax.sharding.Mesh`` over ``devices``.
@@ -130,9 +135,9 @@ class MeshSpec:
         import jax
 
         chosen = list(jax.devices() if devices is None else devices)
-        kinds = (axis_type or jax.sharding.AxisType.Auto,) * len(AXES)
         sizes = sizes_or_suggestion(self.sizes, len(chosen), vars(self).values())
-        return jax.sharding.Mesh(arrange(chosen, sizes), AXES, axis_types=kinds)
+        kinds = (axis_type or jax.sharding.AxisType.Auto,) * len(sizes)
+        return jax.sharding.Mesh(arrange(chosen, sizes), tuple(sizes), axis_types=kinds)
 
     def abstract(self, devices: int | None = None, *, axis_type: AxisType | None = None) -> AbstractMesh:
         """Returns an ``AbstractMesh``, which has no devices.
@@ -150,8 +155,8 @@ class MeshSpec:
             shown = messages.product(vars(self))
             raise MeshError(f"abstract() of the mesh {shown} requires a number of devices, such as abstract(4096).")
         sizes = self.sizes(math.prod(vars(self).values()) if devices is None else devices)
-        kinds = (axis_type or jax.sharding.AxisType.Auto,) * len(AXES)
-        return jax.sharding.AbstractMesh(tuple(sizes.values()), AXES, axis_types=kinds)
+        kinds = (axis_type or jax.sharding.AxisType.Auto,) * len(sizes)
+        return jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds)
 
     def on(self, topology: str | Topology, *, axis_type: AxisType | None = None) -> AbstractMesh:
         """Returns an ``AbstractMesh`` on the devices of a topology, such as ``"v5p:4x4x4"``; no device is needed.
@@ -181,8 +186,12 @@ class MeshSpec:
         return {axis: size for axis, size in vars(self).items() if size != 1}
 
 
-AXES: tuple[str, ...] = tuple(field.name for field in fields(MeshSpec))
-"""The canonical mesh axes, outermost (slowest links) first."""
+ALL_AXES: tuple[str, ...] = tuple(field.name for field in fields(MeshSpec))
+"""The mesh axes that a spec knows, outermost (slowest links) first."""
+TENSOR_AXES = ("x", "y", "z")
+"""The mesh axes of tensor parallelism in several dimensions; a mesh has them only where their size is not 1."""
+AXES: tuple[str, ...] = tuple(axis for axis in ALL_AXES if axis not in TENSOR_AXES)
+"""The canonical mesh axes, which every mesh has."""
 
 
 _ELSEWHERE = {"fsdp": "data", "tp": "model", "cp": "context", "sp": "context", "pp": "pipeline", "ep": "expert"}

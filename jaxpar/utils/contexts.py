@@ -26,6 +26,9 @@ attention_observer = jax.make_user_context(None)
 experts_observer = jax.make_user_context(None)
 """The callback ``(call_site, plan, why)`` that receives how every call of ``experts`` dispatches its rows."""
 
+matmul_observer = jax.make_user_context(None)
+"""The callback ``(call_site, x, ws, routes)`` that receives every matmul that is sharded in several dimensions."""
+
 experts_traced = jax.make_user_context(None)
 """``"whole"`` or ``"pieces"`` in a program that is traced for its dims and never runs: ``experts`` multiplies rows by
 ``jax.lax.ragged_dot``, whose dims are known, and with ``"pieces"`` computes them again in the backward pass."""

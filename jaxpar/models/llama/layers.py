@@ -161,11 +161,10 @@ class Attention(WindowedAttention):
           [batch, seq, embed]; with ``half`` the heads' outputs [batch, seq, heads, head_dim].
         """
         kv_dims = ("embed", "kv_heads", "head_dim")
-        # One call each: a single all-gather of the three weights would finish too late to overlap with the previous
+        weights = ((self.q[...], ("embed", "heads", "head_dim")), (self.k[...], kv_dims), (self.v[...], kv_dims))
+        # Not joined: a single all-gather of the three weights would finish too late to overlap with the previous
         # matmul.
-        (q,) = sharded_dot(x_BSE, (self.q[...], ("embed", "heads", "head_dim")), **self.options)
-        (k,) = sharded_dot(x_BSE, (self.k[...], kv_dims), **self.options)
-        (v,) = sharded_dot(x_BSE, (self.v[...], kv_dims), **self.options)
+        q, k, v = sharded_dot(x_BSE, *weights, joined=False, **self.options)
         if self.qkv_bias:
             biases = ((self.q_bias, "heads"), (self.k_bias, "kv_heads"), (self.v_bias, "kv_heads"))
             dtype = self.options["dtype"]

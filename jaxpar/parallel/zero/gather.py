@@ -26,6 +26,8 @@ from jaxpar.parallel.precision.fp8_matmul import PRODUCT, input_grad, times, wei
 from jaxpar.parallel.precision.int8 import Int8
 from jaxpar.parallel.precision.policy import Precision
 from jaxpar.parallel.precision.quantized_array import QuantizedArray, is_quantized
+from jaxpar.parallel.tensor.matmul import multiply, routes
+from jaxpar.parallel.tensor.weights import hint_weight, used_sharding
 from jaxpar.parallel.zero.sharded_matmul import GATHERED, Regather, product, route
 from jaxpar.sharding.layout import current_layout, hint, to_spec
 from jaxpar.sharding.resolve import num_shards_over
@@ -91,6 +93,7 @@ def sharded_dot(
     summed: int = 1,
     reshard_after_forward: Regather = True,
     exact: bool = False,
+    joined: bool = True,
 ) -> tuple[jax.Array, ...]:
     """Returns the products of ``x`` and each weight; sharded weights are gathered as by :func:`gather_weight`.
 
@@ -115,6 +118,8 @@ def sharded_dot(
         backward pass, which then gathers within the groups. For a bool, :class:`jaxpar.RematPolicy` decides what is
         kept.
       exact: whether the weights are gathered in ``dtype``, as for :func:`gather_weight`.
+      joined: whether weights with the same sharding are gathered and multiplied as one matrix. Over the mesh axes
+        ``x``, ``y`` and ``z`` they share the collectives of the input instead, whatever this is.
 
     Returns:
       For each weight an array ``[..., *weight.shape[summed:]]``.
@@ -146,12 +151,12 @@ def sharded_dot(
                 f"x. Remedy: transpose the weight, or pass the input that it belongs to."
             )
     one_token = x.ndim > 2 and x.shape[1] == 1
+    alone = functools.partial(
+        sharded_dot, x, dtype=dtype, summed=summed, reshard_after_forward=reshard_after_forward, exact=exact
+    )
     if len(weights) > 1 and (one_token or any(is_quantized(w) for w, _ in weights)):
         # With one token per row, as in decoding, joining the weights would read and write them once more than the
         # product.
-        alone = functools.partial(
-            sharded_dot, x, dtype=dtype, summed=summed, reshard_after_forward=reshard_after_forward, exact=exact
-        )
         return tuple(alone(one)[0] for one in weights)
     first, dims = weights[0]
     if isinstance(first, QuantizedArray):
@@ -161,8 +166,13 @@ def sharded_dot(
         first = by_channel
     if isinstance(first, Int8):
         return (_scaled(x, first, dims, summed),)
+    found = routes(x, weights, summed)
     ws = [to_device(w) for w, _ in weights]
     ws = ws if dtype is None else [w.astype(dtype) for w in ws]
+    if found is not None:
+        return tuple(multiply(x, ws, found))
+    if not joined and len(ws) > 1:
+        return tuple(alone(one)[0] for one in weights)
     # A single matrix is gathered as it is stored.
     as_stored = summed > 1 or (len(ws) == 1 and ws[0].ndim == 2)
     groups = [(0, [i]) for i in range(len(ws))] if as_stored else _alike([dims for _, dims in weights], ws)
@@ -276,7 +286,7 @@ def _join_columns(ws: Sequence[jax.Array], num_shards: int) -> jax.Array:
 def _gather_one(w: jax.Array, dims: _Dims, *, exact: bool = False) -> jax.Array:
     """Gathers a weight: in rounds where the compiler would do worse, and in ``precision.gather`` if narrower."""
     layout, narrow = current_layout(), current_precision().for_weight(exact).gathering(w.dtype)
-    stored, used = (layout.resolve(dims, w.shape, role=role, dtype=w.dtype) for role in ("params", "activations"))
+    stored, used = layout.resolve(dims, w.shape, role="params", dtype=w.dtype), used_sharding(w, dims)
     pairs = zip(stored.axes, used.axes, strict=True)
     gathered_axes = [have[len(want) :] if have[: len(want)] == want else None for have, want in pairs]
     gathers = [(dim, axes) for dim, axes in enumerate(gathered_axes) if axes]
@@ -285,7 +295,7 @@ def _gather_one(w: jax.Array, dims: _Dims, *, exact: bool = False) -> jax.Array:
     one_dim = len(gathers) == 1 and None not in gathered_axes
     parts = hierarchical.gather_rounds(layout.mesh, gathers[0][1]) if one_dim else ()
     if len(parts) < 2 or jax.sharding.get_abstract_mesh().manual_axes:
-        return hint(w, *dims)
+        return hint_weight(w, *dims)
     ((dim, axes),) = gathers
     gathered = jax.shard_map(
         lambda w: hierarchical.gather_local(w, axes, dim=dim, parts=parts),
@@ -293,7 +303,7 @@ def _gather_one(w: jax.Array, dims: _Dims, *, exact: bool = False) -> jax.Array:
         out_specs=to_spec(used),
         check_vma=False,  # jax assumes that the result of gathers in rounds differs between devices
     )(jax.lax.optimization_barrier(w))  # without the barrier, XLA gathers in the dtype that w was cast from
-    return hint(gathered, *dims)
+    return hint_weight(gathered, *dims)
 
 
 def _backward(joined: _Joined, _: None, grad: jax.Array) -> tuple[jax.Array, ...]:
