@@ -1,10 +1,10 @@
 """jaxpar: explained and proven parallelism for Flax models.
 
 The names that most programs need stand here; the others are in the modules ``pipeline``, ``context``, ``offload``,
-``overlap``, ``moe``, ``lora``, ``compression``, ``spatial``, ``parameter_server``, ``inference``, ``interop``,
-``analysis``, ``models``, ``data``, ``nnx``, ``linen``, ``testing`` and ``errors``. All load on first use, so ``import
-jaxpar`` imports no jax. If jax is already loaded, it creates jaxpar's jax contexts, so that none is created while jax
-traces (:mod:`jaxpar.utils.contexts`).
+``overlap``, ``moe``, ``lora``, ``compression``, ``spatial``, ``tensor``, ``parameter_server``, ``inference``,
+``interop``, ``analysis``, ``models``, ``data``, ``nnx``, ``linen``, ``testing`` and ``errors``. All load on first use,
+so ``import jaxpar`` imports no jax. If jax is already loaded, it creates jaxpar's jax contexts, so that none is created
+while jax traces (:mod:`jaxpar.utils.contexts`).
 
 >>> import jaxpar as jp
 >>> jp.MeshSpec(data=-1, model=2).sizes(8)["data"]
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from jaxpar import parameter_server as parameter_server
     from jaxpar import pipeline as pipeline
     from jaxpar import spatial as spatial
+    from jaxpar import tensor as tensor
     from jaxpar import testing as testing
     from jaxpar.analysis.hlo.audit import audit as audit
     from jaxpar.analysis.layout.explain import check as check

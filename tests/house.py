@@ -18,7 +18,7 @@ FLOORS = (
     ("training",),
     ("checkpoint", "analysis"),
     ("inference", "testing", "planning"),
-    ("pipeline", "context", "moe", "offload", "overlap", "lora", "compression", "spatial"),
+    ("pipeline", "context", "moe", "offload", "overlap", "lora", "compression", "spatial", "tensor"),
     ("models",),
     ("interop", "parameter_server"),
     ("app",),

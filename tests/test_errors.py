@@ -116,7 +116,7 @@ MESHES = [
         "unknown axis",
         lambda: MeshSpec.from_dict({"modle": 2}),
         "unknown mesh axis 'modle'. Did you mean 'model'? The axes are: pipeline, replica, data, expert, "
-        "context, ulysses, model.",
+        "context, ulysses, model, x, y, z.",
     ),
     case(
         "list",

@@ -4,6 +4,7 @@
 
     jaxpar train | explain | check | verify CONFIG [--set a.b=c]
     jaxpar plan CONFIG --topology v5e:4x4
+    jaxpar tensor CONFIG --topology v5e:8x8
     jaxpar generate CONFIG --prompt TEXT
     jaxpar gallery [NAME]
     jaxpar verify-checkpoint DIR
@@ -37,6 +38,7 @@ from jaxpar.app.launch import heartbeat
 from jaxpar.app.launch.exit_codes import ExitCode, last_line, report
 from jaxpar.app.layout_commands import Check, Explain
 from jaxpar.app.schedule import ScheduleCommand
+from jaxpar.app.tensor import TensorCommand
 from jaxpar.app.tokenize import TokenCommands
 from jaxpar.errors import ConfigError, did_you_mean
 
@@ -49,7 +51,8 @@ Prices = Annotated[
 ]
 COMMANDS = (
     *("train", "explain", "check", "plan", "verify", "generate", "verify-checkpoint", "schedule", "import", "export"),
-    *("import-mindformers", "import-deepspeed", "import-megatron", "tokenize", "verify-tokens", "gallery", "doctor"),
+    *("tensor", "import-mindformers", "import-deepspeed", "import-megatron", "tokenize", "verify-tokens", "gallery"),
+    "doctor",
 )
 
 
@@ -305,6 +308,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         | Generate
         | VerifyCheckpoint
         | Annotated[ScheduleCommand, tyro.conf.subcommand("schedule")]
+        | Annotated[TensorCommand, tyro.conf.subcommand("tensor")]
         | Annotated[ImportCommand, tyro.conf.subcommand("import")]
         | Annotated[ExportCommand, tyro.conf.subcommand("export")]
         | ConfigurationCommands

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 
 from jaxpar.parallel.collectives.gather_reduce import summing
 from jaxpar.parallel.collectives.hierarchical import all_to_all_local, gather_local, scatter_local
-from jaxpar.parallel.tensor.weights import hint_weight
+from jaxpar.parallel.tensor.lookup import lookup_route, lookup_rows
 from jaxpar.sharding.layout import current_layout, hint
 from jaxpar.sharding.resolve import num_shards_over
 from jaxpar.sharding.rules import Axes
@@ -44,6 +44,12 @@ def lookup(table_VE: jax.Array, tokens_BS: jax.Array, dtype: Any, *, by_hand: bo
     Raises:
       LayoutError: as :func:`jaxpar.hint`.
     """
+    route = lookup_route(table_VE, tokens_BS)
+    if route is not None:
+        table_VE = table_VE.astype(summing(dtype) or dtype)
+        ids_BS = jnp.clip(tokens_BS, 0, table_VE.shape[0] - 1)
+        x_BSE = lookup_rows(route, _rows, table_VE, ids_BS).astype(dtype)
+        return hint(x_BSE, "batch", "residual_seq", "embed")
     stored = _axes(table_VE, "vocab", "embed", role="params")
     used, tokens = _axes(table_VE, "vocab", "embed"), _axes(tokens_BS, "batch", "seq")
     storage_axes = tuple(axis for axis in stored[1] if axis not in used[1])
@@ -58,7 +64,7 @@ def lookup(table_VE: jax.Array, tokens_BS: jax.Array, dtype: Any, *, by_hand: bo
     if not fits or not (exchange_is_smaller or by_hand):
         # This hint keeps the gradient replicated as the gathered table is. If the gradient is sharded, the compiler
         # replicates the tokens.
-        table_VE, sum_dtype = hint_weight(table_VE.astype(dtype), "vocab", "embed"), summing(dtype)
+        table_VE, sum_dtype = hint(table_VE.astype(dtype), "vocab", "embed"), summing(dtype)
         if sum_dtype is None:
             x_BSE = jnp.take(table_VE, tokens_BS, axis=0, mode="clip")
         else:
@@ -86,8 +92,7 @@ def _take_forward(sum_dtype: Any, table_VE: jax.Array, tokens_BS: jax.Array) -> 
 def _take_backward(sum_dtype: Any, saved: tuple[jax.Array, jax.Array], grad_BSE: jax.Array) -> tuple[jax.Array, None]:
     tokens_BS, table_VE = saved
     ids_BS = jnp.clip(tokens_BS, 0, table_VE.shape[0] - 1)
-    sum_VE = jnp.zeros_like(table_VE, sum_dtype).at[ids_BS].add(grad_BSE.astype(sum_dtype))
-    sum_VE = hint_weight(sum_VE, "vocab", "embed")
+    sum_VE = hint(jnp.zeros_like(table_VE, sum_dtype).at[ids_BS].add(grad_BSE.astype(sum_dtype)), "vocab", "embed")
     return jax.lax.optimization_barrier(sum_VE).astype(table_VE.dtype), None
 
 

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 
 from jaxpar.parallel.collectives.gather_reduce import summing
 from jaxpar.parallel.pipeline.staged_loss import REPORTED, with_extras
-from jaxpar.parallel.precision.fp8_matmul import widened
+from jaxpar.parallel.tensor.matmul import product, product_grads, routes
+from jaxpar.parallel.tensor.route import MatmulRoute
 from jaxpar.sharding.layout import current_layout, hint
 from jaxpar.sharding.resolve import num_shards_over
 
@@ -108,7 +109,7 @@ def _weighted_nll(
 ) -> jax.Array:
     """Returns the weighted sum of the losses of all positions."""
     x, targets, weight = _pieces(x_BSE), _pieces(targets_BS), _pieces(weight_BS)
-    loss = lambda p: _nll(_piece(x, p) @ head_EV, _piece(targets, p), softcap).nll
+    loss = lambda p: _nll(_logits(_piece(x, p), head_EV), _piece(targets, p), softcap).nll
     nll_PBWT = jax.lax.map(loss, jnp.arange(x.shape[2]))
     return jnp.sum(jnp.moveaxis(nll_PBWT, 0, 2) * weight)
 
@@ -121,7 +122,7 @@ def _forward(
 
     def one(grad_BWPTV: jax.Array, p: jax.Array) -> tuple[jax.Array, jax.Array]:
         weight_BWT = _piece(weight, p)
-        found = _nll(_piece(x, p) @ head_EV, _piece(targets, p), softcap)
+        found = _nll(_logits(_piece(x, p), head_EV), _piece(targets, p), softcap)
         grad_BWTV = (found.probability - found.right) * (unit * weight_BWT)[..., None]
         grad_BWTV = grad_BWTV if found.slope is None else grad_BWTV * found.slope
         grad_BWTV = grad_BWTV.astype(x_BSE.dtype)
@@ -148,14 +149,12 @@ def _backward(_: float | None, saved: tuple[jax.Array, ...], grad: jax.Array) ->
     scale = grad / _unit(x_BWPTE.dtype)
     scaled = lambda y: y.astype(jnp.promote_types(y.dtype, jnp.float32)) * scale
 
-    def product(subscripts: str, a: jax.Array, b: jax.Array, dtype: Any) -> jax.Array:
-        return jnp.einsum(subscripts, *widened(a, b, dtype), preferred_element_type=dtype)
-
-    grad_x = product("BWPTV,EV->BWPTE", grad_BWPTV, head_EV, jnp.float32 if half else None)
+    sum_dtype = summing(head_EV.dtype)
+    wide = jnp.float32 if half else None
+    route = _route(x_BWPTE, head_EV)
+    grad_x, grad_EV = product_grads(route, x_BWPTE, head_EV, grad_BWPTV, (wide, wide or sum_dtype))
     grad_x = scaled(grad_x).astype(x_BWPTE.dtype)
     grad_x = hint(grad_x.reshape(batch, num_shards * pieces * rows, embed), "batch", "seq", "embed")
-    sum_dtype = summing(head_EV.dtype)
-    grad_EV = product("BWPTE,BWPTV->EV", x_BWPTE, grad_BWPTV, jnp.float32 if half else sum_dtype)
     grad_head = scaled(grad_EV).astype(sum_dtype or head_EV.dtype)
     grad_head = hint(grad_head, "embed", "vocab", role="gradients")
     if sum_dtype is not None:  # The barrier keeps the compiler from summing already rounded values.
@@ -164,6 +163,16 @@ def _backward(_: float | None, saved: tuple[jax.Array, ...], grad: jax.Array) ->
     # backward pass.
     grad_x, grad_head = jax.lax.optimization_barrier((grad_x, grad_head))
     return grad_x, grad_head, None, grad * nll_BS
+
+
+def _logits(x: jax.Array, head_EV: jax.Array) -> jax.Array:
+    return product(_route(x, head_EV), x, head_EV)
+
+
+def _route(x: jax.Array, head_EV: jax.Array) -> MatmulRoute | None:
+    """Returns how the gathered head is multiplied if mesh axes ``x``, ``y``, ``z`` have a part in it."""
+    found = routes(x, [(head_EV, ("embed", "vocab"))], 1, observed=False)
+    return None if found is None else found[0].with_gathered_weight
 
 
 def _unit(dtype: Any) -> float:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import jax
@@ -30,6 +31,8 @@ from jaxpar.parallel.experts.options import DispatchPlan
 from jaxpar.parallel.offload.placement import no_layers
 from jaxpar.parallel.pipeline.staged_loss import PipelineLoss
 from jaxpar.parallel.precision.policy import INT8, Precision
+from jaxpar.parallel.tensor.route import MatmulRoute
+from jaxpar.parallel.tensor.traffic import Matmuls
 from jaxpar.sharding.layout import Layout, tracing_under
 from jaxpar.sharding.messages import entry
 from jaxpar.sharding.resolve import Resolved
@@ -42,7 +45,7 @@ from jaxpar.training.model.fixed_order import FIXED
 from jaxpar.training.offload.disk_state import disk_of, groups_of, refusal, stored_tensors
 from jaxpar.training.state import PlacedLeaf, TrainState, place, problems_of, shape_state_and_causes
 from jaxpar.utils.arrays import item_bytes
-from jaxpar.utils.contexts import attention_observer, experts_observer, hint_observer
+from jaxpar.utils.contexts import attention_observer, experts_observer, hint_observer, matmul_observer
 
 
 def explain(
@@ -265,7 +268,7 @@ def _batch(layout: Layout, batch: Any) -> tuple[list[PlacedLeaf], Any]:
 def _activations(
     layout: Layout, loss_fn: Callable[..., Any], state: Any, batch: Any
 ) -> tuple[list[PlacedLeaf], tuple[str, ...]]:
-    """Trace the loss; return the activations that the model constrains, and notes on attention and experts."""
+    """Trace the loss; return the activations that the model constrains, and notes on attention, experts and matmuls."""
     found: dict[Any, PlacedLeaf] = {}
     notes: dict[str, None] = {}
 
@@ -280,10 +283,19 @@ def _activations(
     def route(place: str, plan: DispatchPlan, why: str) -> None:
         notes[f"experts in {place}: {plan.describe()}; dispatch {plan.dispatch}: {why}"] = None
 
+    def multiply(place: str, x: Any, ws: Sequence[Any], routes: Sequence[MatmulRoute]) -> None:
+        if any(route.is_tensor for route in routes):
+            names = ", ".join(str(route.dims).replace("'", "") for route in routes)
+            notes[f"matmul in {place}, {names}: {Matmuls.of(x, ws, routes).describe(layout.sizes)}"] = None
+
     def forward(state: Any, batch: Any) -> Any:
         return loss_of(loss_fn, state, batch)(state.params)[0]
 
-    with hint_observer(note), attention_observer(take), experts_observer(route), tracing_under(layout):
+    with ExitStack() as stack:
+        for observer in (hint_observer(note), attention_observer(take), experts_observer(route)):
+            stack.enter_context(observer)
+        stack.enter_context(matmul_observer(multiply))
+        stack.enter_context(tracing_under(layout))
         jax.eval_shape(forward, state, batch)
     return list(found.values()), tuple(notes)
 

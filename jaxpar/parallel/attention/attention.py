@@ -143,7 +143,7 @@ def attention(
         # A shard of the query heads would meet the wrong key heads, so every query head gets its own key head.
         dims = (*kv_dims[:2], q_dims[2], kv_dims[3])
         k, v = (hint(jnp.repeat(x, q.shape[2] // x.shape[2], axis=2), *dims) for x in (k, v))
-        sharding = QKVSharding(sharding.q, (*sharding.kv[:2], sharding.q[2], sharding.kv[3]))
+        sharding = qkv_sharding(q, k, q_dims, dims)
     ring, heads = roles(picked.impl, sharding.kv[1], swapped)
     check_order(picked.impl, options, ring, heads)
     key_source = KEYS[picked.impl] if ring else "here"

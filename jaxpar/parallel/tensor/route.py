@@ -30,11 +30,11 @@ from jaxpar.sharding.resolve import Resolved, resolve
 from jaxpar.sharding.rules import Axes
 from jaxpar.utils.arrays import itemsize
 
-type Dims = tuple[str | None, ...]
-type Shards = tuple[Axes, ...]
+type WeightDims = tuple[str | None, ...]
+type ShardedDims = tuple[Axes, ...]
 
 
-class Part(Enum):
+class AxisPart(Enum):
     """The part of a mesh axis in a local matmul; see the module."""
 
     ROWS = auto()
@@ -45,7 +45,7 @@ class Part(Enum):
 
 @dataclass(frozen=True)
 class Move:
-    """Shards of one dim that are gathered in one direction of a matmul, and summed or sliced in the other.
+    """ShardedDims of one dim that are gathered in one direction of a matmul, and summed or sliced in the other.
 
     Attributes:
       dim: the dim.
@@ -59,7 +59,7 @@ class Move:
 
 
 @dataclass(frozen=True)
-class Operand:
+class MatmulOperand:
     """The sharding of an operand outside the local matmul, and the way to the sharding inside.
 
     Attributes:
@@ -68,7 +68,7 @@ class Operand:
       summed: the axes over which the way outside also sums, because no dim is sharded over them.
     """
 
-    shards: Shards
+    shards: ShardedDims
     moves: tuple[Move, ...] = ()
     summed: Axes = ()
 
@@ -76,9 +76,15 @@ class Operand:
     def spec(self) -> PartitionSpec:
         return PartitionSpec(*self.shards)
 
+    @property
+    def inside(self) -> ShardedDims:
+        """The mesh axes of each dim inside the local matmul."""
+        moved = {axis for move in self.moves for axis in move.axes}
+        return tuple(tuple(axis for axis in axes if axis not in moved) for axes in self.shards)
+
 
 @dataclass(frozen=True)
-class Route:
+class MatmulRoute:
     """How one matmul runs in several dimensions.
 
     Attributes:
@@ -90,12 +96,22 @@ class Route:
       contracting_dims: the number of leading dims of the weight that the product sums over.
     """
 
-    dims: Dims
-    x: Operand
-    w: Operand
-    w_grad: Operand
-    y: Operand
+    dims: WeightDims
+    x: MatmulOperand
+    w: MatmulOperand
+    w_grad: MatmulOperand
+    y: MatmulOperand
     contracting_dims: int
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether the matmul involves an axis ``x``, ``y`` or ``z``."""
+        return any(axis in TENSOR_AXES for axis in self.axes)
+
+    @property
+    def with_gathered_weight(self) -> MatmulRoute:
+        """The route of a weight that is already sharded as the local matmul uses it."""
+        return replace(self, w=MatmulOperand(self.w.inside))
 
     @property
     def axes(self) -> Axes:
@@ -106,7 +122,7 @@ class Route:
 
 
 @dataclass(frozen=True)
-class Shardings:
+class MatmulShardings:
     """The shardings of the arrays of one matmul by the rules.
 
     Attributes:
@@ -135,18 +151,18 @@ class Shardings:
         found = (axis for one in (self.x, self.w, self.w_grad, self.y) for dim in one.axes for axis in dim)
         return tuple(dict.fromkeys(found))
 
-    def parts(self) -> dict[str, Part]:
+    def parts(self) -> dict[str, AxisPart]:
         """Returns the part of each mesh axis."""
         rows_x, rows_y = _first(self.x.axes[: -self.contracting_dims]), _first(self.y.axes[: self._lead])
         contracted, columns = _all(self.w.axes[: self.contracting_dims]), _all(self.w.axes[self.contracting_dims :])
         columns_y = _all(self.y.axes[self._lead :])
 
-        def part(axis: str) -> Part:
+        def part(axis: str) -> AxisPart:
             if axis in rows_x and axis in rows_y:
-                return Part.ROWS
+                return AxisPart.ROWS
             if axis in contracted and axis not in rows_x:
-                return Part.CONTRACTED
-            return Part.COLUMNS if axis in columns and axis in columns_y else Part.WHOLE
+                return AxisPart.CONTRACTED
+            return AxisPart.COLUMNS if axis in columns and axis in columns_y else AxisPart.WHOLE
 
         return {axis: part(axis) for axis in self.axes}
 
@@ -161,8 +177,8 @@ def is_live(sizes: Mapping[str, int]) -> bool:
 
 
 def shardings_of(
-    layout: Layout, x: Any, w: Any, dims: Dims, contracting_dims: int, manual: Iterable[str] = ()
-) -> Shardings:
+    layout: Layout, x: Any, w: Any, dims: WeightDims, contracting_dims: int, manual: Iterable[str] = ()
+) -> MatmulShardings:
     """Returns the shardings by the rules of the arrays of ``tensordot(x, w, contracting_dims)``.
 
     Args:
@@ -177,10 +193,10 @@ def shardings_of(
     rows = ("batch", *(None,) * (lead - 1)) if lead else ()
     sizes = {axis: size for axis, size in layout.sizes.items() if axis not in manual}
 
-    def at(names: Dims, shape: tuple[int, ...], role: str, path: str, dtype: Any) -> Resolved:
+    def at(names: WeightDims, shape: tuple[int, ...], role: str, path: str, dtype: Any) -> Resolved:
         return resolve(layout.rules, sizes, names, shape, role=role, itemsize=itemsize(dtype), path=path)
 
-    return Shardings(
+    return MatmulShardings(
         at((*rows, *dims[:contracting_dims]), x.shape, "activations", "the input of sharded_dot()", x.dtype),
         at(dims, w.shape, "params", "a weight of sharded_dot()", w.dtype),
         at(dims, w.shape, "gradients", "the gradient of a weight of sharded_dot()", w.dtype),
@@ -195,31 +211,33 @@ def shardings_of(
     )
 
 
-def route_of(found: Shardings, dims: Dims) -> tuple[Route, tuple[str, ...]]:
+def route_of(found: MatmulShardings, dims: WeightDims) -> tuple[MatmulRoute, tuple[str, ...]]:
     """Returns the route of a matmul, and what the rules prevent, one text each; with problems the route is unusable."""
     parts, n, lead = found.parts(), found.contracting_dims, len(found.x.axes) - found.contracting_dims
-    inside_w = tuple(_of(parts, axes, Part.CONTRACTED, Part.COLUMNS) for axes in found.w.axes)
-    rows = tuple(_of(parts, axes, Part.ROWS) for axes in found.x.axes[:lead])
+    inside_w = tuple(_of(parts, axes, AxisPart.CONTRACTED, AxisPart.COLUMNS) for axes in found.w.axes)
+    rows = tuple(_of(parts, axes, AxisPart.ROWS) for axes in found.x.axes[:lead])
     problems: list[str] = []
 
-    def operand(what: str, resolved: Resolved, inside: Shards, summed: Part) -> Operand:
+    def operand(what: str, resolved: Resolved, inside: ShardedDims, summed: AxisPart) -> MatmulOperand:
         made = _operand(resolved.axes, inside, parts, summed)
         problems.extend(f"sharded_dot() of a weight {dims}: {text}" for text in _misfits(what, made, resolved))
         seen = _all(made.shards)
         return replace(made, summed=tuple(a for a, part in parts.items() if part is summed and a not in seen))
 
-    route = Route(
+    route = MatmulRoute(
         dims,
-        operand("input", found.x, (*rows, *inside_w[:n]), Part.COLUMNS),
-        operand("stored weight", found.w, inside_w, Part.ROWS),
-        operand("gradient", found.w_grad, inside_w, Part.ROWS),
-        operand("result", found.y, (*rows, *inside_w[n:]), Part.CONTRACTED),
+        operand("input", found.x, (*rows, *inside_w[:n]), AxisPart.COLUMNS),
+        operand("stored weight", found.w, inside_w, AxisPart.ROWS),
+        operand("gradient", found.w_grad, inside_w, AxisPart.ROWS),
+        operand("result", found.y, (*rows, *inside_w[n:]), AxisPart.CONTRACTED),
         n,
     )
     return route, tuple(problems)
 
 
-def _operand(outside: Shards, inside: Shards, parts: Mapping[str, Part], summed: Part) -> Operand:
+def _operand(
+    outside: ShardedDims, inside: ShardedDims, parts: Mapping[str, AxisPart], summed: AxisPart
+) -> MatmulOperand:
     """Returns an operand whose dims are sharded over ``inside`` and then over the axes that are gathered."""
     shards: list[Axes] = []
     moves: list[Move] = []
@@ -227,10 +245,10 @@ def _operand(outside: Shards, inside: Shards, parts: Mapping[str, Part], summed:
         moved = tuple(axis for axis in found if axis not in _all(inside))
         shards.append((*kept, *moved))
         moves += reversed([Move(dim, axes, part is summed) for part, axes in _runs(moved, parts)])
-    return Operand(tuple(shards), tuple(moves))
+    return MatmulOperand(tuple(shards), tuple(moves))
 
 
-def _misfits(what: str, operand: Operand, resolved: Resolved) -> Iterator[str]:
+def _misfits(what: str, operand: MatmulOperand, resolved: Resolved) -> Iterator[str]:
     """Yields a problem for each dim whose axes the rules place or order as no local matmul can use them."""
     for needed, dim in zip(operand.shards, resolved.dims, strict=True):
         # An input that is replicated over a contracted axis is sliced for free.
@@ -243,9 +261,9 @@ def _misfits(what: str, operand: Operand, resolved: Resolved) -> Iterator[str]:
             )
 
 
-def _runs(axes: Axes, parts: Mapping[str, Part]) -> list[tuple[Part, Axes]]:
+def _runs(axes: Axes, parts: Mapping[str, AxisPart]) -> list[tuple[AxisPart, Axes]]:
     """Returns neighbouring axes of the same part as one."""
-    found: list[tuple[Part, Axes]] = []
+    found: list[tuple[AxisPart, Axes]] = []
     for axis in axes:
         if found and found[-1][0] is parts[axis]:
             found[-1] = (parts[axis], (*found[-1][1], axis))
@@ -254,13 +272,13 @@ def _runs(axes: Axes, parts: Mapping[str, Part]) -> list[tuple[Part, Axes]]:
     return found
 
 
-def _of(parts: Mapping[str, Part], axes: Axes, *wanted: Part) -> Axes:
+def _of(parts: Mapping[str, AxisPart], axes: Axes, *wanted: AxisPart) -> Axes:
     return tuple(axis for axis in axes if parts[axis] in wanted)
 
 
-def _first(shards: Shards) -> Axes:
+def _first(shards: ShardedDims) -> Axes:
     return shards[0] if shards else ()
 
 
-def _all(shards: Shards) -> Axes:
+def _all(shards: ShardedDims) -> Axes:
     return tuple(axis for axes in shards for axis in axes)

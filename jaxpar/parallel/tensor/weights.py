@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import jax
 
-from jaxpar.parallel.tensor.route import Dims, Part, is_live, shardings_of
+from jaxpar.parallel.tensor.route import AxisPart, WeightDims, is_live, shardings_of
 from jaxpar.sharding.layout import current_layout, hint, to_spec, with_sharding
 from jaxpar.sharding.resolve import Resolved
 
 
-def used_sharding(w: jax.Array, dims: Dims) -> Resolved:
+def used_sharding(w: jax.Array, dims: WeightDims) -> Resolved:
     """Returns the sharding of a weight in the compute: by the activation rules, or as a local product uses it.
 
     In several dimensions, activations and weights are sharded over the same axes, so the activation rules of a weight's
@@ -26,15 +26,13 @@ def used_sharding(w: jax.Array, dims: Dims) -> Resolved:
     found = shardings_of(layout, rows, w, dims, 1, jax.sharding.get_abstract_mesh().manual_axes)
     if found.problems:
         return used
-    parts, kept = found.parts(), (Part.CONTRACTED, Part.COLUMNS)
-    inside = (
-        replace(dim, axes=tuple(axis for axis in dim.axes if parts[axis] in kept)) for dim in found.w.dims
-    )
+    parts, kept = found.parts(), (AxisPart.CONTRACTED, AxisPart.COLUMNS)
+    inside = (replace(dim, axes=tuple(axis for axis in dim.axes if parts[axis] in kept)) for dim in found.w.dims)
     return replace(found.w, dims=tuple(inside))
 
 
 def hint_weight(w: jax.Array, *dims: str | None) -> jax.Array:
-    """Returns ``w`` sharded as :func:`used_sharding` says; where the activation rules apply it is ``hint(w, *dims)``."""
+    """Returns ``w`` sharded as :func:`used_sharding` says: ``hint(w, *dims)``, where the activation rules apply."""
     used = used_sharding(w, dims)
     context = jax.sharding.get_abstract_mesh()
     if used.problems or used == current_layout().resolve(dims, w.shape, dtype=w.dtype) or context.empty:

@@ -1,0 +1,198 @@
+"""``compare_tensor``: what tensor parallelism in one, two, 2.5 and three dimensions sends for a model, and how long."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+
+from jaxpar.analysis.roofline import show_time
+from jaxpar.analysis.units import aligned, show_bytes
+from jaxpar.errors import JaxparError
+from jaxpar.parallel.tensor.grid import KINDS, grid, rules
+from jaxpar.parallel.tensor.traffic import Matmuls
+from jaxpar.sharding.hardware.links import Links
+from jaxpar.sharding.hardware.topology import Topology
+from jaxpar.sharding.layout import Layout, tracing_under
+from jaxpar.sharding.mesh import MeshSpec
+from jaxpar.sharding.rules import Rules
+from jaxpar.training.loss import loss_of
+from jaxpar.training.model import MakeModel
+from jaxpar.training.state import abstract_state
+from jaxpar.utils.contexts import matmul_observer
+
+_COLUMNS = ("kind", "mesh", "sent forward", "sent in all", "links", "compute", "step", "weights", "inputs")
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """The matmuls of a model under one kind of tensor parallelism; bytes and seconds of one device.
+
+    Each matmul that ``sharded_dot`` runs is counted once, so the layers of a scan count as one layer. The embedding and
+    an output head inside a loss are not counted.
+
+    Attributes:
+      name: the name of the layout, such as ``2d``.
+      mesh: the sizes of its mesh axes above 1.
+      forward_bytes: bytes sent in the forward pass.
+      sent_bytes: bytes sent in forward and backward pass.
+      link_seconds: the time of all collectives, one after the other.
+      compute_seconds: the time of the matmuls of forward and backward pass.
+      weight_bytes: the shards of the weights, in the compute dtype.
+      input_bytes: the shards of the matmuls' inputs, which the backward pass keeps.
+      problem: why the layout cannot run; the numbers are then 0.
+    """
+
+    name: str
+    mesh: Mapping[str, int]
+    forward_bytes: float = 0.0
+    sent_bytes: float = 0.0
+    link_seconds: float = 0.0
+    compute_seconds: float = 0.0
+    weight_bytes: int = 0
+    input_bytes: int = 0
+    problem: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of matmuls and collectives if nothing overlaps."""
+        return self.link_seconds + self.compute_seconds
+
+    def cells(self) -> tuple[str, ...]:
+        """Returns the row of a table."""
+        mesh = ", ".join(f"{axis}={size}" for axis, size in self.mesh.items())
+        if self.problem:
+            return (self.name, mesh, f"not possible: {self.problem}")
+        sizes = (show_bytes(round(n)) for n in (self.forward_bytes, self.sent_bytes))
+        times = (show_time(s) for s in (self.link_seconds, self.compute_seconds, self.seconds))
+        return (self.name, mesh, *sizes, *times, show_bytes(self.weight_bytes), show_bytes(self.input_bytes))
+
+
+@dataclass(frozen=True)
+class TensorPlans:
+    """Kinds of tensor parallelism for one model on one topology.
+
+    Attributes:
+      topology: its name.
+      plans: one for each kind.
+    """
+
+    topology: str
+    plans: tuple[TensorPlan, ...]
+
+    @property
+    def best(self) -> TensorPlan | None:
+        """The plan that takes the least time if nothing overlaps; ``None`` if none is possible."""
+        possible = [plan for plan in self.plans if not plan.problem]
+        return min(possible, key=lambda plan: plan.seconds, default=None)
+
+    def __str__(self) -> str:
+        whole = [plan.cells() for plan in self.plans if not plan.problem]
+        lines = aligned([_COLUMNS, *whole])
+        lines += [": ".join(plan.cells()[::2]) for plan in self.plans if plan.problem]
+        best, others = self.best, [plan for plan in self.plans if not plan.problem and plan is not self.best]
+        if best is not None:
+            against = ", ".join(f"{other.name} {show_time(other.seconds)}" for other in others)
+            verdict = f"{best.name} wins with {show_time(best.seconds)} a layer"
+            lines.append(f"{verdict}, against {against}." if against else f"{verdict}.")
+        head = f"Matmuls of one layer, forward and backward, on {self.topology}: a model, not a measurement."
+        return "\n".join([head, *lines, ""])
+
+    def to_json(self) -> str:
+        """Returns every field as JSON."""
+        return json.dumps(asdict(self), indent=1)
+
+
+def compare_tensor(
+    make_model: MakeModel,
+    tx: Any,
+    loss_fn: Callable[..., Any],
+    batch: Any,
+    *,
+    topology: str,
+    layouts: Mapping[str, Layout] | Rules,
+    devices: int | None = None,
+) -> TensorPlans:
+    """Returns what each kind of tensor parallelism sends for the matmuls of a model, and the time that this takes.
+
+    The loss is traced under each layout; every :func:`jaxpar.sharded_dot` is counted. Nothing is compiled, and no
+    device is needed. Links and compute are those of the roofline; the times assume that nothing overlaps.
+
+    Args:
+      make_model, tx, loss_fn: as for :func:`jaxpar.explain`.
+      batch: a pytree of arrays or of their shapes and dtypes, with global shapes.
+      topology: the hardware, such as ``"v5e:8x8"``.
+      layouts: name → layout on an abstract mesh of all chips; or rules, from which :func:`jaxpar.tensor.rules` makes
+        one layout for each kind.
+      devices: with rules, the number of devices that share a layer, by default all; the others take the axis ``data``.
+
+    Raises:
+      MeshError: the topology is unknown, or ``devices`` does not divide its devices.
+
+    >>> import jax, jax.numpy as jnp, optax
+    >>> import jaxpar as jp
+    >>> make_model = lambda key: {"w": jp.tag(jax.random.normal(key, (64, 256)), "embed", "mlp")}
+    >>> loss_fn = lambda model, x: jnp.sum(jp.sharded_dot(x, (model["w"], ("embed", "mlp")))[0])
+    >>> batch = jax.ShapeDtypeStruct((8, 16, 64), jnp.float32)
+    >>> rules = jp.Rules(batch="data", embed=None, mlp=None)
+    >>> found = compare_tensor(make_model, optax.sgd(1.0), loss_fn, batch, topology="v5e:2x2", layouts=rules)
+    >>> [plan.name for plan in found.plans if not plan.problem], round(found.plans[1].forward_bytes)
+    (['1d', '2d'], 40960)
+    """
+    target = Topology.parse(topology)
+    plans = []
+    for name, layout in _layouts(target, layouts, devices):
+        if isinstance(layout, Layout):
+            plans.append(_plan(name, layout, target, (make_model, tx, loss_fn, batch)))
+        else:
+            plans.append(TensorPlan(name, {}, problem=layout))
+    return TensorPlans(str(target), tuple(plans))
+
+
+def _layouts(
+    target: Topology, layouts: Mapping[str, Layout] | Rules, devices: int | None
+) -> Iterator[tuple[str, Layout | str]]:
+    """Yields the name of each layout, and the layout or why there is none."""
+    if not isinstance(layouts, Rules):
+        yield from layouts.items()
+        return
+    shared = target.devices if devices is None else devices
+    for kind in KINDS:
+        try:
+            spec = MeshSpec(data=-1, **grid(kind, shared))
+            yield kind, Layout(spec.on(target), rules(kind, layouts))
+        except JaxparError as error:
+            yield kind, str(error)
+
+
+def _plan(name: str, layout: Layout, target: Topology, model: tuple[Any, ...]) -> TensorPlan:
+    make_model, tx, loss_fn, batch = model
+    sizes = {axis: size for axis, size in layout.sizes.items() if size > 1}
+    found: dict[Any, Matmuls] = {}
+
+    def note(place: str, x: Any, ws: Any, routes: Any) -> None:
+        matmuls = Matmuls.of(x, ws, routes)
+        found[(place, matmuls)] = matmuls
+
+    try:
+        state = abstract_state(layout, make_model, tx)
+        with matmul_observer(note), tracing_under(layout):
+            jax.eval_shape(lambda state, batch: loss_of(loss_fn, state, batch)(state.params)[0], state, batch)
+        links = Links.of(target, layout.sizes)
+    except JaxparError as error:
+        return TensorPlan(name, sizes, problem=str(error).splitlines()[0])
+    every = list(found.values())
+    sent = [one for matmuls in every for one in matmuls.sent(layout.sizes)]
+    return TensorPlan(
+        name,
+        sizes,
+        forward_bytes=sum(one.wire_bytes for one in sent if not one.backward),
+        sent_bytes=sum(one.wire_bytes for one in sent),
+        link_seconds=sum(links.seconds(one.kind, one.axes, one.wire_bytes) for one in sent),
+        compute_seconds=3 * sum(matmuls.flops(layout.sizes) for matmuls in every) / target.accelerator.rate("bf16"),
+        weight_bytes=sum(matmuls.weight_bytes(layout.sizes) for matmuls in every),
+        input_bytes=sum(matmuls.input_bytes(layout.sizes) for matmuls in every),
+    )
