@@ -78,20 +78,23 @@ def routes(
     return picked if several else None
 
 
-def multiply(x: jax.Array, ws: Sequence[jax.Array], found: Sequence[MatmulRoute]) -> list[jax.Array]:
+def multiply(
+    x: jax.Array, ws: Sequence[jax.Array], found: Sequence[MatmulRoute], precision: Precision
+) -> list[jax.Array]:
     """Returns the products of ``x`` and the weights by their routes; weights with one kind of input share its gather.
 
     Args:
       x: the input.
       ws: the weights as the state stores them, in the compute dtype.
       found: as :func:`routes` returned them.
+      precision: the dtypes of the products and of the gathers of weights.
     """
     groups: dict[MatmulOperand, list[int]] = {}
     for i, route in enumerate(found):
         groups.setdefault(route.x, []).append(i)
     results: dict[int, jax.Array] = {}
     for group in groups.values():
-        plan = (tuple(found[i] for i in group), summing(ws[group[0]].dtype), current_precision())
+        plan = (tuple(found[i] for i in group), summing(ws[group[0]].dtype), precision)
         results |= zip(group, _products(plan, x, *(ws[i] for i in group)), strict=True)
     return [results[i] for i in range(len(ws))]
 
