@@ -179,8 +179,8 @@ def sharded_dot(
     precision, results = current_precision(), dict[int, jax.Array]()
     for num_shards, group in groups:
         alike, dims = [ws[i] for i in group], weights[group[0]][1]
-        joined = _Joined(dims, num_shards, tuple(w.shape for w in alike), exact or is_exact(dims, precision))
-        products = _times(x, joined, alike, summed, reshard_after_forward)
+        columns = _Joined(dims, num_shards, tuple(w.shape for w in alike), exact or is_exact(dims, precision))
+        products = _times(x, columns, alike, summed, reshard_after_forward)
         results |= zip(group, products, strict=True)
     return tuple(results[i] for i in range(len(ws)))
 
