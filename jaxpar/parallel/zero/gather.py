@@ -170,7 +170,9 @@ def sharded_dot(
     ws = [to_device(w) for w, _ in weights]
     ws = ws if dtype is None else [w.astype(dtype) for w in ws]
     if found is not None:
-        return tuple(multiply(x, ws, found, current_precision().for_weight(exact)))
+        precision = current_precision()
+        exact = exact or any(is_exact(dims, precision) for _, dims in weights)
+        return tuple(multiply(x, ws, found, precision.for_weight(exact)))
     if not joined and len(ws) > 1:
         return tuple(alone(one)[0] for one in weights)
     # A single matrix is gathered as it is stored.
