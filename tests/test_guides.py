@@ -196,6 +196,13 @@ def test_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert "200 1 bad row skipped: corpus/rows.jsonl row 201: its field 'text' is empty" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+def test_parameter_server(capsys: pytest.CaptureFixture[str]) -> None:
+    names = run("\n".join(blocks("docs/guides/parameter_server.md")), {})
+    assert capsys.readouterr().out == "{'params/bias': (1,), 'params/kernel': (4, 1)}\n"
+    assert names["table"].rows == 10**9
+
+
 def test_sliced_images(capsys: pytest.CaptureFixture[str]) -> None:
     with contextlib.chdir(ROOT):
         run("\n".join(blocks("docs/guides/sliced_images.md")), {})

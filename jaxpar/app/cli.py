@@ -67,6 +67,8 @@ class Train:
       process_id: rank of this process, or of the first of --processes
       ray: start the processes on a Ray cluster (extra ray)
       profile: write a trace of COUNT steps from the step START, for xprof and TensorBoard
+      servers: number of parameter servers (extra ray; default: parallel.parameter_server)
+      workers: number of workers that train with parameter servers
     """
 
     config: Config
@@ -77,11 +79,14 @@ class Train:
     process_id: Number = None
     ray: Flag = False
     profile: Annotated[str | None, arg(metavar="START:COUNT", help_behavior_hint="")] = None
+    servers: Number = None
+    workers: Number = None
 
     def run(self) -> int:
         from jaxpar.app.train.launch import LaunchOptions, go, profile_settings
 
-        options = LaunchOptions(self.processes, self.coordinator, self.process_count, self.process_id, self.ray)
+        place = self.processes, self.coordinator, self.process_count, self.process_id
+        options = LaunchOptions(*place, self.ray, self.servers, self.workers)
         settings = self.set if self.profile is None else (*self.set, *profile_settings(self.profile))
         return go(self.config, settings, options)
 

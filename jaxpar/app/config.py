@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from jaxpar.app.config_ranges import AboveOne, BatchSize, Count, Natural, Positive
 from jaxpar.app.data_config import DataConfig, check_blend
 from jaxpar.app.quantize_config import QuantizeSettings
+from jaxpar.app.server_config import ServerSettings
 from jaxpar.app.shipped_configs import find_config
 from jaxpar.errors import ConfigError
 from jaxpar.sharding.mesh import AxisSize, LayoutData
@@ -171,6 +172,7 @@ class ParallelConfig:
       overlap: ``{ways: 2}`` runs the layers on two halves of each device's rows, one communicating while the other
         computes; see :func:`jaxpar.overlap.interleave_batches`. ``{ways: 2, dim: seq}`` halves each sequence, for
         devices with a single row.
+      parameter_server: parameters are on servers, and workers train at their own pace (extra ray).
     """
 
     optimizer: ZeroConfig | None = None
@@ -181,6 +183,7 @@ class ParallelConfig:
     context: ContextConfig | None = None
     pipeline: PipelineConfig | None = None
     overlap: OverlapConfig = field(default_factory=OverlapConfig)
+    parameter_server: ServerSettings | None = None
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from jaxpar.parameter_server.program import TrainingProgram
 from jaxpar.parameter_server.server_shard import ServerShard
 from jaxpar.parameter_server.service import Coordinator, ServerService
 from jaxpar.parameter_server.transport import ThreadTransport, Transport
-from jaxpar.parameter_server.worker import ParameterServerWorker, WorkerReport
+from jaxpar.parameter_server.worker import ParameterServerWorker, WorkerPrograms, WorkerReport
 
 type LoadProgram = Callable[[], TrainingProgram]
 """Makes the program in the process of a server or a worker."""
@@ -94,6 +94,7 @@ class ThreadCluster:
     def __init__(self, files: RunFiles, program: TrainingProgram, config: ServerConfig):
         self._files, self._program, self._config = files, program, config
         self._transport = ThreadTransport(Coordinator(str(files.membership)))
+        self._programs = WorkerPrograms(program, config)
         self._workers: dict[int, ParameterServerWorker] = {}
         self._results: queue.Queue[tuple[int, WorkerReport | BaseException]] = queue.Queue()
 
@@ -114,7 +115,7 @@ class ThreadCluster:
     def _run(self, number: int, steps: int) -> None:
         try:
             folder = self._files.worker(number)
-            worker = ParameterServerWorker(self._program, self._config, self._transport, number, folder)
+            worker = ParameterServerWorker(self._programs, self._config, self._transport, number, folder)
             self._workers[number] = worker
             self._results.put((number, worker.run(steps)))
         except BaseException as error:  # noqa: BLE001 (raised by the thread that waits)

@@ -19,7 +19,7 @@ from jaxpar.parameter_server.config import ServerConfig
 from jaxpar.parameter_server.ray_start import connect
 from jaxpar.parameter_server.service import Coordinator, ServerService
 from jaxpar.parameter_server.transport import ServerCall, ServerLost
-from jaxpar.parameter_server.worker import ParameterServerWorker, WorkerReport
+from jaxpar.parameter_server.worker import ParameterServerWorker, WorkerPrograms, WorkerReport
 
 _COORDINATOR = "coordinator"
 _THREADS = 64
@@ -69,7 +69,8 @@ class RayTrainer:
             program, config = self._files.read()
             folder = self._files.worker(self._number)
             transport = RayTransport(ray, self._namespace)
-            self._worker = ParameterServerWorker(program, config, transport, self._number, folder)
+            programs = WorkerPrograms(program, config)
+            self._worker = ParameterServerWorker(programs, config, transport, self._number, folder)
         return self._worker
 
 

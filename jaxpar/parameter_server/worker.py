@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -43,23 +44,26 @@ class WorkerReport:
     traffic: Traffic = field(default_factory=Traffic)
 
 
-class ParameterServerWorker:
-    """A worker, ready to run: its state is made, and the servers have initial values.
+class WorkerPrograms:
+    """The compiled programs of the workers of a process, and the lock under which they run.
+
+    Workers that share devices run one at a time: programs that communicate could otherwise wait for each other.
 
     Args:
       program: what to train.
       config: the run's configuration.
-      transport: reaches the servers.
-      worker: its number.
-      folder: keeps what a restart needs beside the parameters.
+
+    Attributes:
+      layout: of the workers.
+      tx: the optimizer that a worker runs itself.
+      clip: the largest norm of a gradient that is pushed.
+      lock: held while a program runs.
 
     Raises:
-      ModelError: the servers hold another model.
       ConfigError: tables in a mode that cannot train them.
     """
 
-    def __init__(self, program: TrainingProgram, config: ServerConfig, transport: Transport, worker: int, folder: Path):
-        self._program, self._config, self._transport, self._worker = program, config, transport, worker
+    def __init__(self, program: TrainingProgram, config: ServerConfig):
         self._local = config.mode == "local_sgd"
         if self._local and program.tables:
             raise ConfigError(
@@ -67,19 +71,63 @@ class ParameterServerWorker:
                 f"{config.sync_every} steps, and cannot train a sparse table. Remedy: another mode."
             )
         options = dict(program.step_options)
-        self._clip = None if self._local else options.pop("clip_norm", None)
-        self._layout = program.layout()
-        tx = program.tx if self._local else optax.set_to_zero()
-        make = {"precision": options.get("precision")}
-        self._state = jp.init(self._layout, program.make_model, tx, seed=program.seed, **make)
+        self.program, self.lock = program, threading.RLock()
+        self.clip: float | None = None if self._local else options.pop("clip_norm", None)
+        self.layout = program.layout()
+        self.tx = program.tx if self._local else optax.set_to_zero()
+        self._precision = options.get("precision")
+        options |= {"donate": self._local, "return_grads": not self._local}
+        self._step = jp.train_step(self.layout, program.loss_fn, **options)
+        self._evaluation: Callable[..., Any] | None = None
+
+    def init(self) -> Any:
+        """Returns the initial state."""
+        with self.lock:
+            make_model, seed = self.program.make_model, self.program.seed
+            state = jp.init(self.layout, make_model, self.tx, seed=seed, precision=self._precision)
+            return jax.block_until_ready(state)
+
+    def step(self, state: Any, batch: Any) -> Any:
+        """Returns the state after a step, and its metrics."""
+        with self.lock:
+            return jax.block_until_ready(self._step(state, batch))
+
+    def evaluate(self, state: Any) -> float:
+        """Returns the mean loss on the held-out batches."""
+        with self.lock:
+            if self._evaluation is None:
+                loss_fn = self.program.eval_loss_fn or self.program.loss_fn
+                self._evaluation = jp.eval_step(self.layout, loss_fn, precision=self._precision)
+                self._heldout = [] if self.program.heldout is None else list(self.program.heldout())
+            found = [jax.block_until_ready(self._evaluation(state, batch)) for batch in self._heldout]
+        weights = [float(metrics.get("weight", 1)) for metrics in found]
+        return float(np.average([float(metrics["loss"]) for metrics in found], weights=weights))
+
+
+class ParameterServerWorker:
+    """A worker, ready to run: its state is made, and the servers hold the same model.
+
+    Args:
+      programs: what it runs.
+      config: the run's configuration.
+      transport: reaches the servers.
+      worker: its number.
+      folder: keeps what a restart needs beside the parameters.
+
+    Raises:
+      ModelError: the servers hold another model.
+    """
+
+    def __init__(self, programs: WorkerPrograms, config: ServerConfig, transport: Transport, worker: int, folder: Path):
+        program = programs.program
+        self._programs, self._program, self._config = programs, program, config
+        self._transport, self._worker, self._local = transport, worker, config.mode == "local_sgd"
+        self._state = programs.init()
         key = jax.random.fold_in(self._state.key, worker)
         self._key = np.asarray(jax.random.key_data(key)), jax.random.key_impl(key)
-        options |= {"donate": self._local, "return_grads": not self._local}
-        self._step = jp.train_step(self._layout, program.loss_fn, **options)
         self._shardings = jax.tree.map(lambda x: x.sharding, self._state.params)
         self._client = ServerClient(transport, worker, program.model_params, program.tables, config.patience)
         self._memory = WorkerMemory(folder)
-        self._evaluation: Callable[..., Any] | None = None
         self.report = WorkerReport(worker, traffic=self._client.traffic)
 
     def run(self, steps: int) -> WorkerReport:
@@ -118,15 +166,16 @@ class ParameterServerWorker:
     def _gradient_step(self, step: int, batch: Any) -> dict[str, float]:
         ids, batch = look_up(batch, self._program.tables)
         self._load(self._client.pull(step, ids), ids)
-        self._state, metrics = self._step(self._at(step), batch)
+        self._state, metrics = self._programs.step(self._at(step), batch)
         self.report.losses[step] = loss = float(metrics["loss"])
         if bool(metrics.get("skipped", False)):
             self._client.push(step, None)
             return {"loss": loss, "skipped": 1.0}
         grads = metrics["grads"]
         norm = float(metrics["grad_norm"])
-        if self._clip is not None and norm > self._clip:
-            scale = self._clip / norm
+        clip = self._programs.clip
+        if clip is not None and norm > clip:
+            scale = clip / norm
             grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
         self._client.push(step, _rows(_named(grads), ids), weight=float(metrics.get("weight", 1.0)))
         return {"loss": loss, "grad_norm": norm}
@@ -139,7 +188,7 @@ class ParameterServerWorker:
         self._state = self._at(clock * every)
         losses = []
         for step in range(clock * every, (clock + 1) * every):
-            self._state, metrics = self._step(self._state, batches(step))
+            self._state, metrics = self._programs.step(self._state, batches(step))
             losses.append(metrics["loss"])
         for step, loss in enumerate(losses, clock * every):
             self.report.losses[step] = float(loss)
@@ -215,14 +264,7 @@ class ParameterServerWorker:
     def _heldout(self) -> dict[str, float]:
         if self._program.heldout is None or self._program.tables:
             return {}
-        if self._evaluation is None:
-            loss_fn = self._program.eval_loss_fn or self._program.loss_fn
-            precision = self._program.step_options.get("precision")
-            self._evaluation = jp.eval_step(self._layout, loss_fn, precision=precision)
-            self._batches = list(self._program.heldout())
-        found = [self._evaluation(self._state, batch) for batch in self._batches]
-        weights = [float(metrics.get("weight", 1)) for metrics in found]
-        loss = float(np.average([float(metrics["loss"]) for metrics in found], weights=weights))
+        loss = self._programs.evaluate(self._state)
         self.report.heldout[self.report.steps] = loss
         return {"heldout_loss": loss}
 

@@ -22,6 +22,8 @@ from jaxpar.app.launch.peers import Cause
 from jaxpar.app.launch.process_group import Command, Local, ProcessGroup
 from jaxpar.app.launch.supervisor import Policy, Supervisor
 from jaxpar.app.train.next_commands import next_commands
+from jaxpar.app.train.server_run import go as go_with_servers
+from jaxpar.app.train.server_run import with_servers
 from jaxpar.checkpoint.verify import steps_in
 from jaxpar.errors import ConfigError, JaxparError, LaunchError
 from jaxpar.parallel.zero.stages import Zero
@@ -39,6 +41,8 @@ class LaunchOptions:
     process_count: int | None = None
     process_id: int | None = None
     ray: bool = False
+    servers: int | None = None
+    workers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,8 @@ def go(config: Path, settings: Sequence[str], options: LaunchOptions) -> int:
     loaded = load_run(config, settings)
     if heartbeat.connect():
         return _train(loaded, options)
+    if with_servers(loaded, options):
+        return go_with_servers(config, settings, loaded, options)
     policy = policy_of(loaded.config)
     count = options.processes if options.processes is not None else loaded.config.supervise.processes
     if count is None and not options.ray:

@@ -59,14 +59,15 @@ def open_data(job: Job, layout: jp.Layout) -> RunData:
     return RunData(_stream(job, layout, text, process), heldout, "text", text.describe(), text.bigram())
 
 
-def global_stream(job: Job, layout: jp.Layout) -> Stream:
-    """Returns the training batches with the rows of all processes."""
+def global_stream(job: Job, layout: jp.Layout, process: Mapping[str, int] | None = None) -> Stream:
+    """Returns the training batches with the rows of all processes, or of one (``process_index``, ``process_count``)."""
+    process = process or {}
     if job.data is not None:
-        return job.data.stream()
+        return job.data.stream(**process)
     if job.config.data.chat_template is not None:
         found = run_conversations(job.config, job.tokenizer)
-        return conversation_plans(found, job.config.data.batch, {})[0].stream(job.config.data.seed)
-    return _stream(job, layout, _text(job), {})
+        return conversation_plans(found, job.config.data.batch, process)[0].stream(job.config.data.seed)
+    return _stream(job, layout, _text(job), process)
 
 
 def _stream(job: Job, layout: jp.Layout, text: RunText, process: Mapping[str, int]) -> Batches:
