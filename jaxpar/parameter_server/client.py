@@ -122,6 +122,7 @@ class ServerClient:
         *,
         weight: float = 1.0,
         int8: bool = False,
+        prepared: Callable[[], None] = lambda: None,
     ) -> None:
         """Push the gradients of a step; they are applied and durable when this returns.
 
@@ -130,11 +131,13 @@ class ServerClient:
           grads: of each parameter; ``None`` for a step that was not finite.
           weight: of this worker in the mean.
           int8: send 8 bits of each number.
+          prepared: called before anything is sent.
         """
         sent: dict[str, Contribution] = {}
         for piece in self._members.pieces:
             part = None if grads is None else _part(piece, grads[piece.name])
             sent[piece.key] = self._in_int8(piece.key, part) if int8 and isinstance(part, np.ndarray) else part
+        prepared()
         self.traffic.pushed += sum(x.nbytes for x in sent.values() if x is not None)
 
         def request(members: Membership) -> dict[int, ServerCall]:
@@ -183,6 +186,9 @@ class ServerClient:
             calls = {server: call for server, call in calls.items() if server not in ready}
             lost_since = (lost_since or time.monotonic()) if lost else None
             if lost_since is not None:
+                if (members := self._membership()).epoch != self._members.epoch:  # it may have left
+                    self._members, calls, done, lost_since = members, request(members), {}, None
+                    continue
                 self._check_patience(lost, time.monotonic() - lost_since)
                 time.sleep(_PAUSE)
         return done

@@ -72,6 +72,9 @@ class ServerCluster(Protocol):
     def start_worker(self, number: int, steps: int) -> None:
         """Start a worker, which trains up to a step."""
 
+    def stop_worker(self, number: int) -> None:
+        """End a worker that trains no more."""
+
     def ended(self, seconds: float) -> dict[int, WorkerReport]:
         """Returns the reports of workers that have ended since the last call, after at most so many seconds."""
 
@@ -111,6 +114,9 @@ class ThreadCluster:
 
     def start_worker(self, number: int, steps: int) -> None:
         threading.Thread(target=self._run, args=(number, steps), daemon=True).start()
+
+    def stop_worker(self, number: int) -> None:
+        self._workers.pop(number, None)
 
     def _run(self, number: int, steps: int) -> None:
         try:

@@ -18,7 +18,7 @@ from jaxpar.parameter_server.membership import Membership, WorkerSpan, from_json
 from jaxpar.parameter_server.pieces import ParamPiece
 from jaxpar.parameter_server.transport import ServerLost, Transport
 
-type Progress = dict[str, tuple[int, dict[int, int]]]
+type PieceProgress = dict[str, tuple[int, dict[int, int]]]
 """Version and clocks of each piece."""
 
 
@@ -117,8 +117,8 @@ class Controller:
     def _hold(self, members: Membership) -> None:
         self._ask({server: ("hold", (members.epoch + 1,)) for server in members.servers})
 
-    def _progress(self, members: Membership) -> Progress:
-        found: Progress = {}
+    def _progress(self, members: Membership) -> PieceProgress:
+        found: PieceProgress = {}
         for progress in self._ask({server: ("progress", ()) for server in members.servers}).values():
             found |= progress
         return found

@@ -189,6 +189,9 @@ class RayCluster:
         actor = self._actor(f"worker-{number}", RayTrainer, options, number, folder, self._namespace)
         self._runs[actor.run.remote(steps)] = number, steps
 
+    def stop_worker(self, number: int) -> None:
+        self._ray.kill(self._actors.pop(f"worker-{number}"))
+
     def ended(self, seconds: float) -> dict[int, WorkerReport]:
         if not self._runs:
             return {}

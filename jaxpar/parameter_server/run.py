@@ -147,6 +147,7 @@ class ServerRun:
         while worker in self._running:
             self.poll()
         self.controller.remove_worker(worker)
+        self.cluster.stop_worker(worker)
 
     def poll(self, seconds: float = 0.2) -> bool:
         """Take reports, for at most so many seconds; returns whether workers are still running.

@@ -141,7 +141,6 @@ class ParameterServerWorker:
         batches = self._program.batches(self._worker, self._config.workers)
         every = self._config.sync_every
         while clock * every < steps:
-            self._memory.save(clock, self._carried())
             if self._local:
                 metrics = self._round(clock, batches)
             else:
@@ -169,7 +168,7 @@ class ParameterServerWorker:
         self._state, metrics = self._programs.step(self._at(step), batch)
         self.report.losses[step] = loss = float(metrics["loss"])
         if bool(metrics.get("skipped", False)):
-            self._client.push(step, None)
+            self._client.push(step, None, prepared=lambda: self._keep(step + 1))
             return {"loss": loss, "skipped": 1.0}
         grads = metrics["grads"]
         norm = float(metrics["grad_norm"])
@@ -177,7 +176,8 @@ class ParameterServerWorker:
         if clip is not None and norm > clip:
             scale = clip / norm
             grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
-        self._client.push(step, _rows(_named(grads), ids), weight=float(metrics.get("weight", 1.0)))
+        weight, rows = float(metrics.get("weight", 1.0)), _rows(_named(grads), ids)
+        self._client.push(step, rows, weight=weight, prepared=lambda: self._keep(step + 1))
         return {"loss": loss, "grad_norm": norm}
 
     def _round(self, clock: int, batches: Callable[[int], Any]) -> dict[str, float]:
@@ -195,7 +195,8 @@ class ParameterServerWorker:
         end = _named(self._state.params)
         # The outer optimizer goes down, so the "gradient" is start minus end.
         change = {name: value.astype(np.float32) - end[name].astype(np.float32) for name, value in start.items()}
-        self._client.push(clock, change, int8=self._config.compression == "int8")
+        int8 = self._config.compression == "int8"
+        self._client.push(clock, change, int8=int8, prepared=lambda: self._keep(clock + 1))
         return {"loss": float(np.mean([float(loss) for loss in losses]))}
 
     def _at(self, step: int) -> Any:
@@ -231,6 +232,10 @@ class ParameterServerWorker:
         self._state = replace(self._state, params=params)
 
     # What a restart needs
+
+    def _keep(self, clock: int) -> None:
+        """Keep what the next round needs, before the push after which it may begin."""
+        self._memory.save(clock, self._carried())
 
     def _carried(self) -> list[np.ndarray]:
         """The arrays that only this worker has: optimizer state, carried variables, rounding errors."""

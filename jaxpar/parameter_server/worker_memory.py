@@ -30,7 +30,7 @@ class WorkerMemory:
             self._open()
         assert self._log is not None
         record = LogRecord("memory", {"clock": clock}, {str(i): np.array(x) for i, x in enumerate(arrays)})
-        # The round before is kept too: a server may be one behind when its push was lost.
+        # The round before is kept too, until all servers have this one's push.
         self._last = {step: old for step, old in self._last.items() if step == clock - 1} | {clock: record}
         self._log.replace(self._last.values())
 

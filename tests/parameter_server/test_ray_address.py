@@ -16,9 +16,9 @@ def test_an_address_that_does_not_answer_is_reported_soon() -> None:
     with pytest.raises(LaunchError) as error:
         connect(f"127.0.0.1:{port}", 1)
     assert str(error.value) == (
-        f"no Ray cluster answers at 127.0.0.1:{port}: Connection refused. Remedy: the address of a running cluster (ray "
-        "start --head), and RAY_AUTH_MODE=token if it requires a token; or leave the address out to start Ray on this "
-        "machine."
+        f"no Ray cluster answers at 127.0.0.1:{port}: Connection refused. Remedy: the address of a running cluster "
+        "(ray start --head), and RAY_AUTH_MODE=token if it requires a token; or leave the address out to start Ray on "
+        "this machine."
     )
     with pytest.raises(LaunchError) as error:
         connect("nowhere", 1)

@@ -17,11 +17,12 @@ from jaxpar.app.config import Loaded, RunConfig, load_run
 from jaxpar.app.launch import device_assignment, heartbeat
 from jaxpar.app.launch.cluster_detection import Cluster, detect
 from jaxpar.app.launch.exit_codes import ExitCode, exit_code, last_line, report, signal_code
-from jaxpar.app.launch.join import ProcessPlace, join, place_of
+from jaxpar.app.launch.join import ProcessPlace, place_of
 from jaxpar.app.launch.peers import Cause
 from jaxpar.app.launch.process_group import Command, Local, ProcessGroup
 from jaxpar.app.launch.supervisor import Policy, Supervisor
 from jaxpar.app.train.next_commands import next_commands
+from jaxpar.app.train.options import LaunchOptions, set_up_devices
 from jaxpar.app.train.server_run import go as go_with_servers
 from jaxpar.app.train.server_run import with_servers
 from jaxpar.checkpoint.verify import steps_in
@@ -30,19 +31,6 @@ from jaxpar.parallel.zero.stages import Zero
 
 if TYPE_CHECKING:
     from jaxpar.app.train.summary import Summary
-
-
-@dataclass(frozen=True)
-class LaunchOptions:
-    """The command line's options about processes; see ``jaxpar train --help``."""
-
-    processes: int | None = None
-    coordinator: str | None = None
-    process_count: int | None = None
-    process_id: int | None = None
-    ray: bool = False
-    servers: int | None = None
-    workers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -149,18 +137,6 @@ def _status(summary: Summary, config: RunConfig) -> ExitCode:
     if summary.step_times and config.checkpoint is None:
         return ExitCode.NOT_SAVED
     return signal_code(summary.signal)
-
-
-def set_up_devices(config: RunConfig, cluster: ProcessPlace | Cluster | None) -> None:
-    """Join the other processes, if any, and simulate a share of ``cpu_devices`` if the machine has no accelerator."""
-    from jaxpar.utils.simulate_devices import prefer_accelerators
-
-    if cluster is not None:
-        # Only jax tells the processes of other hosts that a host is gone.
-        join(cluster, heartbeat=max(10, min(100, int(config.supervise.step_timeout))))
-    count = 1 if cluster is None else cluster.count or 1
-    if config.cpu_devices is not None:
-        prefer_accelerators(device_assignment.share(config.cpu_devices, count, "simulated devices ('cpu_devices')"))
 
 
 @contextmanager

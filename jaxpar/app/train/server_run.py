@@ -15,11 +15,11 @@ from rich.console import Console
 from jaxpar.app.config import Loaded, RunConfig, load_run
 from jaxpar.app.launch.exit_codes import ExitCode
 from jaxpar.app.server_config import ServerSettings, server_config
+from jaxpar.app.train.options import LaunchOptions, set_up_devices
 from jaxpar.errors import ConfigError, LaunchError
 
 if TYPE_CHECKING:
     from jaxpar.app.job import Job
-    from jaxpar.app.train.launch import LaunchOptions
     from jaxpar.parameter_server import ServerConfig, ServerRunResult, TrainingProgram
 
 
@@ -65,7 +65,7 @@ def go(file: Path, settings: Sequence[str], loaded: Loaded, options: LaunchOptio
     resume = run.checkpoint is not None and run.checkpoint.resume != "never"
     place: dict[str, Any] = {"cluster": table.cluster, "address": table.address, "worker_resources": table.resources}
     place |= {"folder": Path(run.output) / "parameter_server", "resume": resume}
-    with Progress(run, config, console) as progress:
+    with ServerProgress(run, config, console) as progress:
         with ServerRun(load, config, steps=run.train.steps, on_report=progress.add, **place) as going:
             result = going.wait()
         progress.conclude(result)
@@ -119,8 +119,6 @@ def job_program(file: str, settings: Sequence[str], config: ServerConfig) -> Tra
             decay_steps=(optimizer.decay_steps or steps) * config.workers,
         )
         loaded = dataclasses.replace(loaded, config=dataclasses.replace(loaded.config, optimizer=scaled))
-    from jaxpar.app.train.launch import set_up_devices
-
     set_up_devices(loaded.config, None)
     import jaxpar as jp
     from jaxpar.app.job import make_job
@@ -180,7 +178,7 @@ def store(job: Job, state: Any) -> None:
             manager.save(int(state.step), state, layout=job.layout())
 
 
-class Progress:
+class ServerProgress:
     """Prints and records what workers report; a context manager."""
 
     def __init__(self, run: RunConfig, config: ServerConfig, console: Console):

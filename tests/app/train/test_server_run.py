@@ -53,8 +53,8 @@ def _file(folder: Path, **changes: Any) -> Path:
         (
             ["data.batch=10"],
             (
-                "data.batch=10 is divided among the 4 workers of parallel.parameter_server, and is not a multiple of 4. "
-                "Remedy: data.batch: 12."
+                "data.batch=10 is divided among the 4 workers of parallel.parameter_server, and is not a multiple of "
+                "4. Remedy: data.batch: 12."
             ),
         ),
     ],
