@@ -95,6 +95,19 @@ class RematPolicy:
         """
         return value if isinstance(value, RematPolicy) else cls(value)
 
+    def refuse_host_memory(self) -> None:
+        """Raises an error if tensors are stored in host memory, for a pipeline, whose loop over ticks cannot do that.
+
+        Raises:
+          ConfigError: there are ``offload_names``.
+        """
+        if self.offload_names:
+            raise ConfigError(
+                f"pipeline: remat.offload_names is {list(self.offload_names)}, but a pipeline keeps the activations of "
+                "its microbatches in a loop, whose buffers cannot be in host memory. Remedy: move these names to "
+                "save_names, or leave them out, so that they are recomputed."
+            )
+
     def segments(self, layers: int) -> list[tuple[int, int, bool]]:
         """Returns the layers as runs ``(first, end, recomputes)``; layers that do not recompute keep everything.
 

@@ -281,6 +281,21 @@ def test_what_layers_keep_is_split_over_model_unless_a_rule_says_otherwise(job_o
             ),
         ),
         (
+            {
+                **STAGES,
+                "parallel": {
+                    "pipeline": {"microbatches": 8},
+                    "remat": {"policy": "save_names", "offload_names": ["block_output"]},
+                },
+            },
+            ConfigError,
+            (
+                "pipeline: remat.offload_names is ['block_output'], but a pipeline keeps the activations of its "
+                "microbatches in a loop, whose buffers cannot be in host memory. Remedy: move these names to "
+                "save_names, or leave them out, so that they are recomputed."
+            ),
+        ),
+        (
             {**STAGES, "parallel": {"pipeline": {"microbatches": 8}, "reshard_after_forward": False}},
             ConfigError,
             (

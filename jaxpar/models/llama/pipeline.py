@@ -133,6 +133,7 @@ def _local_of(config: LlamaConfig, number: jax.Array) -> jax.Array:
 
 
 def _check(config: LlamaConfig, recompute: RematPolicy) -> None:
+    recompute.refuse_host_memory()
     layers, residual = list(recompute.layers), "activations between layers are sharded by 'residual_seq'"
     reshard, gathered = config.reshard_after_forward, "weights are gathered once per step and kept"
     for key, value, fits, why in (

@@ -54,7 +54,7 @@ class StagedModel:
         """Returns the loss with its layers recomputed by a policy; ``none`` and ``""`` keep what the schedule keeps.
 
         Raises:
-          ConfigError: the policy selects layers.
+          ConfigError: the policy selects layers, or stores activations in host memory.
         """
         if policy in ("", "none"):
             return self.loss
@@ -64,6 +64,7 @@ class StagedModel:
                 "remat: layers selects layers of a pipeline, whose stages run the same code. Remedy: "
                 "parallel.pipeline.recompute, or leave layers out."
             )
+        found.refuse_host_memory()
         rule = found.rule(())
         return replace(self.loss, layer=_recomputed(self.loss.layer, rule))
 
