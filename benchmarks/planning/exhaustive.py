@@ -4,11 +4,13 @@
     uv run python benchmarks/planning/exhaustive.py                         # seconds: reads it
 
 The space has every mesh of 8 chips over pipeline, data, context, ulysses and model, each with ZeRO 0, 1 and 3, no
-recomputation, one batch, and pipelines of twice as many microbatches as stages. Where a stage has one layer, XLA copies
-its buffer of residuals in every tick if the sequence is sharded too (4 GB more traffic); no estimate knows that, so
-stages of one layer are compared apart. Goals, for all others: the planner, which compiles at
+recomputation, one batch, and pipelines of twice as many microbatches as stages. Goals: the planner, which compiles at
 most 12 of them, chooses a plan within 1.05 of the best of all; Spearman's rank correlation of estimated and compiled
-step is at least 0.9, of memory at least 0.95. Exit status 1 otherwise.
+step is at least 0.9 over all plans; that of memory is at least 0.95 over those whose stages have more than one layer.
+Exit status 1 otherwise.
+
+To compile a plan again, delete its line in ``toy.json`` and run ``--compile``: it compiles what the file lacks, one
+program after the other, and waits for the lock of the compiler.
 """
 
 from __future__ import annotations
@@ -104,7 +106,7 @@ class Accuracy:
     ratios: dict[str, float]
 
 
-def accuracy(planner: RunPlanner, stored: Stored, layers: int = 2) -> Accuracy:
+def accuracy(planner: RunPlanner, stored: Stored, layers: int = 1) -> Accuracy:
     """Returns how good the planner is on the stored plans whose stages have at least so many layers."""
     model = CostModel(planner.workload, TOPOLOGY)
     most = planner.workload.sizes["layers"] // layers
@@ -156,16 +158,18 @@ def main() -> int:
     planner = toy()
     if options.compile:
         compile_all(planner)
-    found = accuracy(planner, Stored.read())
+    found, deeper = accuracy(planner, Stored.read()), accuracy(planner, Stored.read(), 2)
     if options.each:
         for name, ratio in sorted(found.ratios.items(), key=lambda pair: pair[1]):
             print(f"{ratio:6.2f}  {name}")
     print(f"{found.plans} compiled plans; the search compiles {found.programs} of them")
-    everything = accuracy(planner, Stored.read(), 1)
-    print(f"(of all {everything.plans}: step {everything.step:.3f}, memory {everything.memory:.3f})")
     print(f"its choice takes {found.chosen:.3f} of the best step (goal <= {CHOSEN})")
-    print(f"Spearman of step {found.step:.3f} (goal >= {STEP}), of memory {found.memory:.3f} (goal >= {MEMORY})")
-    return 0 if found.chosen <= CHOSEN and found.step >= STEP and found.memory >= MEMORY else 1
+    print(f"Spearman of step {found.step:.3f} (goal >= {STEP}), of memory {found.memory:.3f}")
+    print(
+        f"without stages of one layer ({deeper.plans} plans): of step {deeper.step:.3f}, of memory {deeper.memory:.3f} "
+        f"(goal >= {MEMORY})"
+    )
+    return 0 if found.chosen <= CHOSEN and found.step >= STEP and deeper.memory >= MEMORY else 1
 
 
 if __name__ == "__main__":
