@@ -11,20 +11,30 @@ from jaxpar.data.examples import ExamplePlan
 from jaxpar.data.tokenizer import Tokenizer
 from jaxpar.errors import ConfigError
 
+PACKED = "documents"
+"""The value of ``data.packing`` with which a row holds several conversations."""
+
 
 def check_conversations(config: RunConfig) -> None:
     """Raise a ConfigError if settings of a run exclude conversations."""
     data, context = config.data, config.parallel.context
     balance = None if context is None else context.load_balance
+    if data.chat_template is None:
+        return
+    if data.packing not in (False, PACKED):
+        shown = str(data.packing).lower()
+        raise ConfigError(
+            f"data.chat_template makes a row of each conversation, or packs several into one, and packing: {shown} does "
+            "neither. Remedy: packing: documents, or leave data.packing out."
+        )
     for key, excluded in (
         ("data.blend", bool(data.blend)),
-        ("data.packing", bool(data.packing)),
         ("parallel.context.load_balance", balance == "balanced"),
     ):
-        if data.chat_template is not None and excluded:
+        if excluded:
             raise ConfigError(
-                f"data.chat_template makes a row of each conversation, which {key} does not support. Remedy: leave "
-                f"{key} out."
+                f"data.chat_template makes rows of conversations, which {key} does not support. Remedy: leave {key} "
+                "out."
             )
 
 
@@ -42,6 +52,7 @@ def run_conversations(config: RunConfig, tokenizer: Tokenizer) -> ConversationDa
         seq=data.seq,
         bad_rows=data.bad_rows,
         heldout_fraction=data.heldout_fraction,
+        packed=data.packing == PACKED,
     )
 
 
@@ -56,8 +67,10 @@ def conversation_plans(
 
 def describe(found: ConversationData, config: RunConfig) -> str:
     """Returns a line about the conversations."""
+    train, heldout = found.conversations
+    packed = f" in {len(found.train):,} rows" if config.data.packing == PACKED else ""
     line = (
-        f"{found.name}: {len(found.train):,} conversations to train on, {len(found.heldout):,} held out; batch "
+        f"{found.name}: {train:,} conversations to train on{packed}, {heldout:,} held out; batch "
         f"{config.data.batch} × {config.data.seq} tokens, with a loss on answers"
     )
     line += f"; {found.truncated:,} are longer, and cut" if found.truncated else ""

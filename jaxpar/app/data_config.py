@@ -59,7 +59,7 @@ class DataConfig:
       seed: determines the order of the rows.
       packing: ``false``: a row is a window of the text, and tokens attend across documents. ``true``: a token attends
         only to tokens of its own document. ``documents``: also, rows hold whole documents, as many as fit.
-        ``padded``: a row holds one document.
+        ``padded``: a row holds one document. With ``chat_template``, ``documents`` packs whole conversations.
     """
 
     source: str = "stdlib"

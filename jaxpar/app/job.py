@@ -192,7 +192,7 @@ class Job:
     def batch_names(self) -> tuple[str, ...]:
         """The names of a batch's arrays, each ``[batch, seq]``."""
         if self.config.data.chat_template is not None:
-            return ("tokens", "targets", "loss_mask")
+            return ("tokens", "targets", *(DOCUMENT_ARRAYS if self.config.data.packing else ("loss_mask",)))
         packing = self.config.data.packing
         packed = ("segment_ids",) if packing is True else DOCUMENT_ARRAYS if packing else ()
         return ("tokens", "targets", *packed, *(("order",) if self.model.context.load_balance == BALANCED else ()))

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from jaxpar.data.bad_rows import BadRow, BadRows
 from jaxpar.data.chat_template import ANSWER, ChatTemplate
 from jaxpar.data.documents import ReadOptions, find_documents
+from jaxpar.data.packing import best_fit
 from jaxpar.data.rows import jsonl_objects
 from jaxpar.data.sources import check_fraction, check_parts, is_heldout
 from jaxpar.data.tokenizer import Tokenizer
@@ -57,20 +58,80 @@ class Conversations(Sequence[Example]):
         return {"tokens": row[:-1], "targets": row[1:], "loss_mask": mask[1:]}
 
 
+class PackedConversations(Sequence[Example]):
+    """Rows of ``seq`` tokens that hold as many whole conversations as fit; longer ones are cut.
+
+    An example also has ``segment_ids``, 0, 1, ... for the conversations of its row, between which no token attends, and
+    ``positions``, from 0 in each. The rest of a row is padding, with a segment of its own and no loss.
+
+    Args:
+      rows: ids [n] and answers [n] (bool) of each conversation.
+      seq: tokens of a row.
+      pad: the id of padding.
+      alone: one conversation in a row.
+
+    >>> conversations = [(np.arange(n), np.arange(n) > 1) for n in (4, 6, 3)]
+    >>> packed = PackedConversations(conversations, seq=8, pad=9)
+    >>> len(packed), packed[0]["tokens"].tolist(), packed[0]["segment_ids"].tolist()
+    (2, [0, 1, 2, 0, 1, 2, 3, 4], [0, 0, 0, 1, 1, 1, 1, 1])
+    >>> packed[1]["tokens"].tolist(), packed[1]["loss_mask"].tolist()
+    ([0, 1, 9, 9, 9, 9, 9, 9], [0, 1, 0, 0, 0, 0, 0, 0])
+    """
+
+    def __init__(self, rows: Sequence[tuple[np.ndarray, np.ndarray]], seq: int, pad: int, *, alone: bool = False):
+        self._rows, self._seq, self._pad = rows, seq, pad
+        lengths = np.array([self._length(ids) for ids, _ in rows], np.int64)
+        placed = np.arange(len(lengths)) if alone else best_fit(lengths, seq)
+        self._order = np.argsort(placed, kind="stable")
+        self._starts = np.searchsorted(placed[self._order], np.arange(int(placed.max(initial=-1)) + 2))
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    @overload
+    def __getitem__(self, index: int) -> Example: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Example]: ...
+    def __getitem__(self, index: int | slice) -> Example | Sequence[Example]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        row = range(len(self))[index]
+        names = ("tokens", "targets", "segment_ids", "positions", "loss_mask")
+        found = {name: np.zeros(self._seq, np.int32) for name in names}
+        found["tokens"][:] = found["targets"][:] = self._pad
+        end, members = 0, self._order[self._starts[row] : self._starts[row + 1]]
+        for segment, number in enumerate(members):
+            ids, answers = self._rows[number]
+            length = self._length(ids)
+            at = slice(end, end + length)
+            found["tokens"][at], found["targets"][at] = ids[:length], ids[1 : length + 1]
+            found["segment_ids"][at], found["positions"][at] = segment, np.arange(length)
+            found["loss_mask"][at] = answers[1 : length + 1]
+            end += length
+        found["segment_ids"][end:], found["positions"][end:] = len(members), np.arange(self._seq - end)
+        return found
+
+    def _length(self, ids: np.ndarray) -> int:
+        """The number of targets of a conversation."""
+        return min(len(ids) - 1, self._seq)
+
+
 @dataclass(frozen=True)
 class ConversationData:
     """Conversations to train on and to evaluate on.
 
     Attributes:
       name: of the source.
-      train, heldout: the conversations.
+      train, heldout: the rows.
+      conversations: how many conversations there are to train on, and to evaluate on.
       truncated: how many are longer than a row.
       bad: the rows that were left out, in words; empty if there are none.
     """
 
     name: str
-    train: Conversations
-    heldout: Conversations
+    train: Sequence[Example]
+    heldout: Sequence[Example]
+    conversations: tuple[int, int]
     truncated: int = 0
     bad: str = ""
 
@@ -84,6 +145,7 @@ def load_conversations(
     bad_rows: Literal["error", "skip"] = "error",
     heldout_fraction: float = 0.05,
     seed: int = 0,
+    packed: bool = False,
 ) -> ConversationData:
     """Returns the conversations of a jsonl file, or of those of a folder.
 
@@ -96,6 +158,8 @@ def load_conversations(
       bad_rows: ``error``, or ``skip``: rows that hold no conversation, or none whose answer is in the first ``seq``
         tokens, are counted and reported.
       heldout_fraction, seed: which conversations are held out, as for :func:`jaxpar.data.load_text`.
+      packed: a row to train on holds as many conversations as fit, told apart by ``segment_ids``; one to evaluate on
+        holds one, with the same arrays.
 
     Raises:
       DataError: there is no such file; a row holds no conversation; the template refuses one; or a part has none.
@@ -116,8 +180,15 @@ def load_conversations(
             parts[is_heldout(f"{relative}:{number}", heldout_fraction, seed)].append(found)
     train, heldout = parts[False], parts[True]
     check_parts(files.name, len(train), len(heldout), fraction=heldout_fraction, seed=seed, unit="rows")
-    to_train, to_evaluate = (Conversations(rows, seq, tokenizer.eos) for rows in (train, heldout))
-    return ConversationData(files.name, to_train, to_evaluate, truncated, bad.describe())
+    rows: tuple[Sequence[Example], Sequence[Example]]
+    if packed:
+        rows = (
+            PackedConversations(train, seq, tokenizer.eos),
+            PackedConversations(heldout, seq, tokenizer.eos, alone=True),
+        )
+    else:
+        rows = Conversations(train, seq, tokenizer.eos), Conversations(heldout, seq, tokenizer.eos)
+    return ConversationData(files.name, *rows, (len(train), len(heldout)), truncated, bad.describe())
 
 
 def _encoded(

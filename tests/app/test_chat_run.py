@@ -16,6 +16,7 @@ from small_tokenizer import EOS, save_tokenizer
 import jaxpar as jp
 from jaxpar.app.cli import main
 from jaxpar.app.config import load_run
+from jaxpar.app.conversation_data import run_conversations
 from jaxpar.app.job import Job, make_job
 from jaxpar.app.train.run_data import global_stream, open_data
 from jaxpar.errors import ConfigError
@@ -77,14 +78,47 @@ def test_batches_have_a_mask_and_the_loss_is_that_of_answers(folder: Path, tmp_p
     assert int(metrics["weight"]) == mask.sum()
 
 
+def test_packed_conversations_have_the_loss_and_gradients_of_padded_ones(folder: Path, tmp_path: Path) -> None:
+    job = job_of(folder, tmp_path, **{"data.packing": "documents", "data.seq": 200, "model.lora": "null"})
+    assert job.batch_names() == ("tokens", "targets", "segment_ids", "positions", "loss_mask")
+    layout = job.layout()
+    data = open_data(job, layout)
+    data.stream.close()
+    assert " conversations to train on in " in data.line
+    found = run_conversations(job.config, job.tokenizer)
+    packed = jax.tree.map(lambda *rows: np.stack(rows), *found.train[:8])
+    kept = [(row, segment) for row in range(8) for segment in np.unique(packed["segment_ids"][row])]
+    kept = [(row, s) for row, s in kept if packed["loss_mask"][row][packed["segment_ids"][row] == s].any()]
+    padded = {name: np.zeros((-(-len(kept) // 8) * 8, 200), np.int32) for name in ("tokens", "targets", "loss_mask")}
+    for number, (row, segment) in enumerate(kept):
+        at = packed["segment_ids"][row] == segment
+        for name, array in padded.items():
+            array[number, : at.sum()] = packed[name][row][at]
+    assert len(kept) > 16
+    losses, grads = [], []
+    for one, batch in ((layout, packed), (layout.on_one_device(), padded)):
+        state = jp.init(one, job.make_model, job.tx)
+        step = jp.train_step(one, job.loss_fn, donate=False, return_grads=True)
+        _, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+        grads.append(jax.tree.map(np.asarray, metrics["grads"]))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    chex.assert_trees_all_close(*grads, rtol=1e-4, atol=1e-6)
+
+
 def test_settings_that_exclude_conversations_are_errors(folder: Path, tmp_path: Path) -> None:
-    for key, value in (("data.packing", True), ("parallel.context.load_balance", "balanced")):
-        with pytest.raises(ConfigError) as error:
-            job_of(folder, tmp_path, **{key: value})
-        assert str(error.value) == (
-            f"data.chat_template makes a row of each conversation, which {key} does not support. Remedy: leave {key} "
-            "out."
-        )
+    with pytest.raises(ConfigError) as error:
+        job_of(folder, tmp_path, **{"data.packing": True})
+    assert str(error.value) == (
+        "data.chat_template makes a row of each conversation, or packs several into one, and packing: true does "
+        "neither. Remedy: packing: documents, or leave data.packing out."
+    )
+    with pytest.raises(ConfigError) as error:
+        job_of(folder, tmp_path, **{"parallel.context.load_balance": "balanced"})
+    assert str(error.value) == (
+        "data.chat_template makes rows of conversations, which parallel.context.load_balance does not support. Remedy: "
+        "leave parallel.context.load_balance out."
+    )
 
 
 @pytest.mark.slow

@@ -71,6 +71,42 @@ def test_answers_and_the_tokens_that_end_them_have_a_loss(tokenizer: Tokenizer, 
     assert text.startswith((f"{BEGIN}system: Be short.{EOS}", "system: Be short."))
 
 
+def test_packed_rows_hold_each_conversation_once_and_apart(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    words = ["the", "cat", "sat", "on", "the", "mat", "and", "the", "dog", "lay", "on", "the", "log"]
+    chats = [{"prompt": " ".join(words[: 1 + i % 13]), "completion": " ".join(words[i % 7 :])} for i in range(60)]
+    source = write(tmp_path / "chat.jsonl", chats)
+    options: dict[str, Any] = {"seq": 400, "heldout_fraction": 0.2}
+    alone = load_conversations(source, tokenizer, template(), **options)
+    packed = load_conversations(source, tokenizer, template(), **options, packed=True)
+    assert packed.conversations == alone.conversations == (len(alone.train), len(alone.heldout))
+    assert len(packed.train) < len(alone.train) and len(packed.heldout) == len(alone.heldout)
+    found = []
+    for row in packed.train[:]:
+        assert {x.dtype.name for x in row.values()} == {"int32"} and {x.shape for x in row.values()} == {(400,)}
+        for segment in np.unique(row["segment_ids"]):
+            at = row["segment_ids"] == segment
+            assert row["positions"][at].tolist() == list(range(at.sum()))
+            if row["loss_mask"][at].any():
+                found.append([row[name][at].tolist() for name in ("tokens", "targets", "loss_mask")])
+    wanted = []
+    for example in alone.train:
+        count = int(np.flatnonzero(example["loss_mask"])[-1]) + 1
+        wanted.append([example[name][:count].tolist() for name in ("tokens", "targets", "loss_mask")])
+    shortened = [[part[: len(part) - _after(parts[2])] for part in parts] for parts in found]
+    assert sorted(shortened) == sorted(wanted)
+    for example, row in zip(alone.heldout, packed.heldout, strict=True):
+        for name in example:
+            np.testing.assert_array_equal(example[name][row["segment_ids"] == 0], row[name][row["segment_ids"] == 0])
+            assert row["loss_mask"][row["segment_ids"] == 1].sum() == 0
+    with pytest.raises(IndexError):
+        packed.train[len(packed.train)]
+
+
+def _after(mask: list[int]) -> int:
+    """The number of targets after the last answer."""
+    return mask[::-1].index(1)
+
+
 def test_a_template_writes_prompts_and_its_answers_are_found() -> None:
     text, answers = template().render(CHAT)
     assert text.count(EOS) == 5 and "größer" in text
