@@ -14,6 +14,7 @@ from jaxpar.errors import ConfigError
 from jaxpar.interop.configurations.keys import ImportOptions
 from jaxpar.interop.configurations.mindformers.translate import import_mindformers
 from jaxpar.interop.configurations.report import ImportedRun
+from jaxpar.models.llama.rope import RopeScaling
 from jaxpar.utils.yaml_config import parse_yaml
 
 DENSE = """
@@ -427,6 +428,51 @@ def test_latent_attention_and_keys_of_hugging_face() -> None:
     assert "kv_heads" not in found.config["rules"] and found.config["rules"]["latent"] is None
 
 
+YARN = {"factor": 40.0, "original_max_position_embeddings": 4096, "beta_slow": 1.0, "beta_fast": 32.0}
+YARN |= {"mscale": 1.0, "mscale_all_dim": 1.0}
+YARN_HERE = {"kind": "yarn", "factor": 40.0, "original_seq": 4096, "slow_turns": 1.0, "fast_turns": 32.0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        ({"extend_method": "YARN", "scaling_factor": YARN}, {**YARN_HERE, "mscale": 1.0, "mscale_all_dim": 1.0}),
+        ({"extend_method": "YARN", "scaling_factor": YARN | {"mscale_all_dim": 0.0}}, {**YARN_HERE, "mscale": 1.0}),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4, "beta_fast": 16}, "max_position_embeddings": 4096},
+            {**YARN_HERE, "factor": 4.0, "fast_turns": 16.0},
+        ),
+        ({"extend_method": "LINEAR", "scaling_factor": {"factor": 4}}, {"kind": "linear", "factor": 4.0}),
+        (
+            {"extend_method": "LLAMA3", "scaling_factor": {"low_freq_factor": 2, "high_freq_factor": 8}},
+            {"kind": "llama3", "factor": 8.0, "original_seq": 8192, "slow_turns": 2.0, "fast_turns": 8.0},
+        ),
+    ],
+)
+def test_stretched_rotary_positions(changes: dict[str, Any], wanted: dict[str, Any]) -> None:
+    found = run_of(**ONE_STAGE, **{f"m__{name}": value for name, value in changes.items()})
+    found.report.check()
+    assert found.config["model"]["rope_scaling"] == wanted
+    RopeScaling(**wanted)
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"factor": 40.0}, "scaling_factor must have original_max_position_embeddings, beta_slow, beta_fast, mscale, "
+                           "mscale_all_dim for the method YARN"),
+        (YARN | {"factor": 0.5}, "scaling_factor.factor must be at least 1, got 0.5"),
+        (YARN | {"beta_fast": 1}, "scaling_factor must blend from fewer to more turns, got 1 and 1"),
+        (YARN | {"original_max_position_embeddings": 8192}, "scaling_factor.original_max_position_embeddings must be "
+                                                            "less than max_position_embedding=8192, got 8192"),
+    ],
+)  # fmt: skip
+def test_yarn_is_checked_as_in_mindformers(values: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        run_of(**ONE_STAGE, m__extend_method="YARN", m__scaling_factor=values, m__max_position_embedding=8192)
+    assert f"model.model_config.{text}" in str(error.value)
+
+
 def test_adapters() -> None:
     lora = {"pet_type": "lora", "lora_rank": 4, "lora_alpha": 8, "lora_dropout": 0.0}
     found = run_of(**ONE_STAGE, m__pet_config=lora | {"target_modules": ".*wq|.*wk|.*wv|.*linear_fc1"})
@@ -463,14 +509,14 @@ def test_loss_scales(sense: Any, scale: dict[str, float]) -> None:
         ({"parallel__parallel_mode": 2}, "parallel.parallel_mode", "jaxpar plan searches"),
         ({"load_checkpoint": "w.ckpt"}, "load_checkpoint", "MindSpore checkpoints are not read"),
         ({"m__hidden_act": "gelu"}, "model.model_config.hidden_act", "the MLP is a SwiGLU"),
-        ({"m__extend_method": "YARN"}, "model.model_config.extend_method", "scaled by YARN"),
+        ({"m__extend_method": "NTK"}, "model.model_config.extend_method", "scaled by NTK"),
         ({"optimizer__type": "Came"}, "optimizer.type", "only AdamW"),
         ({"optimizer__type": "AdamW", "optimizer__amsgrad": True}, "optimizer.amsgrad", "not built"),
         ({"lr_schedule__warmup_lr_init": 1e-5}, "lr_schedule.warmup_lr_init", "only 0 is built"),
         ({"recompute_config__select_recompute_exclude": ["a"]}, "recompute_config.select_recompute_exclude", "operat"),
         ({"m__fine_grain_interleave": 4}, "model.model_config.fine_grain_interleave", "two halves"),
         ({"swap_config__swap": True, "recompute_config__recompute": False}, "swap_config.swap", "pipeline stages"),
-        ({"m__mtp_depth": 1}, "model.model_config.mtp_depth", "only the next token"),
+        ({"m__mtp_depth": 1}, "model.model_config.mtp_depth", "0 trains the model without them"),
         ({"parallel_config__seq_split_num": 2, "m__num_experts": 4,
           "parallel__pipeline_config": {"pipeline_scheduler": "seqpipe"}},
          "parallel_config.seq_split_num", "models with experts"),

@@ -111,9 +111,9 @@ MODEL_NEUTRAL: NeutralKeys = (
     ("use_3d_tensor_parallel", (False,), "tensor parallelism has one dim"),
     ("quant_config", ({},), "weights are not quantized"),
     ("quantization_config", ({},), "weights are not quantized"),
-    ("mtp_depth", (0,), "only the next token is predicted"),
-    ("mtp_num_layers", (0,), "only the next token is predicted"),
-    ("num_nextn_predict_layers", (0,), "only the next token is predicted"),
+    ("mtp_depth", (0,), "no layers predict further tokens; 0 trains the model without them"),
+    ("mtp_num_layers", (0,), "no layers predict further tokens; 0 trains the model without them"),
+    ("num_nextn_predict_layers", (0,), "no layers predict further tokens; 0 trains the model without them"),
     ("pipeline_stage", ({},), "a model has all stages of the mesh"),
     ("multi_latent_attention", (False, True), ""),
 )

@@ -10,6 +10,7 @@ from jaxpar.interop.configurations.keys import ConfigKeys
 from jaxpar.interop.configurations.mindformers.adapters import read_adapters
 from jaxpar.interop.configurations.mindformers.experts import read_experts
 from jaxpar.interop.configurations.mindformers.ignored import MODEL_IGNORED, MODEL_NEUTRAL
+from jaxpar.interop.configurations.mindformers.rope import read_rope_scaling
 
 SECTIONS = ("model.model_config.", "model_config.")
 LAYERS = ("num_layers", "num_hidden_layers")
@@ -120,31 +121,8 @@ def _mlp(keys: ConfigKeys, prefix: str, embed: int) -> int:
 
 
 def _rope(keys: ConfigKeys, prefix: str) -> dict[str, Any]:
-    fields: dict[str, Any] = {
-        "rope_theta": float(keys.take(_named(keys, prefix, THETA), "number", 10000.0, "model.rope_theta"))
-    }
-    method, scaling = f"{prefix}extend_method", f"{prefix}scaling_factor"
-    kind, values, where = keys.get(method, "text", "None").upper(), keys.raw(scaling), scaling
-    keys.translate(method, "model.rope_scaling")
-    if keys.has(f"{prefix}rope_scaling"):
-        where = f"{prefix}rope_scaling"
-        values = keys.get(where, "mapping", {})
-        kind = str(values.get("rope_type", values.get("type", "none"))).upper()
-    if kind in ("NONE", "DEFAULT") and (values in (None, 1) or isinstance(values, dict)):
-        keys.ignore(method, "off")
-        keys.ignore(where, "off")
-        return fields
-    if kind == "LLAMA3" and isinstance(values, dict):
-        bands = values.get("low_freq_factor", 1), values.get("high_freq_factor", 4)
-        if bands != (1, 4):
-            keys.refuse(where, f"low_freq_factor and high_freq_factor must be 1 and 4, got {bands[0]} and {bands[1]}")
-            return fields
-        keys.translate(where, "model.rope_scaling")
-        original = values.get("original_max_position_embeddings", values.get("original_max_position_embedding", 8192))
-        stretch = {"kind": "llama3", "factor": float(values.get("factor", 8.0)), "original_seq": original}
-        return fields | {"rope_scaling": stretch}
-    keys.refuse(where if keys.has(where) else method, f"rotary positions scaled by {kind} are not built")
-    return fields
+    theta = keys.take(_named(keys, prefix, THETA), "number", 10000.0, "model.rope_theta")
+    return {"rope_theta": float(theta), **read_rope_scaling(keys, prefix)}
 
 
 def _numerics(keys: ConfigKeys, prefix: str) -> dict[str, Any]:
