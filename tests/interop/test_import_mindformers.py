@@ -459,12 +459,12 @@ def test_stretched_rotary_positions(changes: dict[str, Any], wanted: dict[str, A
 @pytest.mark.parametrize(
     ("values", "text"),
     [
-        ({"factor": 40.0}, "scaling_factor must have original_max_position_embeddings, beta_slow, beta_fast, mscale, "
-                           "mscale_all_dim for the method YARN"),
+        ({"factor": 40.0}, ("scaling_factor must have original_max_position_embeddings, beta_slow, beta_fast, mscale, "
+                           "mscale_all_dim for the method YARN")),
         (YARN | {"factor": 0.5}, "scaling_factor.factor must be at least 1, got 0.5"),
         (YARN | {"beta_fast": 1}, "scaling_factor must blend from fewer to more turns, got 1 and 1"),
-        (YARN | {"original_max_position_embeddings": 8192}, "scaling_factor.original_max_position_embeddings must be "
-                                                            "less than max_position_embedding=8192, got 8192"),
+        (YARN | {"original_max_position_embeddings": 8192}, ("scaling_factor.original_max_position_embeddings must be "
+                                                            "less than max_position_embedding=8192, got 8192")),
     ],
 )  # fmt: skip
 def test_yarn_is_checked_as_in_mindformers(values: dict[str, Any], text: str) -> None:
