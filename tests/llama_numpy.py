@@ -45,9 +45,9 @@ def logits_of(folder: Path, tokens: Array) -> Array:
     for i in range(config["num_hidden_layers"]):
         layer = f"model.layers.{i}"
         h = norm(x, f"{layer}.input_layernorm")
-        split = lambda name, count: (h @ w[f"{layer}.self_attn.{name}.weight"].T).reshape(*h.shape[:2], count, size)  # noqa: B023
-        q, k = (_rotated(split(f"{n}_proj", count), angles) for n, count in (("q", heads), ("k", kv_heads)))
-        attended = _attention(q, k, split("v_proj", kv_heads))
+        q, k, v = (h @ w[f"{layer}.self_attn.{name}_proj.weight"].T for name in "qkv")
+        q, k, v = (y.reshape(*h.shape[:2], n, size) for y, n in ((q, heads), (k, kv_heads), (v, kv_heads)))
+        attended = _attention(_rotated(q, angles), _rotated(k, angles), v)
         x = x + attended @ w[f"{layer}.self_attn.o_proj.weight"].T
         h = norm(x, f"{layer}.post_attention_layernorm")
         gate = h @ w[f"{layer}.mlp.gate_proj.weight"].T
@@ -73,7 +73,7 @@ def _frequencies(config: dict[str, Any], size: int) -> Array:
 
 
 def _rotated(x: Array, angles: Array) -> Array:
-    """Returns x [batch, seq, heads, size] with pair i, the numbers i and i + size / 2, turned by the angles [seq, i]."""
+    """Returns x [batch, seq, heads, size] whose pair i, the numbers i and i + size / 2, is turned by [seq, i]."""
     a, b = np.split(x, 2, axis=-1)
     cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
     return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
