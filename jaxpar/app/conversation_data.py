@@ -24,8 +24,8 @@ def check_conversations(config: RunConfig) -> None:
     if data.packing not in (False, PACKED):
         shown = str(data.packing).lower()
         raise ConfigError(
-            f"data.chat_template makes a row of each conversation, or packs several into one, and packing: {shown} does "
-            "neither. Remedy: packing: documents, or leave data.packing out."
+            f"data.chat_template makes a row of each conversation, or packs several into one, and packing: {shown} "
+            "does neither. Remedy: packing: documents, or leave data.packing out."
         )
     for key, excluded in (
         ("data.blend", bool(data.blend)),

@@ -180,15 +180,13 @@ def load_conversations(
             parts[is_heldout(f"{relative}:{number}", heldout_fraction, seed)].append(found)
     train, heldout = parts[False], parts[True]
     check_parts(files.name, len(train), len(heldout), fraction=heldout_fraction, seed=seed, unit="rows")
-    rows: tuple[Sequence[Example], Sequence[Example]]
+    pad, counts = tokenizer.eos, (len(train), len(heldout))
+    to_train: Sequence[Example] = Conversations(train, seq, pad)
+    to_evaluate: Sequence[Example] = Conversations(heldout, seq, pad)
     if packed:
-        rows = (
-            PackedConversations(train, seq, tokenizer.eos),
-            PackedConversations(heldout, seq, tokenizer.eos, alone=True),
-        )
-    else:
-        rows = Conversations(train, seq, tokenizer.eos), Conversations(heldout, seq, tokenizer.eos)
-    return ConversationData(files.name, *rows, (len(train), len(heldout)), truncated, bad.describe())
+        to_train = PackedConversations(train, seq, pad)
+        to_evaluate = PackedConversations(heldout, seq, pad, alone=True)
+    return ConversationData(files.name, to_train, to_evaluate, counts, truncated, bad.describe())
 
 
 def _encoded(

@@ -1,4 +1,4 @@
-"""How a MindFormers configuration stretches rotary positions: ``extend_method``, ``scaling_factor``, ``rope_scaling``."""
+"""How MindFormers stretches rotary positions: ``extend_method`` and ``scaling_factor``, or ``rope_scaling``."""
 
 from __future__ import annotations
 
