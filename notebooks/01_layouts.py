@@ -21,7 +21,8 @@
 #
 # In this notebook you write a small model once and run it in two layouts.
 # You see how its weights are sharded, change one rule, and see what changed.
-# The notebook runs on a CPU.
+# The notebook runs on a CPU, here or [in Colab](https://colab.research.google.com/github/jaxpar/jaxpar/blob/main/notebooks/01_layouts.ipynb).
+# In Colab, first run `!git clone -q https://github.com/jaxpar/jaxpar && pip install -q "./jaxpar[plots]"` and `%cd jaxpar/notebooks`.
 
 # %%
 import jax
@@ -289,3 +290,12 @@ for state in (dp_state, fsdp_state):
 # - `jp.explain` shows how every tensor is sharded, and why. `jp.check` rejects a model that does not fit the layout.
 # - Both work on a mesh that you do not have.
 # - The layout does not change the result, up to rounding.
+#
+# ## Exercises
+#
+# 1. Shard the weights over `model` only: which rule do you remove from `fsdp_tp`?
+# 2. Train with `fsdp_tp`. Do the losses stay the same?
+# 3. Set `EMBED = 60` at the top. What does `jp.init` say?
+#
+# **Answers.** 1. `params={"embed": "data"}`; the weights are then replicated over `data`. 2. `train(fsdp_tp)` gives the
+# same losses to 1e-5. 3. An error: 60 is not a multiple of 8; it names the weight, the dim and the axis.

@@ -22,7 +22,8 @@
 # In this notebook you draw which device computes what, see why the order of the tokens matters, and let `jaxpar` select
 # an implementation of attention. Then you count the bytes that each implementation sends, and check that all of them
 # give the same result.
-# The notebook runs on a CPU.
+# The notebook runs on a CPU, here or [in Colab](https://colab.research.google.com/github/jaxpar/jaxpar/blob/main/notebooks/02_long_context.ipynb).
+# In Colab, first run `!git clone -q https://github.com/jaxpar/jaxpar && pip install -q "./jaxpar[plots]"` and `%cd jaxpar/notebooks`.
 
 # %%
 import time
@@ -249,3 +250,13 @@ HTML(f"<table><tr><th>impl</th><th>ms on simulated devices</th></tr>{rows}</tabl
 # - Ring, gather, Ulysses and hybrid give the same result. They differ in the bytes that they send.
 # - `auto` selects the fastest implementation, or the one that sends the fewest bytes if the hardware is unknown. It
 #   also reports the reason.
+#
+# ## Exercises
+#
+# 1. Draw the causal mask over eight devices, in zigzag order. Is it still balanced?
+# 2. Set a window of 700 tokens and compare the orders again. Which one skips the most tiles?
+# 3. Which implementation is selected for four key heads, and why?
+#
+# **Answers.** 1. Yes: `jp.context.balance(causal, 4096, 8, "zigzag", block=128).ratio` is close to 1. 2. `contiguous`:
+# neighbouring tokens are on one device, so whole hops fall outside the window. 3. `select(4)[0]` has the name,
+# and `select(4)[0].why` the bytes of each.

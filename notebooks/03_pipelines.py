@@ -24,7 +24,8 @@
 # In this notebook you draw schedules, write a custom schedule, and see what happens when its stages deadlock.
 # Then you train a small model on four stages, compare its gradients with those of one device, and count the bytes that
 # the devices send.
-# The notebook runs on a CPU.
+# The notebook runs on a CPU, here or [in Colab](https://colab.research.google.com/github/jaxpar/jaxpar/blob/main/notebooks/03_pipelines.ipynb).
+# In Colab, first run `!git clone -q https://github.com/jaxpar/jaxpar && pip install -q "./jaxpar[plots]"` and `%cd jaxpar/notebooks`.
 
 # %%
 import jax
@@ -305,3 +306,13 @@ HTML(
 # - If a custom schedule deadlocks, an error reports which stage waits for which.
 # - `jp.pipeline.PipelineLoss` defines the stack of layers. Every schedule gives the gradients of one device, up to
 #   rounding.
+#
+# ## Exercises
+#
+# 1. Draw `1f1b` with 32 microbatches. How large is the bubble, by the formula and by `jp.pipeline.simulate`?
+# 2. Give the interleaved schedule four chunks. What becomes smaller, what larger?
+# 3. Write a schedule of two stages whose second stage runs all forward passes first.
+#
+# **Answers.** 1. 3 / 35 = 8.6 % in both. 2. The bubble becomes smaller; the sends and the stash become larger.
+# 3. `jp.pipeline.schedule(["F0 F1 F2 B0 B1 B2", "F0 F1 F2 B0 B1 B2"], stages=2, microbatches=3)`, as
+# GPipe does.

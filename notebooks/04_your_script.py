@@ -18,7 +18,8 @@
 #
 # Here is a training script for one device: a small language model in Flax NNX, as anybody might write it.
 # You change three lines, and it trains on eight devices, with the same losses.
-# The notebook runs on a CPU.
+# The notebook runs on a CPU, here or [in Colab](https://colab.research.google.com/github/jaxpar/jaxpar/blob/main/notebooks/04_your_script.ipynb).
+# In Colab, first run `!git clone -q https://github.com/jaxpar/jaxpar && pip install -q "./jaxpar[plots]"` and `%cd jaxpar/notebooks`.
 
 # %%
 import jax
@@ -147,4 +148,13 @@ np.testing.assert_allclose([float(tensor_step(model, optimizer, batch_of(n))) fo
 jp.analysis.draw_shards(layout, "embed", "mlp", shape=(EMBED, MLP), role="params", path="model/up/kernel")
 
 # %% [markdown]
-# Checkpoints, evaluation, and scripts in Linen: `docs/guides/parallelize.md`.
+# Checkpoints, evaluation, and scripts in Linen: [the guide](../docs/guides/parallelize.md).
+#
+# ## Exercises
+#
+# 1. Make the model twice as wide. Which lines change?
+# 2. Shard the vocabulary over `model` too.
+# 3. Print the shards of the weight that narrows the stream.
+#
+# **Answers.** 1. `EMBED = 64`, and nothing else: names are found again. 2. Add `"vocab": "model"` to the rules. 3. As for
+# `up`, with `model.down.kernel`: each device holds an eighth.
