@@ -148,6 +148,8 @@ def site_link(link: str, page: Path) -> str:
 def read_source(app: Any, docname: str, source: list[str]) -> None:
     """Sphinx calls this with the text of every page before it is parsed."""
     page = Path(app.env.doc2path(docname))
+    if "<!-- contents: " in source[0]:
+        app.env.note_dependency(str(DOCS / "README.md"), docname=docname)
     text = re.sub(r"^<!-- contents: (.+) -->$", lambda mark: contents(mark[1], page), source[0], flags=re.MULTILINE)
     if docname == "decisions/README":
         text += toctree("decisions/" + name for name in re.findall(r"\]\((\d+[^)]*)\.md\)", text))

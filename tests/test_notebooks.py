@@ -1,4 +1,4 @@
-"""Every notebook runs from top to bottom in a fresh kernel, equals its paired script, and is stored with its outputs."""
+"""Every notebook runs in a fresh kernel, equals its paired script, and is stored with its outputs."""
 
 from __future__ import annotations
 
