@@ -29,6 +29,8 @@ NAMESPACES = {
     "pipeline": "Pipelines",
     "context": "Attention over a sharded sequence",
     "moe": "Mixture of experts",
+    "parameter_server": "Parameter servers",
+    "tensor": "Tensor parallelism",
     "offload": "Host memory and disk",
     "overlap": "Overlap and collectives",
     "spatial": "Sliced images and volumes",

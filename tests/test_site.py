@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import runpy
@@ -53,6 +54,13 @@ def test_generated_pages_are_current(pytestconfig: pytest.Config) -> None:
     assert {file.name for file in (DOCS / "reference" / "api").glob("*.md")} == {
         file.name for file in pages if file.parent.name == "api"
     }
+
+
+def test_every_public_module_has_a_page() -> None:
+    import jaxpar as jp
+
+    modules = {name for name in dir(jp) if inspect.ismodule(getattr(jp, name))} - {"errors"}
+    assert {file.stem for file in (DOCS / "reference" / "api").glob("*.md")} == modules | {"jaxpar"}
 
 
 def test_generated_pages_hold_every_key_command_and_error() -> None:
