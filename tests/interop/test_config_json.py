@@ -188,19 +188,13 @@ def test_no_field_raises_another_error(data: st.DataObject) -> None:
         assert len(str(error)) < 1000
 
 
-QUANTIZED = "quantization_config"
-
-
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_models_have_their_number_of_parameters(name: str, tmp_path: Path) -> None:
     fields, params = PUBLISHED[name]
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    if QUANTIZED in fields:  # weights in 8 bits are not read; copies of the model in 16 bits are
-        with pytest.raises(ConfigError, match=f"not implemented: {QUANTIZED} is "):
-            huggingface.read_config(tmp_path, dtype="bfloat16")
-    config = huggingface.read_config(tmp_path, dtype="bfloat16", ignore=[QUANTIZED])
+    config = huggingface.read_config(tmp_path, dtype="bfloat16")
     traced = build_shapes(make_decoder(config)).params
     assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(traced)) == config.params == params
     exported = to_fields(config)
-    assert to_config(exported) == huggingface.read_config(tmp_path, dtype="float32", ignore=[QUANTIZED])
+    assert to_config(exported) == huggingface.read_config(tmp_path, dtype="float32")
     assert exported["model_type"] in (fields["model_type"], "llama")
