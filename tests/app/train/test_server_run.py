@@ -21,8 +21,8 @@ LAYOUTS = Path(__file__).parents[3] / "configs" / "layouts"
 RUN: dict[str, Any] = {
     "model": {"family": "llama", "preset": "tiny", "layers": 1, "embed": 16, "heads": 2, "head_dim": 8, "mlp": 24},
     "layout": str(LAYOUTS / "fsdp.yaml"),
-    "cpu_devices": 1,
-    "data": {"source": "synthetic", "batch": 8, "seq": 16},
+    "cpu_devices": 8,
+    "data": {"source": "synthetic", "batch": 16, "seq": 16},
     "train": {"steps": 4, "eval_every": 2, "eval_batches": 1},
 }
 
