@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -179,6 +181,27 @@ BIG = jax.ShapeDtypeStruct((1, 2**18, 2, 64), jnp.bfloat16)
 SMALL = jax.ShapeDtypeStruct((1, 1024, 2, 64), jnp.bfloat16)
 IDS = np.zeros((1, 1024), np.int32)
 WIDE = jax.ShapeDtypeStruct((1, 1024, 2, 64), jnp.float64)
+
+
+@pytest.mark.parametrize(
+    "gone", ["jax.experimental.pallas.ops.gpu.attention", "jax.experimental.pallas.ops.gpu"], ids=["module", "package"]
+)
+def test_without_the_deprecated_kernel_attention_runs_in_plain_jax(gone: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later jax may remove it: then no GPU program may fail, and explain reports why."""
+    for name in [name for name in sys.modules if name.startswith(gone)]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, gone, None)
+    rules, beside, offset = read(SMALL, SMALL, SMALL, {})
+    assert find("gpu", (SMALL, SMALL, SMALL), rules, beside, offset) == (
+        "",
+        f"this jax ({jax.__version__}) no longer has the GPU kernel jax.experimental.pallas.ops.gpu.attention",
+    )
+
+
+def test_only_one_module_imports_the_deprecated_kernel() -> None:
+    files = Path(jp.__file__).parent.rglob("*.py")
+    found = [file.name for file in files if "pallas.ops.gpu import" in file.read_text(encoding="utf-8")]
+    assert found == ["gpu_flash.py"]
 
 
 @pytest.mark.parametrize(

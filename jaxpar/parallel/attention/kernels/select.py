@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
+
+import jax
 
 from jaxpar.parallel.attention.mask import Mask
 from jaxpar.parallel.attention.tiled.padding import up
@@ -15,6 +18,8 @@ Kernel = Literal["", "splash", "tiles", "mha"]
 LIST = 2**16
 """The maximum number of tiles in a list, which a TPU holds in scalar memory."""
 BLOCK = 512
+_GPU_KERNEL = "jax.experimental.pallas.ops.gpu.attention"
+"""It is deprecated. Where jax has removed it, attention runs in plain JAX."""
 
 
 class KernelChoice(NamedTuple):
@@ -58,6 +63,8 @@ def find(
     if segments is not None and any(x.dtype.itemsize > 4 for x in segments):
         return none("the kernel compares segment_ids in int32, but they are traced int64")
     if platform == "gpu":
+        if not _has_gpu_kernel():
+            return none(f"this jax ({jax.__version__}) no longer has the GPU kernel {_GPU_KERNEL}")
         if split:
             return none("the GPU kernel requires an unsharded sequence")
         if not only_segments or rules != TileSpec(Mask(causal=rules.mask.causal), rules.scale):
@@ -79,3 +86,10 @@ def find(
         return none(f"the kernel supports at most {LIST} tiles, but {rows} queries and {columns} keys need {tiles}")
     # splash requires every query to see some key. Under every mask a query sees itself if its position is also a key's.
     return KernelChoice("splash" if only_segments and one_size and not split else "tiles", "")
+
+
+def _has_gpu_kernel() -> bool:
+    try:
+        return importlib.util.find_spec(_GPU_KERNEL) is not None
+    except ModuleNotFoundError:  # one of its packages is gone
+        return False
