@@ -3,7 +3,7 @@
     python benchmarks/gpu.py --json gpu.json --table gpu.md
     python benchmarks/gpu.py --tiny
 
-It runs in under 9 minutes on one H100 or H200, and needs only the packages of jaxpar with a CUDA build of jax. A part
+It is meant to end within 9 minutes on one H100 or H200 (it has not run on one yet), and needs only the packages of jaxpar with a CUDA build of jax. A part
 that cannot run reports why, and a part that would start after ``--budget`` seconds is skipped. Times are medians of
 wall-clock times that include the wait for the result. ``--tiny`` runs every part with tiny sizes on any device, to show
 that the script works; its times say nothing.
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import importlib.util
 import json
 import statistics
@@ -80,8 +81,7 @@ def attentions() -> dict[str, Callable[..., jax.Array]]:
     found["cudnn"] = partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
     found["xla"] = partial(jax.nn.dot_product_attention, is_causal=True, implementation="xla")
     if importlib.util.find_spec("tokamax") is not None:
-        import tokamax
-
+        tokamax = importlib.import_module("tokamax")
         found["tokamax"] = partial(tokamax.dot_product_attention, is_causal=True)
     return found
 
