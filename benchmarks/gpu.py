@@ -3,10 +3,10 @@
     python benchmarks/gpu.py --json gpu.json --table gpu.md
     python benchmarks/gpu.py --tiny
 
-It is meant to end within 9 minutes on one H100 or H200 (it has not run on one yet), and needs only the packages of jaxpar with a CUDA build of jax. A part
-that cannot run reports why, and a part that would start after ``--budget`` seconds is skipped. Times are medians of
-wall-clock times that include the wait for the result. ``--tiny`` runs every part with tiny sizes on any device, to show
-that the script works; its times say nothing.
+It is meant to end within 9 minutes on one H100 or H200, but has not run on one yet. It needs jaxpar, its packages and
+a CUDA build of jax. A part that cannot run reports why, and a part that would start after ``--budget`` seconds is
+skipped. Times are medians of wall-clock times that include the wait for the result. ``--tiny`` runs every part with
+tiny sizes on any device, to show that the script works; its times say nothing.
 
 Goals: every part runs, and initial parameters are bitwise equal. Exit status 1 otherwise.
 """
