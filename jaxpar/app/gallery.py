@@ -174,7 +174,7 @@ def listed(recipes: Iterable[Recipe]) -> str:
     head, *lines = aligned(rows)
     text = [head, *(line for pair in zip(lines, sentences, strict=True) for line in pair), ""]
     text += [
-        "fits, peak: whether a step fits into a device's memory, and its bytes at the peak",
+        "fits, peak: whether a step fits into a device's memory, and its peak in bytes",
         "step: by the roofline of the program that the chips' compiler made; sent: bytes",
         "that a device sends in a step.  ~: estimated, there is no such compiler.",
         "jaxpar gallery NAME shows a recipe and the commands that run it.",
