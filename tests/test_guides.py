@@ -18,6 +18,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from profiles import few
 from small_tokenizer import save_tokenizer, sentences, write_jsonl
 
 import jaxpar as jp
@@ -164,7 +165,7 @@ def final_params(names: dict[str, Any]) -> list[np.ndarray]:
     return [np.asarray(x) for x in jax.tree.leaves(getattr(held, "params", held))]
 
 
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("style", few(STYLES, 1))
 def test_parallelize(style: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     pages = blocks("docs/guides/parallelize.md")[1:]

@@ -38,6 +38,7 @@ def outlines(notebook: Any) -> list[tuple[list[list[str]], str]]:
         if cell.cell_type == "code":
             kinds = [sorted(output.data) for output in cell.outputs if "data" in output]
             printed = "".join(output.text for output in cell.outputs if output.get("name") == "stdout")
+            printed = re.sub(r"\b(?=[a-f]*\d)[0-9a-f]{6,}\b", "#", printed)  # checksums
             found.append((kinds, re.sub(r"[-+]?\d[\d.,]*(e[-+]?\d+)?|\bnan\b", "#", re.sub(r"\s+", " ", printed))))
     return found
 

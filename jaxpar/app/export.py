@@ -40,8 +40,8 @@ class ExportCommand:
     directory: Annotated[Path, Positional, arg(metavar="DIR")]
     family: Annotated[str | None, arg(metavar="FAMILY", help_behavior_hint="")] = None
     dtype: Dtype = None
-    quantize: Annotated[Literal["4", "8", "no"] | None, arg(metavar="4|8|no")] = None
-    group: Annotated[int | None, arg(metavar="N")] = None
+    quantize: Annotated[Literal["4", "8", "no"] | None, arg(metavar="4|8|no", help_behavior_hint="")] = None
+    group: Annotated[int | None, arg(metavar="N", help_behavior_hint="")] = None
     base: Annotated[Path | None, arg(metavar="CKPT", help_behavior_hint="")] = None
     adapter: Flag = False
 

@@ -13,6 +13,7 @@ import yaml
 from tyro.conf import Positional, arg
 
 from jaxpar.analysis.units import aligned, show_bytes
+from jaxpar.app.arguments import Flag
 from jaxpar.app.shipped_configs import shipped_folder
 from jaxpar.errors import ConfigError, did_you_mean
 from jaxpar.utils.yaml_config import load_yaml, merge
@@ -242,9 +243,9 @@ class GalleryCommand:
       json: print JSON
     """
 
-    name: Annotated[str | None, Positional, arg(metavar="NAME")] = None
-    full: bool = False
-    json: bool = False
+    name: Annotated[str | None, Positional, arg(metavar="NAME", help_behavior_hint="")] = None
+    full: Flag = False
+    json: Flag = False
 
     def run(self) -> int:
         recipes = read_recipes()

@@ -25,8 +25,8 @@ class TensorCommand:
     config: Annotated[Path, Positional, arg(metavar="CONFIG", help="YAML file of the run")]
     topology: str
     set: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="KEY=VALUE")] = ()
-    devices: Annotated[int | None, arg(metavar="N")] = None
-    json: Annotated[Path | None, arg(metavar="FILE")] = None
+    devices: Annotated[int | None, arg(metavar="N", help_behavior_hint="")] = None
+    json: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None
 
     def run(self) -> int:
         import jax

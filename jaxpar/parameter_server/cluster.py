@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import pickle
 import queue
 import threading
 from collections.abc import Callable, Mapping
@@ -25,7 +23,7 @@ type LoadProgram = Callable[[], TrainingProgram]
 
 @dataclass(frozen=True)
 class RunFiles:
-    """The folder of a run: its program, its membership, and a folder for each server and worker."""
+    """The folder of a run: its membership, and a folder for each server and worker."""
 
     folder: Path
 
@@ -39,18 +37,6 @@ class RunFiles:
     def worker(self, number: int) -> Path:
         return self.folder / "workers" / str(number)
 
-    def write(self, load: LoadProgram, config: ServerConfig, dump: Callable[[object], bytes] = pickle.dumps) -> None:
-        """Store what every process reads, so that its arguments are only paths and numbers."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        new = self.folder / "program.new"
-        new.write_bytes(dump((load, config)))
-        os.replace(new, self.folder / "program")
-
-    def read(self) -> tuple[TrainingProgram, ServerConfig]:
-        """Returns the program and the configuration."""
-        load, config = pickle.loads((self.folder / "program").read_bytes())
-        return load(), config
-
     def open_shard(self, number: int, program: TrainingProgram, config: ServerConfig) -> ServerShard:
         """Returns a server's shard, as its log left it."""
         optimizer = PieceOptimizer(program.server_tx(config))
@@ -63,13 +49,13 @@ class ServerCluster(Protocol):
     @property
     def transport(self) -> Transport: ...
 
-    def start_server(self, number: int) -> None:
+    def launch_server(self, number: int) -> None:
         """Start a server, and wait until it answers."""
 
     def stop_server(self, number: int) -> None:
         """End a server that holds nothing any more."""
 
-    def start_worker(self, number: int, steps: int) -> None:
+    def launch_worker(self, number: int, steps: int) -> None:
         """Start a worker, which trains up to a step."""
 
     def stop_worker(self, number: int) -> None:
@@ -105,14 +91,14 @@ class ThreadCluster:
     def transport(self) -> ThreadTransport:
         return self._transport
 
-    def start_server(self, number: int) -> None:
+    def launch_server(self, number: int) -> None:
         service = ServerService(lambda: self._files.open_shard(number, self._program, self._config))
         self._transport.services[number] = service
 
     def stop_server(self, number: int) -> None:
         self._transport.services.pop(number).call("close")
 
-    def start_worker(self, number: int, steps: int) -> None:
+    def launch_worker(self, number: int, steps: int) -> None:
         threading.Thread(target=self._run, args=(number, steps), daemon=True).start()
 
     def stop_worker(self, number: int) -> None:

@@ -33,21 +33,21 @@ _PATIENT = 120.0
 class RayServer(ServerService):
     """The actor of a server, which updates parameters on the CPU."""
 
-    def __init__(self, number: int, folder: str):
+    def __init__(self, number: int, folder: str, load: LoadProgram, config: ServerConfig):
         os.environ["JAX_PLATFORMS"] = "cpu"
         import jax
 
         jax.config.update("jax_platforms", "cpu")
-        files = RunFiles(Path(folder))
-        program, config = files.read()
+        files, program = RunFiles(Path(folder)), load()
         super().__init__(lambda: files.open_shard(number, program, config))
 
 
 class RayTrainer:
     """The actor of a worker."""
 
-    def __init__(self, number: int, folder: str, namespace: str):
+    def __init__(self, number: int, folder: str, load: LoadProgram, config: ServerConfig, namespace: str):
         self._number, self._files, self._namespace = number, RunFiles(Path(folder)), namespace
+        self._load, self._config = load, config
         self._worker: ParameterServerWorker | None = None
 
     def pid(self) -> int:
@@ -66,7 +66,7 @@ class RayTrainer:
         if self._worker is None:
             import ray
 
-            program, config = self._files.read()
+            program, config = self._load(), self._config
             folder = self._files.worker(self._number)
             transport = RayTransport(ray, self._namespace)
             programs = WorkerPrograms(program, config)
@@ -141,7 +141,8 @@ class RayCluster:
 
     Args:
       files: the run's folder, at the same path on all nodes.
-      load: makes the program in each actor.
+      load: makes the program in each actor. Ray sends it with the arguments of the actor, also to one that it starts
+        again, so it may not hold arrays: those would be objects of this process.
       config: the run's configuration.
       address: of a Ray cluster; without one, Ray starts on this machine.
       worker_resources: of each worker, such as ``{"CPU": 4, "GPU": 1}``.
@@ -163,7 +164,7 @@ class RayCluster:
         cpus = resources.pop("CPU", 1)
         self._ray, self._owns = connect(address, cpus * config.workers)
         self._files, self._config, self._namespace = files, config, f"jaxpar-{uuid.uuid4().hex[:12]}"
-        files.write(load, config, self._ray.cloudpickle.dumps)
+        self._program = load, config
         self._worker_options = {"num_cpus": cpus, "num_gpus": resources.pop("GPU", 0), "resources": resources}
         self._actors: dict[str, Any] = {}
         self._runs: dict[Any, tuple[int, int]] = {}
@@ -175,18 +176,18 @@ class RayCluster:
     def transport(self) -> RayTransport:
         return self._transport
 
-    def start_server(self, number: int) -> None:
+    def launch_server(self, number: int) -> None:
         options = {"num_cpus": 0, "max_concurrency": _THREADS, "max_restarts": self._config.max_restarts}
-        self._actor(f"server-{number}", RayServer, options, number, str(self._files.folder))
+        self._actor(f"server-{number}", RayServer, options, number, str(self._files.folder), *self._program)
         self._placed(f"server-{number}")
 
     def stop_server(self, number: int) -> None:
         self._ray.kill(self._actors.pop(f"server-{number}"))
 
-    def start_worker(self, number: int, steps: int) -> None:
+    def launch_worker(self, number: int, steps: int) -> None:
         options = {**self._worker_options, "max_concurrency": 2, "max_restarts": self._config.max_restarts}
         folder = str(self._files.folder)
-        actor = self._actor(f"worker-{number}", RayTrainer, options, number, folder, self._namespace)
+        actor = self._actor(f"worker-{number}", RayTrainer, options, number, folder, *self._program, self._namespace)
         self._runs[actor.run.remote(steps)] = number, steps
 
     def stop_worker(self, number: int) -> None:

@@ -114,18 +114,18 @@ class ServerRun:
         text = self.cluster.transport.coordinator("membership")
         servers = range(self._config.servers) if text is None else from_json(text).servers
         for server in servers:
-            self.cluster.start_server(server)
+            self.cluster.launch_server(server)
         for span in self.controller.begin(pieces).active:
-            self._start_worker(span.worker)
+            self._launch_worker(span.worker)
 
-    def _start_worker(self, worker: int) -> None:
+    def _launch_worker(self, worker: int) -> None:
         self._running.add(worker)
-        self.cluster.start_worker(worker, self._steps)
+        self.cluster.launch_worker(worker, self._steps)
 
     def add_server(self) -> int:
         """Start one more server, to which pieces move; returns its number."""
         server = max(self.controller.members.servers) + 1
-        self.cluster.start_server(server)
+        self.cluster.launch_server(server)
         self.controller.add_server(server)
         return server
 
@@ -138,7 +138,7 @@ class ServerRun:
         """Start one more worker; returns its number."""
         worker = max(span.worker for span in self.controller.members.spans) + 1
         self.controller.add_worker(worker)
-        self._start_worker(worker)
+        self._launch_worker(worker)
         return worker
 
     def remove_worker(self, worker: int) -> None:

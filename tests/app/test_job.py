@@ -569,7 +569,10 @@ PIPELINES = {"1b_pp4_fsdp4": 2802, "8b_pp4_fsdp4_m8": 12937}
 
 @pytest.mark.parametrize("name", few(sorted(file.stem for file in (CONFIGS / "bench").glob("*.yaml")), 6))
 def test_every_bench_configuration_has_no_problem(name: str) -> None:
-    job, devices = make_job(load_run(CONFIGS / "bench" / f"{name}.yaml")), 64 if name == "8b_1m_hybrid" else 16
+    job, devices = (
+        make_job(load_run(CONFIGS / "bench" / f"{name}.yaml")),
+        64 if name == "8b_1m_hybrid" or name.startswith("70b_") else 16,
+    )
     report = jp.explain(
         job.layout(Topology.parse("v5e:4x4").devices if name in PIPELINES else devices),
         job.make_model,

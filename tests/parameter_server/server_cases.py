@@ -154,7 +154,7 @@ def mortal(going: ServerRun) -> tuple[MortalTransport, Callable[[int], None]]:
     cluster: Any = going.cluster
     assert isinstance(cluster, ThreadCluster)
     cluster._transport.__class__ = MortalTransport
-    return cluster._transport, cluster.start_server  # type: ignore[return-value]
+    return cluster._transport, cluster.launch_server  # type: ignore[return-value]
 
 
 def table_program(rows: int, capacity: int, sparse: bool) -> TrainingProgram:

@@ -95,7 +95,7 @@ def test_a_worker_that_is_killed_computes_the_same_again(mode: Any, tmp_path: Pa
                     results.append(going.wait())
                     break
                 except SystemExit:
-                    going._start_worker(1)
+                    going._launch_worker(1)
     assert same(results[0].params, results[1].params)
 
 

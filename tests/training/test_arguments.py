@@ -55,7 +55,7 @@ WRONG: dict[str, tuple[type[Exception], Any, str]] = {
         lambda: jp.MeshSpec(fsdp=8),  # type: ignore[call-arg]
         (
             "unknown mesh axis 'fsdp'. It is 'data' here. The axes are: pipeline, replica, data, expert, "
-            "context, ulysses, model."
+            "context, ulysses, model, x, y, z."
         ),
     ),
     "a misspelt axis": (
@@ -63,7 +63,7 @@ WRONG: dict[str, tuple[type[Exception], Any, str]] = {
         lambda: jp.MeshSpec.from_dict({"dat": 8}),
         (
             "unknown mesh axis 'dat'. Did you mean 'data'? The axes are: pipeline, replica, data, expert, context, "
-            "ulysses, model."
+            "ulysses, model, x, y, z."
         ),
     ),
     "init(make_model, layout, tx)": (

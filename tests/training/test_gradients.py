@@ -257,7 +257,7 @@ def step_of(rules: jp.Rules = RULES, **options: Any) -> Any:
             {"precision": {"reduced": "fp32"}},
             (
                 "precision: unknown key 'reduced'. Did you mean 'reduce'? The keys are: compute, gather, reduce, "
-                "scale, matmul."
+                "scale, matmul, exact."
             ),
         ),
         ({"precision": "fp64"}, "precision: compute is float64, which JAX supports only with jax_enable_x64."),

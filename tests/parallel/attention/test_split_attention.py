@@ -100,7 +100,7 @@ def wanted() -> Callable[[str], list[np.ndarray]]:
     return functools.cache(lambda case: run(layout(data=1), "dense", arrays(CASES[case][0]), CASES[case][1]))
 
 
-@pytest.mark.parametrize(("impl", "case"), few_pairs(MESHES, CASES, 7))
+@pytest.mark.parametrize(("impl", "case"), few_pairs(MESHES, CASES, 5))
 def test_every_implementation_equals_the_plain_form(
     impl: str, case: str, wanted: Callable[[str], list[np.ndarray]]
 ) -> None:
@@ -133,7 +133,7 @@ def test_queries_that_see_nothing_give_zeros_and_no_gradients() -> None:
     assert all((leaf == 0).all() for leaf in found)
 
 
-@pytest.mark.parametrize("order", few(["zigzag", "striped", "contiguous"], 2))
+@pytest.mark.parametrize("order", few(["zigzag", "striped", "contiguous"], 1))
 def test_tokens_may_lie_in_any_order(order: str, wanted: Callable[[str], list[np.ndarray]]) -> None:
     case = "causal, documents, soft cap, sinks"
     kv_heads, options = CASES[case]
@@ -145,7 +145,7 @@ def test_tokens_may_lie_in_any_order(order: str, wanted: Callable[[str], list[np
     assert gap([found[:, np.argsort(at)]], wanted(case)[:1]) <= 1e-5
 
 
-@pytest.mark.parametrize("impl", few(["ring", "ulysses", "gather"], 2))
+@pytest.mark.parametrize("impl", few(["ring", "ulysses", "gather"], 1))
 def test_fewer_queries_than_keys(impl: str) -> None:
     x, options = arrays(2, seq=8, keys=SEQ), {"q_offset": SEQ - 8}
     want = run(layout(data=1), "dense", x, options)
