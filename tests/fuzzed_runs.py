@@ -336,7 +336,7 @@ def small(rng: random.Random, run: dict[str, Any]) -> None:
     run.setdefault("cpu_devices", 8)
     if rng.random() < 0.95:
         run["model"]["preset"] = "tiny"
-        run["data"] |= {"batch": min(run["data"]["batch"], 64), "seq": min(run["data"]["seq"], 128)}
+        run["data"] |= {"batch": min(run["data"]["batch"], 64), "seq": min(run["data"].get("seq", 128), 128)}
     pipeline = run.get("parallel", {}).get("pipeline", {})
     if "microbatches" in pipeline:
         pipeline["microbatches"] = min(pipeline["microbatches"], 8)

@@ -114,7 +114,7 @@ WRONG = {
     ),
     "model.factory=language_model:broken": (
         "model: language_model:broken fails with args {{}}: KeyError: 'no such weight' "
-        "({folder}/language_model.py:15). "
+        "({folder}/language_model.py:18). "
         "Remedy: it is called as function(key, **args)."
     ),
     "parallel.offload.optimizer=host": (

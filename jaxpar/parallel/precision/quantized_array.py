@@ -42,9 +42,9 @@ class QuantizedArray:
         stack of layers.
 
     >>> import jax.numpy as jnp
-    >>> w = quantize_array(jnp.asarray([[1.0, 8.0], [-2.0, 4.0]]), (2, 1), bits=4)
+    >>> w = quantize_array(jnp.asarray([[0.5, 8.0], [-2.0, 2.0]]), (2, 1), bits=4)
     >>> w.values.tolist(), w.scales.shape
-    ([[4, 7], [-7, 4]], (1, 2))
+    ([[2, 7], [-7, 2]], (1, 2))
     """
 
     values: Any
