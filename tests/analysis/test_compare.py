@@ -69,6 +69,7 @@ def test_a_gradient_that_cancels_out_is_held_against_what_a_last_bit_changes() -
     assert matches(linear, data=wide).passed
 
 
+@pytest.mark.slow
 def test_a_small_error_of_a_gradient_that_cancels_out_is_found() -> None:
     def wrong(params: Any, batch: Any) -> jax.Array:
         many = jp.current_layout().sizes["data"] > 1

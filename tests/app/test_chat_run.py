@@ -78,6 +78,7 @@ def test_batches_have_a_mask_and_the_loss_is_that_of_answers(folder: Path, tmp_p
     assert int(metrics["weight"]) == mask.sum()
 
 
+@pytest.mark.slow
 def test_packed_conversations_have_the_loss_and_gradients_of_padded_ones(folder: Path, tmp_path: Path) -> None:
     job = job_of(folder, tmp_path, **{"data.packing": "documents", "data.seq": 200, "model.lora": "null"})
     assert job.batch_names() == ("tokens", "targets", "segment_ids", "positions", "loss_mask")

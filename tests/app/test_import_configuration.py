@@ -59,9 +59,16 @@ def convert(folder: Path, text: str, *options: str) -> int:
         pytest.param(
             PIPELINE + MODEL % "fine_grain_interleave: 2", {"pipeline": 2, "data": 2, "model": 2}, id="pipeline"
         ),
-        pytest.param("parallel_config: {data_parallel: 8}" + MODEL % ADAPTERS, {"data": 8}, id="adapters"),
+        pytest.param(
+            "parallel_config: {data_parallel: 8}" + MODEL % ADAPTERS, {"data": 8}, id="adapters", marks=pytest.mark.slow
+        ),
         pytest.param(CONTEXT + MODEL % "qk_layernorm: true", {"data": 2, "context": 2, "ulysses": 2}, id="context"),
-        pytest.param(EXPERTS + MODEL % "rms_norm_eps: 1.e-6", {"data": 2, "expert": 2, "model": 2}, id="experts"),
+        pytest.param(
+            EXPERTS + MODEL % "rms_norm_eps: 1.e-6",
+            {"data": 2, "expert": 2, "model": 2},
+            id="experts",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(GROUPS + (MODEL % "qkv_has_bias: true").replace("runner_wrapper", "#"), {"data": 8}, id="groups"),
     ],
 )

@@ -154,6 +154,7 @@ def test_a_run_of_any_kind_is_explained_and_checked(
     assert main(["check", config, "--no-strict"]) == 0
 
 
+@pytest.mark.slow
 def test_a_model_with_a_decoder_generates(run: Callable[..., str]) -> None:
     config = run("gpt", model={**RUNS["gpt"]["model"], "args": {"layers": 1}})
     assert main(["generate", config, "--prompt", "ab", "--max-new-tokens", "4", "--json", "answers.jsonl"]) == 0

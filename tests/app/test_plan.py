@@ -102,6 +102,7 @@ def test_a_plan_of_an_own_model_computes_what_one_device_does(plan: Plan, own: P
     assert main(["verify", str(own), "--steps", "1"]) == 0
 
 
+@pytest.mark.slow
 def test_settings_are_kept(planner: RunPlanner, tmp_path: Path) -> None:
     file = tmp_path / "tiny.yaml"
     file.write_text(TINY)
@@ -127,6 +128,7 @@ def test_the_runs_own_layout_is_a_plan(name: str, plan: Plan) -> None:
     assert given and {field: value for field, value in given.items() if getattr(plan, field) != value} == {}
 
 
+@pytest.mark.slow
 def test_the_runs_own_layout_keeps_options_that_no_plan_has() -> None:
     planner = RunPlanner(ROOT / "configs" / "bench" / "8b_pp4_fsdp4_m8.yaml")
     plan = Plan(pipeline=4, data=4, zero=3, remat="full", microbatches=8, virtual_stages=2)
@@ -136,6 +138,7 @@ def test_the_runs_own_layout_keeps_options_that_no_plan_has() -> None:
     assert other["parallel"]["pipeline"]["grad_reduction"] == "per_step"
 
 
+@pytest.mark.slow
 def test_a_run_with_half_batches_in_a_pipeline_is_traced_without_its_mesh() -> None:
     planner = RunPlanner(ROOT / "configs" / "llama3_1_70b_seed.yaml")
     assert planner.workload.sizes["layers"] == 80
@@ -171,6 +174,7 @@ def mixtral(tmp_path_factory: pytest.TempPathFactory) -> RunPlanner:
     return RunPlanner(moe(tmp_path_factory.mktemp("moe")))
 
 
+@pytest.mark.slow
 def test_every_plan_of_a_mixture_of_experts_builds(mixtral: RunPlanner, tmp_path: Path) -> None:
     (layers,) = mixtral.workload.experts
     assert (layers.call.experts, layers.call.k, layers.times, layers.layered) == (8, 2, 4, True)

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import pytest
 import yaml
 from interpreters import outputs_of, two_processes, wait_for
 from rich.console import Console
@@ -68,6 +69,7 @@ def test_sigterm_to_one_process_ends_both_after_the_same_step(tmp_path: Path) ->
     assert found.metadata["passed"] == [[4, 5]] and found.metadata["position"] == ended[0]["position"]
 
 
+@pytest.mark.slow
 def test_sigterm_to_one_process_before_its_first_step_ends_both_at_once(tmp_path: Path) -> None:
     """This test uses the command line, whose processes can leave a compile."""
     (tmp_path / "run.yaml").write_text(yaml.safe_dump({**RUN, "cpu_devices": 4, "output": str(tmp_path / "out")}))

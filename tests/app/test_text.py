@@ -46,6 +46,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "run.yaml"
 
 
+@pytest.mark.slow
 def test_a_run_on_jsonl_with_a_tokenizer_generates_what_it_learned(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -66,6 +66,7 @@ def test_tokens_are_those_of_one_device(mesh: dict[str, int], reference: Referen
     assert model.generate(params, PROMPTS, most=MOST) == reference.made
 
 
+@pytest.mark.slow
 def test_tokens_are_those_of_one_device_in_two_processes(reference: Reference, tmp_path: Path) -> None:
     """Two processes of two devices hold one pipeline stage each; both receive all tokens, and an error in one process
     is raised by both."""
@@ -413,7 +414,7 @@ def test_generators_that_cannot_be(make: Any, error: type[JaxparError], text: st
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "model", "kept"),
-    few([(6, 3, 2, {}), (12, 4, 3, {}), (12, 4, 3, {"cache": "int8"})], 2, names=4),
+    few([(6, 3, 2, {}), (12, 4, 3, {}), (12, 4, 3, {"cache": "int8"})], 1, names=4),
     ids=["6 and 3 over 2", "12 and 4 over 3", "int8"],
 )
 def test_head_counts_that_training_takes_generate_the_tokens_of_one_device(

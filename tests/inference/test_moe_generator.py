@@ -87,6 +87,7 @@ def marked(default: tuple[str, str]) -> list[Any]:
     return [pytest.param(*pair, marks=slow(pair), id=" ".join(pair)) for pair in pairs]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "name"), marked(("deepseek_v3", "ep tp")))
 def test_tokens_are_those_without_a_cache_on_one_device(family: str, name: str) -> None:
     assert generate(family, *MESHES[name], {}) == without_cache(family)

@@ -31,6 +31,7 @@ def initial(config: Any) -> Any:
     return jp.init(jp.Layout(one_device(), RULES), make_llama(config), optax.identity()).params
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "config"),
     few(

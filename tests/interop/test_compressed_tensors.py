@@ -95,6 +95,7 @@ def test_a_file_is_what_the_format_says_and_comes_back_exactly(tmp_path: Path, b
         assert read[0].bytes_read <= size
 
 
+@pytest.mark.slow
 def test_pruned_weights_stay_zero(tmp_path: Path) -> None:
     here = layout(2)
     tx = jp.compression.prune(optax.sgd(0.0), jp.compression.PruneConfig(pattern=(2, 4), targets=("mlp/*",)))

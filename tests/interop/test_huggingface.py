@@ -104,7 +104,7 @@ def check_greedy(case: str, layout: jp.Layout, rows: int) -> None:
     assert found == [wanted["greedy"].tolist()] * rows
 
 
-@pytest.mark.parametrize("case", ["gemma3", "mistral"])
+@pytest.mark.parametrize("case", [pytest.param("gemma3", marks=pytest.mark.slow), "mistral"])
 def test_greedy_tokens_are_those_of_transformers(case: str, layouts: dict[str, jp.Layout]) -> None:
     check_greedy(case, layouts["dp"], TOKENS["dp"])
 

@@ -64,6 +64,7 @@ def on_one_device() -> Any:
     return one_step(layout_of(LLAMA_RULES, {"data": 1}), next_token_loss, MAKE, batch())
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_one_device_in_fsdp_tp_context() -> None:
     layout = layout_of(LLAMA_RULES, {"data": 2, "context": 2, "model": 2})
     check_same(one_step(layout, next_token_loss, MAKE, batch()), on_one_device())

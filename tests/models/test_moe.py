@@ -160,6 +160,7 @@ def marked() -> list[Any]:
     return [pytest.param(*pair, marks=slow(pair), id=" ".join(pair)) for pair in pairs]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "name"), marked())
 def test_a_step_is_that_of_one_device(family: str, name: str) -> None:
     case = CASES[name]

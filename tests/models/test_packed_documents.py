@@ -68,7 +68,7 @@ def padded_losses() -> dict[tuple[int, ...], float]:
 @pytest.mark.parametrize(
     ("sizes", "context"),
     [
-        ({"data": 2, "model": 2}, Context()),
+        pytest.param({"data": 2, "model": 2}, Context(), marks=pytest.mark.slow),
         ({"data": 2, "context": 2}, Context(impl="ring")),
         pytest.param({"context": 4}, Context(impl="ring", load_balance="zigzag"), marks=pytest.mark.slow),
         pytest.param({"ulysses": 2, "data": 2}, Context(impl="ulysses"), marks=pytest.mark.slow),

@@ -38,6 +38,7 @@ def step_on(layout: jp.Layout, sizes: dict[str, Any]) -> tuple[float, list[np.nd
     return float(metrics["loss"]), [np.asarray(g) for g in jax.tree.leaves(metrics["grads"])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", few(CASES, 1))
 def test_slices_compute_what_one_device_does(case: dict[str, Any]) -> None:
     rules = jp.Rules(

@@ -135,6 +135,7 @@ def test_the_first_attention_inside_a_trace_costs_no_second_compilation(code: st
     assert fresh(f"{PREPARE}IMPL = 'ring'\n{code}") == str([[name], []])
 
 
+@pytest.mark.slow
 def test_a_generator_compiles_once() -> None:
     first, second = ast.literal_eval(fresh(PREPARE + GENERATE))
     assert {"_prefill", "_decode"} <= set(first) and second == []

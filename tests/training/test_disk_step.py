@@ -18,6 +18,7 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
+from profiles import few
 
 import jaxpar as jp
 from jaxpar.errors import ConfigError, DiskError
@@ -113,7 +114,7 @@ def whole(shards: list[np.ndarray], like: jax.Array) -> np.ndarray:
     return found
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", few(RUNS, 2))
 def test_steps_are_those_of_the_same_optimizer_in_memory(name: str, tmp_path: Path) -> None:
     tx, min_bytes, stage, expected_paths, pieces, most = RUNS[name]
     layout, options = layout_of(stage), {"clip_norm": 0.5, **jp.Zero(stage=stage).step}
@@ -183,6 +184,7 @@ def reopen(
     return step
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_byte_for_byte(tmp_path: Path) -> None:
     run = [sys.executable, "-c", KILLED.format(tests=str(Path(__file__).parent)), str(tmp_path / "killed")]
     # It dies while the uninterrupted run continues in this process.

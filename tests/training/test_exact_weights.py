@@ -95,6 +95,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "per step" else pytest.mark.slow) for n in CASES])
 def test_routers_choose_the_same_experts_with_int8_gathers(name: str) -> None:
     case, (choices, grads) = CASES[name], reference()

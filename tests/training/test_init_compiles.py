@@ -98,6 +98,7 @@ class Big:
     """Stands for what a model's function refers to."""
 
 
+@pytest.mark.slow
 def test_no_executable_keeps_a_function_and_few_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     big = Big()
     gone = weakref.ref(big)

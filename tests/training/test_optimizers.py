@@ -294,11 +294,12 @@ def test_updates_equal_one_device(part: int, mlp: Any) -> None:
     assert_close(train(mlp.layout(), mlp, tx), train(mlp.one_device, mlp, tx))
 
 
-@pytest.mark.parametrize("name", few(TRAINED, 2))
+@pytest.mark.parametrize("name", few(TRAINED, 1))
 def test_training_equals_one_device(name: str, mlp: Any) -> None:
     assert_close(train(mlp.layout(), mlp, build(name)), train(mlp.one_device, mlp, build(name)))
 
 
+@pytest.mark.slow
 def test_lookahead_keeps_its_slow_parameters_in_its_state(mlp: Any) -> None:
     """Steps equal optax's own loop with fast and slow parameters; slow parameters are sharded as the fast ones."""
     with jax.enable_x64(True):

@@ -161,12 +161,14 @@ def test_a_split_sequence_equals_one_device(layout_of: Any, on_one_device: Any) 
     assert_equal(layout_of("hybrid"), task, on_one_device("llama", "context"))
 
 
+@pytest.mark.slow
 def test_a_mesh_on_the_last_four_devices_equals_one_device(layout_of: Any, on_one_device: Any) -> None:
     mesh = jp.MeshSpec(data=2, model=2).build(jax.devices()[4:])
     layout = jp.Layout(mesh, layout_of("fsdp_tp").rules)
     assert_equal(layout, TASKS["llama", False], on_one_device("llama", False))
 
 
+@pytest.mark.slow
 def test_rules_over_axes_of_size_1_change_no_bit(layout_of: Any, on_one_device: Any) -> None:
     layout = jp.Layout(jp.MeshSpec().build(jax.devices()[3:4]), layout_of("fsdp_tp").rules)
     want = on_one_device("llama", False)

@@ -51,6 +51,7 @@ def rounded(params: Any, how: QuantizeConfig) -> Any:
     return dequantize(quantize(params, how), "float32")
 
 
+@pytest.mark.slow
 def test_loss_and_gradients_are_those_of_rounded_weights_in_every_layout() -> None:
     params = jax.tree.map(np.asarray, jp.init(layout(1, 1), make_model, TX).params)
     want, grads = jax.value_and_grad(loss_fn)(rounded(params, HOW), {"x": X})

@@ -159,7 +159,7 @@ def one_step(mode: Mode, tx: Any, batches: list[Any]) -> tuple[Any, list[Any], A
     return first, found, state
 
 
-@pytest.mark.parametrize("name", few(MODES, 4))
+@pytest.mark.parametrize("name", few(MODES, 2))
 def test_the_offered_function_is_the_one_whose_value_is_reported(name: str) -> None:
     mode = MODES[name]
     first, (metrics,), after = one_step(mode, probe(), [batch_of(1)])
@@ -196,6 +196,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "name"), few(PAIRS, 1, names=2))
 def test_a_line_search_takes_the_steps_of_a_plain_loop_of_optax(mode: str, name: str) -> None:
     """In fp64: a search compares losses that are nearly equal, which amplifies rounding."""

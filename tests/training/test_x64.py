@@ -89,6 +89,7 @@ PIPELINES: dict[str, Any] = {
 SLOW = [pytest.param(name, marks=[] if name == "seq1f1b" else pytest.mark.slow) for name in PIPELINES]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SLOW)
 def test_pipelines(name: str, want: Any) -> None:
     pipeline = PIPELINES[name]

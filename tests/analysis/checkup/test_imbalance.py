@@ -65,6 +65,7 @@ def run(*words: str) -> int:
     return main(["check", str(QUICKSTART), "--set", "model.layers=2", *words])
 
 
+@pytest.mark.slow
 def test_check_prints_and_writes_the_loads(
     compiled: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -80,6 +80,7 @@ def tpu_python(folder: Path) -> str:
     return python
 
 
+@pytest.mark.slow
 def test_a_step_is_compiled_for_a_tpu_that_is_not_here(
     cache: Path,
     tmp_path: Path,

@@ -148,6 +148,7 @@ def test_two_processes_restore_their_own_bytes_and_one_streams(
     assert [json.loads(line)["text"] for line in answers.read_text().splitlines()] == ["defgh", "wxyz{", "uvwxy"]
 
 
+@pytest.mark.slow
 def test_weights_in_int4_from_the_configuration(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -106,6 +106,7 @@ def test_the_supervisor_itself_needs_no_jax() -> None:
     python("import sys, jaxpar.app.cli, jaxpar.app.train.launch, jaxpar.app.launch.ray; sys.exit('jax' in sys.modules)")
 
 
+@pytest.mark.slow
 def test_one_of_two_is_killed_and_the_other_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

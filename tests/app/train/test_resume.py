@@ -138,6 +138,7 @@ def test_a_signal_in_the_compile_ends_the_run_at_once(
     assert after == [record for record in before if record["step"] <= 4]
 
 
+@pytest.mark.slow
 def test_a_run_whose_last_step_cannot_be_saved_fails_and_can_be_resumed(
     whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -199,6 +199,7 @@ def test_a_spike_under_a_loss_scale_is_undone_and_a_resume_is_the_same(ran: Any,
     assert sum(spent.values()) == pytest.approx(again.goodput["wall_seconds"], abs=1e-4)
 
 
+@pytest.mark.slow
 def test_the_optimizer_on_disk_goes_back_too(ran: Any, tmp_path: Path) -> None:
     def run(name: str, **batches: set[int]) -> Any:
         disk = f"parallel.offload={{optimizer: disk, path: {tmp_path / name / 'moments'}, min_bytes: 0}}"

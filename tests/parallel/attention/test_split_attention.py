@@ -197,7 +197,7 @@ def in_16_bits() -> tuple[Callable[..., list[float]], list[float]]:
             ("ulysses", {"ulysses": 8}),  # more devices than key heads
             ("hybrid", {"context": 4, "ulysses": 2}),
         ],
-        2,
+        1,
         names=2,
     ),
 )

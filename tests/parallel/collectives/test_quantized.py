@@ -193,6 +193,7 @@ def apart(got: Any, want: Any) -> list[float]:
     return [float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in pairs]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", few(WAYS, 1))
 def test_every_stage_can_send_int8(way: str, exact: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gather_reduce, "SMALL", 1024)  # the model's largest weights are below 64 KiB
@@ -208,6 +209,7 @@ def test_every_stage_can_send_int8(way: str, exact: Any, monkeypatch: pytest.Mon
     assert way == "stage 0" or ("s8", "all-gather") in sent
 
 
+@pytest.mark.slow
 def test_a_step_with_matmuls_in_fp8_is_near_one_without(exact: Any) -> None:
     found, _ = step_of(SHARDED, 8, {"matmul": "fp8"})
     assert 1e-6 < abs(found["loss"] - exact["loss"]) < 1e-2

@@ -89,7 +89,7 @@ def near(found: Any, expected: Any, rtol: float) -> None:
             ("replicated", "lion", {"grad_accum_steps": 2}),
             ("tp", "sgd", {"clip_norm": 0.1, "precision": "bf16"}),
         ],
-        2,
+        1,
         names=3,
     ),
     ids=["fsdp", "replicated", "tp"],

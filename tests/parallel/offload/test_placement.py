@@ -104,7 +104,7 @@ def kinds(state: Any) -> dict[str, str]:
 
 @pytest.mark.parametrize(
     ("name", "stage"),
-    few([(name, 1) for name in OPTIMIZERS] + [("adamw", 0), ("adamw", 3), ("muon", 3)], 3, names=2),
+    few([(name, 1) for name in OPTIMIZERS] + [("adamw", 0), ("adamw", 3), ("muon", 3)], 2, names=2),
     ids=str,
 )
 def test_steps_are_the_same_and_by_layers_to_the_bit(name: str, stage: int) -> None:

@@ -103,6 +103,7 @@ def halves() -> Found:
     return run({"data": 2, "model": 2}, 2, copies_dim="seq")
 
 
+@pytest.mark.slow
 def test_halves_of_sequences_give_what_one_copy_gives(halves: Found, one_copy: Found) -> None:
     check_same(halves, one_copy)
     # Halves of sequences send no more bytes than one copy.

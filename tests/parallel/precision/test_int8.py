@@ -118,6 +118,7 @@ def test_tokens_are_those_of_one_device_and_gathers_are_of_int8(params: Any, mad
     assert audit.memory["argument"] < many.explain().total("params", "cache").device_bytes + 200
 
 
+@pytest.mark.slow
 def test_over_a_pipeline_in_int8(params: Any, made: list[list[int]]) -> None:
     """Each stage holds its layers' integers, scales and cache; requests take turns, and some end before others."""
     mesh = jp.MeshSpec(pipeline=2, model=2).build(jax.devices()[:4])

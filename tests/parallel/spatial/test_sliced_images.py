@@ -116,6 +116,7 @@ def test_pooling_equals_that_of_the_whole_image(slices: str) -> None:
     check(sliced, partial(run, nnx.max_pool, nnx.avg_pool), layout(*SLICES[slices]), images(8, 32, 32, 3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slices", few(["4x1", "2x2"], 1))
 def test_resize_equals_that_of_the_whole_image(slices: str) -> None:
     sizes = ((64, 64), (16, 32), (48, 48), (32, 96), (8, 24))

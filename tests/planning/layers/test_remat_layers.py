@@ -36,6 +36,7 @@ def numbers(batch: Any) -> Any:
     return {name: rng.integers(0, models.VOCAB, x.shape, dtype=np.int32) for name, x in batch.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scanned", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_plan_with_recomputed_layers_computes_what_one_device_does(scanned: bool) -> None:
     _, loss_fn, shapes = models.gpt(layers=LAYERS, scanned=scanned)
@@ -61,6 +62,7 @@ def _recomputed(jaxpr: Any) -> int:
     return sum(e.params["differentiated"] for e in found)
 
 
+@pytest.mark.slow
 def test_what_the_policies_keep_and_compute() -> None:
     for scanned in (False, True):
         work = planner(scanned).workload

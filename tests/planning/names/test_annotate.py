@@ -290,6 +290,7 @@ def test_tags_of_the_batch_and_a_key_are_kept() -> None:
     assert "rows" in annotation.names and "batch" not in annotation.names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", few([1, 2, 3], keep=1))
 def test_an_annotated_loss_runs_with_zero(stage: int) -> None:
     make_model, loss_fn, shapes = models.gpt(layers=1)
@@ -304,6 +305,7 @@ def test_an_annotated_loss_runs_with_zero(stage: int) -> None:
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_first_number_that_is_not_finite_in_an_annotated_step_is_looked_for() -> None:
     make_model, loss_fn, shapes = models.CASES["gpt"]()
     annotation, batch = (

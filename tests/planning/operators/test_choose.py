@@ -106,6 +106,7 @@ def _strategies(planner: ModelPlanner) -> list[Any]:
     return [({"data": d, "model": 8 // d}, o, allowed) for d in (1, 2, 4, 8) for o in graph.operators]
 
 
+@pytest.mark.slow
 def test_propagation_derives_the_other_dims_from_one() -> None:
     planner = ModelPlanner.of(*models.CASES["gpt"](), optax.sgd(0.1))
     chosen = choose(planner, "sharding_propagation", {"blocks/0/up/kernel": (None, "model")}, data=4, model=2)

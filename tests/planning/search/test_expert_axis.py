@@ -63,6 +63,7 @@ def planner(named: bool = False) -> ModelPlanner:
     return ModelPlanner.of(make_named_model if named else make_model, loss, TEXT, optax.sgd(0.1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("named", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_calls_of_experts_are_found(named: bool) -> None:
     found = planner(named)

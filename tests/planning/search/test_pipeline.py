@@ -42,6 +42,7 @@ def test_layers_in_a_list_are_planned_over_stages() -> None:
     assert all(plan.context == plan.ulysses == 1 for plan in staged)
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_in_parts_is_reported() -> None:
     own = ModelPlanner.of(own_models.make_gpt, own_models.next_byte, TEXT, optax.sgd(0.1))
     assert "pipeline" not in own.axes

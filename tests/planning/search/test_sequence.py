@@ -58,6 +58,7 @@ def _about_attention(found: ModelPlanner) -> list[str]:
     return [note for note in found.notes if "attention" in note]
 
 
+@pytest.mark.slow
 def test_attention_that_is_recognised_or_called_may_be_split() -> None:
     for calls in ((True, True), (True, False), (False, False)):
         found = planner(*calls)
@@ -66,6 +67,7 @@ def test_attention_that_is_recognised_or_called_may_be_split() -> None:
     assert planner(True, True, annotated=False).axes == ("replica", "data", "context", "ulysses", "model")
 
 
+@pytest.mark.slow
 def test_attention_that_would_gather_is_reported() -> None:
     found = planner(True, False, False, annotated=False)
     (note,) = _about_attention(found)
@@ -78,6 +80,7 @@ def test_attention_that_would_gather_is_reported() -> None:
     assert ModelPlanner.of(make_model, loss_fn, batch, optax.sgd(0.1)).axes == ("replica", "data", "model")
 
 
+@pytest.mark.slow
 def test_no_plan_shards_the_sequence_where_each_device_has_gradients_of_its_own_rows() -> None:
     work = planner(True, True).workload
     space = Space(axes=("data", "context"), remat=("none",), own_model=True)

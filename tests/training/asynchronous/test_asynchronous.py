@@ -291,7 +291,7 @@ def test_a_run_is_its_recurrence_to_the_bit(case: int) -> None:
     assert min(size for sizes in moved[1:] for size in sizes.values()) > 0
 
 
-@pytest.mark.parametrize("case", few((0, 3, 2), 2))
+@pytest.mark.parametrize("case", few((0, 3, 2), 1))
 def test_a_saved_state_goes_on_to_the_bit(case: int) -> None:
     ran = done(case)
     state, _ = ran.call(restored(ran.saved, ran.state), batch_of(CALLS - 1))
@@ -423,6 +423,7 @@ def test_what_cannot_be_is_named(case: str) -> None:
         jax.eval_shape(step.start, jp.abstract_state(layout, make_model, tx), batch_of(0))
 
 
+@pytest.mark.slow
 def test_batches_and_states_that_do_not_go_on_are_named() -> None:
     ran = done(0)
     layout = jp.Layout(jp.MeshSpec(pipeline=3).build(jax.devices()[:3]), RULES)

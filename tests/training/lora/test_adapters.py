@@ -141,8 +141,10 @@ CASES = {
 MODELS = {"nnx": (make_nnx, nnx_loss), "linen": (make_linen, linen_loss)}
 RUNS = [
     ("linen", "fsdp x tp"),  # not in microbatches, which have other statistics
-    ("nnx", "fsdp x tp"),
-    *(pytest.param("nnx", case, marks=pytest.mark.slow) for case in ("one", "accumulated", "zero 1", "zero 2")),
+    *(
+        pytest.param("nnx", case, marks=pytest.mark.slow)
+        for case in ("fsdp x tp", "one", "accumulated", "zero 1", "zero 2")
+    ),
     *(pytest.param("linen", case, marks=pytest.mark.slow) for case in ("one", "zero 2")),
 ]
 

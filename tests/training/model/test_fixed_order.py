@@ -122,6 +122,7 @@ def check_equal(layout: jp.Layout, make: Make) -> Any:
     return got
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", few(range(4), 1))
 def test_random_initializers_are_equal_in_every_layout_and_close_to_plain_jax(seed: int) -> None:
     sizes, axes = LAYOUTS[seed % len(LAYOUTS)]

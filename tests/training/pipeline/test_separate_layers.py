@@ -88,6 +88,7 @@ MODELS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", few(list(MODELS), 1))
 def test_separate_layers_train_in_a_pipeline_as_on_one_device(name: str) -> None:
     make_model, staged, plain = MODELS[name]

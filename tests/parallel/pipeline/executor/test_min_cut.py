@@ -8,6 +8,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
@@ -124,6 +125,7 @@ def test_what_is_free_is_not_kept() -> None:
     ]  # of equal candidates, the last
 
 
+@pytest.mark.slow
 def test_a_llamas_layer_keeps_the_inputs_of_its_products_and_their_cotangents() -> None:
     """Of the 24 numbers per token and embedding dim in the layer's backward, 14 are kept.
 
