@@ -18,7 +18,7 @@ import jupytext
 
 FOLDER = ROOT / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
-SLOW = ("06_will_it_fit", "07_experts")
+SLOW = ("05_your_model", "06_will_it_fit", "07_experts", "08_checkpoints", "10_sliced_images", "11_pretrained_weights")
 """By default these are not executed; their stored outputs are checked."""
 EXECUTED = [pytest.param(path, marks=[pytest.mark.slow] if path.stem in SLOW else []) for path in NOTEBOOKS]
 
@@ -44,7 +44,7 @@ def outlines(notebook: Any) -> list[tuple[list[list[str]], str]]:
 
 
 def test_there_are_notebooks() -> None:
-    assert len(NOTEBOOKS) == 8
+    assert len(NOTEBOOKS) == 10
 
 
 @pytest.mark.parametrize("path", EXECUTED, ids=lambda path: path.stem)
