@@ -192,4 +192,4 @@ def code_lines(file: Path) -> int:
 def test_the_sharding_layer_stays_small() -> None:
     """All of ``sharding/`` but ``hardware/``, and nothing of it is left out of the count."""
     sizes = {file.stem: code_lines(file) for file in sorted((ROOT / "jaxpar" / "sharding").glob("*.py"))}
-    assert sum(sizes.values()) <= 610, sizes
+    assert sum(sizes.values()) <= 600, sizes

@@ -132,29 +132,23 @@ class Layout:
         return dict(self.mesh.shape)
 
     def resolve(
-        self,
-        dims: Sequence[str | None],
-        shape: Sequence[int] | None = None,
-        *,
-        role: str = "activations",
-        dtype: Any = np.float32,
-        path: str = "tensor",
+        self, dims: Sequence[str | None], shape: Sequence[int] | None = None, *, dtype: Any = np.float32, **options: str
     ) -> Resolved:
         """Returns the sharding of a tensor, with a reason per dim and a list of problems instead of an exception.
 
         Args:
           dims: one logical dim (or ``None``) per dim of the tensor.
           shape: the tensor's shape. Without it divisibility is not checked and ``over`` does not apply.
-          role: the role whose rules apply: ``activations``, ``params``, ``gradients`` or ``optimizer``.
           dtype: the tensor's dtype; ``over`` compares the tensor's bytes with ``min_bytes``.
-          path: the tensor's name in problem texts.
+          **options: ``role``, whose rules apply: ``activations`` (the default), ``params``, ``gradients`` or
+            ``optimizer``; and ``path``, the tensor's name in problem texts.
 
         Raises:
           RulesError: an unknown role.
 
         See :func:`jaxpar.sharding.resolve.resolve`.
         """
-        return resolve(self.rules, self.sizes, tuple(dims), shape, role=role, itemsize=itemsize(dtype), path=path)
+        return resolve(self.rules, self.sizes, tuple(dims), shape, itemsize=itemsize(dtype), **options)
 
     def spec(self, dims: Sequence[str | None], shape: Sequence[int] | None = None, **options: Any) -> PartitionSpec:
         """Returns the ``PartitionSpec`` of a tensor with these logical dims. Options are those of :meth:`resolve`.

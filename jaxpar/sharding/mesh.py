@@ -136,8 +136,9 @@ class MeshSpec:
 
         chosen = list(jax.devices() if devices is None else devices)
         sizes = sizes_or_suggestion(self.sizes, len(chosen), vars(self).values())
-        kinds = (axis_type or jax.sharding.AxisType.Auto,) * len(sizes)
-        return jax.sharding.Mesh(arrange(chosen, sizes), tuple(sizes), axis_types=kinds)
+        return jax.sharding.Mesh(
+            arrange(chosen, sizes), tuple(sizes), axis_types=axis_type and (axis_type,) * len(sizes)
+        )
 
     def abstract(self, devices: int | None = None, *, axis_type: AxisType | None = None) -> AbstractMesh:
         """Returns an ``AbstractMesh``, which has no devices.
