@@ -18,7 +18,16 @@ import jupytext
 
 FOLDER = ROOT / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
-SLOW = ("05_your_model", "06_will_it_fit", "07_experts", "08_checkpoints", "10_sliced_images", "11_pretrained_weights")
+SLOW = (
+    "02_long_context",
+    "03_pipelines",
+    "05_your_model",
+    "06_will_it_fit",
+    "07_experts",
+    "08_checkpoints",
+    "10_sliced_images",
+    "11_pretrained_weights",
+)
 """By default these are not executed; their stored outputs are checked."""
 EXECUTED = [pytest.param(path, marks=[pytest.mark.slow] if path.stem in SLOW else []) for path in NOTEBOOKS]
 

@@ -55,6 +55,7 @@ def matches(loss_fn: Any = loss, tx: Any = None, data: Any = None, make_model: A
     return jp.testing.assert_matches_single_device(devices(data=8), make_model, tx, loss_fn, data or batches(), DIMS)
 
 
+@pytest.mark.slow
 def test_adam_on_noise_is_no_difference_of_layouts() -> None:
     verdict = matches()
     assert verdict.passed and verdict.gradients < 1e-5 and verdict.updates < 1e-6

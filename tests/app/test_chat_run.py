@@ -53,6 +53,7 @@ def job_of(folder: Path, output: Path, **changes: Any) -> Job:
     return make_job(load_run(RECIPE, settings(folder, output, **changes)))
 
 
+@pytest.mark.slow
 def test_batches_have_a_mask_and_the_loss_is_that_of_answers(folder: Path, tmp_path: Path) -> None:
     job = job_of(folder, tmp_path)
     assert job.batch_names() == ("tokens", "targets", "loss_mask")

@@ -10,7 +10,9 @@ from subprocess import PIPE
 
 import pytest
 
-SCRIPT = "import sys; from jaxpar.app.entry import run; sys.exit(run())"
+# A shell's background jobs ignore SIGINT, and so does what they start.
+HEED = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+SCRIPT = f"{HEED}\nimport sys; from jaxpar.app.entry import run; sys.exit(run())"
 
 
 @pytest.mark.parametrize("command", ["train", "explain"])

@@ -63,6 +63,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         sys.modules.pop(name, None)
 
 
+@pytest.mark.slow
 def test_a_model_without_names_trains_sharded(run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", run]) == 0
     assert (

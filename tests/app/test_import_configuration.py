@@ -57,7 +57,10 @@ def convert(folder: Path, text: str, *options: str) -> int:
     ("text", "mesh"),
     [
         pytest.param(
-            PIPELINE + MODEL % "fine_grain_interleave: 2", {"pipeline": 2, "data": 2, "model": 2}, id="pipeline"
+            PIPELINE + MODEL % "fine_grain_interleave: 2",
+            {"pipeline": 2, "data": 2, "model": 2},
+            id="pipeline",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             "parallel_config: {data_parallel: 8}" + MODEL % ADAPTERS, {"data": 8}, id="adapters", marks=pytest.mark.slow

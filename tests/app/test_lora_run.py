@@ -78,6 +78,7 @@ def check_exports(base: Path, merged: Path, adapter: Path) -> None:
     assert fields["eos_token_id"] == 7 and fields["model_type"] == "llama"
 
 
+@pytest.mark.slow
 def test_adapters_of_imported_weights_are_merged_and_written(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -135,6 +135,7 @@ def test_a_run_of_any_kind_is_verified(name: str, run: Callable[..., str], capsy
     assert "verified            within 1e-05" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*list(RUNS)[:2], *(pytest.param(n, marks=pytest.mark.slow) for n in list(RUNS)[2:])])
 def test_a_run_of_any_kind_is_explained_and_checked(
     name: str, run: Callable[..., str], capsys: pytest.CaptureFixture[str]

@@ -327,7 +327,7 @@ WORDS = [
 KEYS = ["model", "layout", "mesh", "rules", "train", "steps", "data", "checkpoint", "best", "parallel", "optimizer"]
 
 
-@examples(150)
+@examples(50)
 @given(
     st.lists(st.sampled_from(WORDS + [f"{key}: " for key in KEYS]), max_size=40).map("".join)
     | st.text(max_size=60)

@@ -291,6 +291,7 @@ def corrupt(folder: Path, files: list[Path], dice: random.Random) -> list[Path]:
     return [file]
 
 
+@pytest.mark.slow
 def test_random_corruptions_are_all_detected_and_named(tmp_path: Path) -> None:
     one, copy, dice = tmp_path / "one", tmp_path / "copy", random.Random(0)
     jp.save(

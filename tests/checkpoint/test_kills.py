@@ -11,9 +11,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "reliability" / "kills_and_corruptions.py"
 
 
+@pytest.mark.slow
 def test_twenty_kills_while_starting_stepping_and_saving() -> None:
     command = [sys.executable, str(BENCHMARK), "--plain", "--kills", "20", "--steps", "60", "--corruptions", "0"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -412,6 +412,7 @@ def test_generators_that_cannot_be(make: Any, error: type[JaxparError], text: st
     assert str(caught.value) == text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "model", "kept"),
     few([(6, 3, 2, {}), (12, 4, 3, {}), (12, 4, 3, {"cache": "int8"})], 1, names=4),

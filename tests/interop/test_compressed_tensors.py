@@ -142,6 +142,7 @@ def as_fp8(folder: Path, config: LlamaConfig, params: Any, block: int) -> dict[s
     return stands_for
 
 
+@pytest.mark.slow
 def test_fp8_in_blocks_is_read_as_floats(tmp_path: Path) -> None:
     """The form of DeepSeek-V3: blocks cut heads, experts and the shards of devices."""
     config = preset("deepseek_v3", "tiny")
@@ -162,6 +163,7 @@ def broken(folder: Path, **changes: Any) -> None:
     file.write_text(json.dumps(fields))
 
 
+@pytest.mark.slow
 def test_what_cannot_be_read_or_written_is_an_error(tmp_path: Path) -> None:
     here, params = layout(1), params_of(layout(1))
     huggingface.export(tmp_path / "out", quantize(params, quantized_weights(CONFIG, 4, 16)), CONFIG)

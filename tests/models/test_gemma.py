@@ -104,6 +104,7 @@ STAGES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "name", "layers", "kept"), [pytest.param(*STAGES[0], marks=pytest.mark.slow), STAGES[1]]
 )
@@ -150,6 +151,7 @@ def generated() -> tuple[Any, list[list[int]]]:
     return params, model.generate(params, generators.PROMPTS, most=generators.MOST)
 
 
+@pytest.mark.slow
 def test_a_cache_gives_what_a_plain_forward_gives() -> None:
     params, made = generated()
     layout = jp.Layout(generators.one_device(), generators.RULES)

@@ -87,6 +87,7 @@ def test_without_it_the_error_names_it() -> None:
             call()
 
 
+@pytest.mark.slow
 def test_experts_are_computed_on_whole_arrays() -> None:
     rules = jp.Rules(batch=("data", "expert"), seq=None, embed=None, experts="expert", expert_mlp=None)
     inner, outer = ("experts", "embed", "expert_mlp"), ("experts", "expert_mlp", "embed")

@@ -126,6 +126,7 @@ def fresh(code: str) -> str:
     return run.stdout.splitlines()[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "name"),
     few([(MODEL + TRAIN, "step"), (MODEL + EVALUATE, "evaluate"), (USER, "attend"), (LOCAL, "attend")], 2, names=2),

@@ -101,6 +101,7 @@ def llama_on_one_device(layout_of: Any) -> dict[str, Any]:
     return of_llama(layout_of("dp", jax.devices()[:1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "layout"), few([(1, "tp"), (2, "tp"), (3, "tp"), (1, "fsdp_tp"), (2, "fsdp_tp")], 1, names=2)
 )
@@ -125,6 +126,7 @@ def test_kernels_take_the_shards_of_a_step_whose_axes_are_manual(topology: str, 
     assert "pallas_call" in str(step.trace(state, {"tokens": tokens, "targets": tokens}).jaxpr)
 
 
+@pytest.mark.slow
 def test_sums_in_16_bits_beside_automatic_axes(layout_of: Any) -> None:
     """XLA:CPU aborts on 16-bit reductions here, so jaxpar widens them."""
     layout = jp.Layout(jp.MeshSpec(data=4, model=2).build(), jp.Zero(1, min_bytes=64).rules(layout_of("tp", 8).rules))

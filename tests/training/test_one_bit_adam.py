@@ -267,6 +267,7 @@ def test_microbatches_weigh_what_they_say_on_every_device() -> None:
         np.testing.assert_allclose(metrics["grads"][name], want, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_it_comes_near_to_where_adam_comes() -> None:
     layout, random = layout_of("8 ways"), np.random.default_rng(0)
     x, w = random.normal(size=(256, 40)).astype(np.float32), random.normal(size=(40, 24)).astype(np.float32)

@@ -51,6 +51,7 @@ OPTIMIZERS: dict[str, Any] = {}
 HALF = PruneConfig(sparsity=0.5, begin=1, end=5, every=2)
 
 
+@pytest.mark.slow
 def test_the_sparsity_grows_and_pruned_numbers_stay_zero_in_every_layout(tmp_path: Path) -> None:
     one = trained(layout_of(1, 1), HALF, 2)
     assert sparsity_of(one.opt_state) == {"down": 0.0, "up": 0.0}  # 1 - (1 - t)**3 at t = 0

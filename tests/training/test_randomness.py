@@ -149,7 +149,7 @@ def one_device(kind: str) -> list[np.ndarray]:
     return run(kind, {"data": 1})
 
 
-@pytest.mark.parametrize(("kind", "mode"), few_pairs(KINDS, MODES, 6))
+@pytest.mark.parametrize(("kind", "mode"), few_pairs(KINDS, MODES, 4))
 def test_every_cell_of_the_table(kind: str, mode: str) -> None:
     said, (sizes, stage, options) = cells()[kind, mode], MODES[mode]
     if said == "error":
@@ -171,6 +171,7 @@ def test_the_page_names_tests_that_are_there() -> None:
     assert set(KINDS) <= rows
 
 
+@pytest.mark.slow
 def test_the_key_of_an_evaluation_is_that_of_the_step() -> None:
     """``eval_step`` computes the batch in one piece; under a pipeline, each row gets the draws of training."""
     layout = jp.Layout(jp.MeshSpec(data=4).build(jax.devices()[:4]), RULES)

@@ -23,7 +23,7 @@ GOLDEN = Path(__file__).parents[2] / "golden"
 LAYOUTS = Path(__file__).parents[3] / "configs" / "layouts"
 
 
-@pytest.mark.parametrize("name", ["fsdp_tp", "tp_sp"])
+@pytest.mark.parametrize("name", [pytest.param("fsdp_tp", marks=pytest.mark.slow), "tp_sp"])
 def test_a_programs_cost_is_as_written_down(name: str, pytestconfig: pytest.Config) -> None:
     layout = jp.Layout(
         jp.MeshSpec(data=4, model=2).build(), jp.Layout.from_yaml(LAYOUTS / f"{name}.yaml", devices=8).rules

@@ -39,6 +39,7 @@ def audited(name: str) -> Audit:
     return jp.audit(programs.llama_step(layout, CONFIG, BATCH, SEQ).compile(), mesh=layout.mesh)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", few(MESHES, 1))
 def test_the_devices_of_a_layout_share_the_flops_of_one_device(name):
     devices = math.prod(MESHES[name].values())
@@ -68,6 +69,7 @@ def test_fully_sharded_gathers_each_layer_twice_and_scatters_it_once():
     assert report.wire_bytes("all-reduce", "data") == 2 * 7 / 8 * 4 * (NORMS + 1 + 9)
 
 
+@pytest.mark.slow
 def test_hybrid_sharding_gathers_within_a_group_only():
     report = audited("hsdp")
     assert {c.axes for c in report.select("all-gather")} == {("data",)}

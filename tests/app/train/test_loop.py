@@ -95,6 +95,7 @@ NONFINITE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", few(NONFINITE, 1))
 def test_a_run_that_diverges_skips_says_where_and_stops(
     config: Path, model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

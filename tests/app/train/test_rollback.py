@@ -155,6 +155,7 @@ def state(folder: Path, step: int) -> Any:
     return {path: (t.dtype, t.shape, t.sums) for path, t in found.tensors.items()}, found.metadata["position"]
 
 
+@pytest.mark.slow
 def test_after_steps_that_were_not_finite_a_run_is_one_that_never_saw_the_batches(ran: Any) -> None:
     folder, screen, summary = ran("bad", nan, bad={6, 7})
     never, _, expected = ran("never", nan, dropped={5, 6, 7})
@@ -173,6 +174,7 @@ def test_after_steps_that_were_not_finite_a_run_is_one_that_never_saw_the_batche
     assert account["spent"]["lost"] > 0 and account["spent"]["restore"] > 0 and "goodput  " in screen
 
 
+@pytest.mark.slow
 def test_a_spike_under_a_loss_scale_is_undone_and_a_resume_is_the_same(ran: Any, tmp_path: Path) -> None:
     settings = (
         "train.spike={factor: 3, window: 3, patience: 1}",
@@ -227,6 +229,7 @@ def test_a_pipeline_that_is_not_emptied_goes_back_with_all_that_is_on_its_way(ra
     )
 
 
+@pytest.mark.slow
 def test_a_run_that_went_back_too_often_or_has_nowhere_to_go_says_so(ran: Any, tmp_path: Path) -> None:
     what = "step 5 was not finite, first in the loss; every activation is finite. No update was applied, and"
     text = (

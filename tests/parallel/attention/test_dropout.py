@@ -305,6 +305,7 @@ def test_interleaved_branches_drop_the_same_weights(sizes: dict[str, int]) -> No
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
 
 
+@pytest.mark.slow
 def test_devices_that_hold_the_same_queries_drop_the_same_weights() -> None:
     """Along an axis that shards nothing, where JAX checks that the result is replicated."""
     layout = on({"data": 2, "model": 2})

@@ -51,6 +51,7 @@ def test_a_mask_hides_what_it_hides_in_flax(name: str) -> None:
         same(*(of_linen(f).apply(variables, X, mask=mask) for f in (OURS, nn.dot_product_attention)))
 
 
+@pytest.mark.slow
 def test_a_causal_option_a_bias_and_cross_attention() -> None:
     keys = jax.random.split(jax.random.key(1), 3)
     q, k, v = (jax.random.normal(key, (2, n, 2, 4)) for key, n in zip(keys, (4, 6, 6), strict=True))

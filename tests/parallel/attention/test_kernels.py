@@ -100,6 +100,7 @@ def test_the_kernel_of_tiles_equals_plain_jax(keys: KeySource, x: Any, options: 
         assert all((leaf[1, 128:] == 0).all() for leaf in got)
 
 
+@pytest.mark.slow
 def test_splash_takes_masks_and_documents() -> None:
     x, mask = arrays(130, 130, (16, 16)), jp.Mask(causal=False, window=(70, 20), chunk=100)
     options: Any = {"mask": mask, "softcap": 0.9, "scale": 0.2, "segment_ids": documents(130)}

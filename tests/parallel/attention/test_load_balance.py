@@ -229,6 +229,7 @@ def test_packed_documents_come_out_even(impl: Any, bound: float) -> None:
     assert found.order == "given"
 
 
+@pytest.mark.slow
 def test_attention_in_a_given_order_is_attention() -> None:
     """Under a traced order, because every row of a batch may bring another one."""
     segments = np.repeat([0, 1, 2, -1], [15, 4, 10, 3])

@@ -68,7 +68,7 @@ def run(sizes: dict[str, int], impl: str, x: tuple[np.ndarray, ...], options: di
 
 
 @given(problems())
-@examples(3, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@examples(2, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 def test_any_size_mask_and_mesh_equals_the_plain_form(problem: Any) -> None:
     sizes, impl, x, options = problem
     note(f"{[a.shape for a in x]}")

@@ -131,6 +131,7 @@ def gradients(precision: Any, devices: int, zero: jp.Zero) -> Any:
     return jax.device_get(step(state, tokens)[1]["grads"])
 
 
+@pytest.mark.slow
 def test_what_is_summed_wide_or_gathered_narrow_is_right() -> None:
     want = gradients(None, 1, ZEROS[0])
     for precision in ("bf16", {"gather": "bf16"}):

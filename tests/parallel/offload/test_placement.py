@@ -75,6 +75,7 @@ def goes_by_layers(tx: Any, stage: int) -> bool:
     return "<host>[3,16" in text and "dynamic_update_slice" in text
 
 
+@pytest.mark.slow
 def test_square_matrices_go_where_their_own_state_lies() -> None:
     """Arrays, and their shards, with equal shapes but opposite shardings."""
 

@@ -131,6 +131,7 @@ def test_halves_of_packed_sequences_of_one_row_inside_of_a_pipeline(monkeypatch:
     check_same(got, run({"data": 2, "model": 2}, 1, packed=True))
 
 
+@pytest.mark.slow
 def test_logits_of_halves_come_in_the_order_of_the_tokens() -> None:
     """In fp64, so that a logit near zero can be compared relative to its own size."""
     layout = layout_of(RULES, {"data": 2, "model": 2})

@@ -93,6 +93,7 @@ def test_attention_to_a_cache_in_int8_is_attention_to_what_it_stands_for(mesh: d
             np.testing.assert_allclose(o[row, 0, head], want, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_tokens_are_those_of_one_device_and_gathers_are_of_int8(params: Any, made: list[list[int]]) -> None:
     """Greedy, fp32: tied embeddings, weights sharded over data and heads, a cache over data, context and model."""
     one, many = generator(one_device(), **BOTH), generator(jp.MeshSpec(data=2, context=2, model=2).build(), **BOTH)

@@ -79,7 +79,7 @@ def on_one_device(mlp: Any) -> Callable[[str], tuple[list[float], list[Any]]]:
     return functools.cache(lambda name: run(mlp.one_device, mlp, name))
 
 
-@pytest.mark.parametrize(("name", "stage"), few_pairs(OPTIMIZERS, [1, 2, 3], 3))
+@pytest.mark.parametrize(("name", "stage"), few_pairs(OPTIMIZERS, [1, 2, 3], 2))
 def test_every_stage_with_any_optimizer_equals_one_device(
     name: str, stage: int, mlp: Any, on_one_device: Callable[[str], Any]
 ) -> None:
@@ -145,6 +145,7 @@ def mixed_on_one_device() -> Any:
     return routed(jp.Zero(0), EXPERTS, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", few([1, 2, 3], 1))
 def test_every_stage_beside_experts_equals_one_device(stage: int, mixed_on_one_device: Any) -> None:
     """The batch is sharded over ``data``; from stage 2 on also over both axes, as expert parallelism shards it."""
@@ -340,6 +341,7 @@ def attention_on_one_device() -> tuple[list[float], list[Any]]:
     return train_attention(jp.Layout(jp.MeshSpec().build(jax.devices()[:1]), SPLIT), "dense")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("zero", "impl", "sizes"),
     few(

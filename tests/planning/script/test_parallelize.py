@@ -66,6 +66,7 @@ def assert_same(found: State, expected: State) -> None:
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_run_continues_on_another_number_of_devices(tmp_path: Path) -> None:
     state, losses = run(jax.jit(step_of()), new_state(), range(4))
     with jp.parallelize(step_of(), new_state(), batch_of(0), checkpoints=tmp_path) as first:

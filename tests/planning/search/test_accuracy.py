@@ -31,5 +31,6 @@ def test_pipelines_of_one_layer_a_stage_copy_no_buffer() -> None:
         assert isinstance(one, CompiledPlan) and one.hbm < 1.5 * one.compute
 
 
+@pytest.mark.slow
 def test_the_stored_plans_are_the_whole_space() -> None:
     assert set(exhaustive.space(exhaustive.toy())) == set(exhaustive.Stored.read().compiled_plans)

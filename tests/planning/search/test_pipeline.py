@@ -28,6 +28,7 @@ def planner() -> ModelPlanner:
     return ModelPlanner.of(make_model, own_models.staged_next_byte, TEXT, optax.sgd(0.1))
 
 
+@pytest.mark.slow
 def test_layers_in_a_list_are_planned_over_stages() -> None:
     own, work = planner(), planner().workload
     assert own.axes == ("pipeline", "replica", "data", "context", "ulysses", "model") and own.notes == ()

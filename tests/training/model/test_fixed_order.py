@@ -196,6 +196,7 @@ def scanned_linen(key: jax.Array) -> Any:
     return Scanned().init(key, jnp.ones((1, 48)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [stacked_nnx, scanned_linen], ids=["nnx", "linen"])
 def test_stacked_layers_of_nnx_and_linen_are_equal_in_every_layout(make: Make) -> None:
     layout = layout_of({"data": 4, "model": 2}, "data", "model")

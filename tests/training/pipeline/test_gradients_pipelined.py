@@ -202,6 +202,7 @@ def test_gradients_are_scattered_before_the_end_where_that_is_asked_for(
     check_same(got, one_device)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", few([1, 2, 3], 2))
 def test_every_stage_of_zero_composes_with_stages_and_heads(stage: int, one_device: Any) -> None:
     """Weights, gradients and moments are sharded over ``data``, also the embedding, which is used on both ends."""
@@ -215,7 +216,7 @@ def test_every_stage_of_zero_composes_with_stages_and_heads(stage: int, one_devi
     check_same(got, one_device)
 
 
-@pytest.mark.parametrize("case", few(CASES, 4), ids=str)
+@pytest.mark.parametrize("case", few(CASES, 3), ids=str)
 def test_a_schedule_gives_the_gradients_of_one_device(case: Any, one_device: Any) -> None:
     name, sizes, microbatches, chunks, activation_checkpointing, layers = case
     schedule = jp.pipeline.schedule(name, stages=sizes["pipeline"], microbatches=microbatches, chunks=chunks)
@@ -284,7 +285,7 @@ def test_weights_of_a_single_layer_are_not_done_where_their_loop_runs_zero_times
     assert " dot(" in loops and " dot(" not in entry
 
 
-@examples(60)
+@examples(20)
 @given(st.data())
 def test_layers_go_to_their_stages_and_back(data: st.DataObject) -> None:
     stages, chunks = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))
@@ -512,6 +513,7 @@ def test_layers_that_stages_do_not_divide_are_one_problem() -> None:
     assert str(error.value).endswith("Remedy: use a number of stages that divides 8 (1, 2, 4, 8).")
 
 
+@pytest.mark.slow
 def test_the_remedy_for_layers_that_stages_do_not_divide_works(one_device: tuple[dict[str, float], Any]) -> None:
     rules = RULES.replace(vocab=None, indivisible={"layers": "replicate"})
     pipeline = jp.Pipeline(jp.pipeline.schedule("1f1b", stages=3, microbatches=4), layers_per_stage=(3, 3, 2))

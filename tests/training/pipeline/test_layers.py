@@ -95,7 +95,7 @@ CASES: list[tuple[str, dict[str, int], int, str, tuple[int, ...], str]] = [
 ]
 
 
-@pytest.mark.parametrize("case", few(CASES, 2), ids=lambda case: case[0])
+@pytest.mark.parametrize("case", few(CASES, 1), ids=lambda case: case[0])
 def test_dropout_and_losses_of_layers_are_those_of_one_device(case: Any, one_device: Any) -> None:
     """The rows that a device has of a microbatch form one microbatch of the single device."""
     name, sizes, chunks, activation_checkpointing, layers, executor = case
@@ -158,6 +158,7 @@ def test_an_evaluation_goes_through_the_stages(embedding: Any, one_device: Any) 
     assert bool(gathered) == (embedding == "per_step") and all("first_input " in c.source for c in gathered)
 
 
+@pytest.mark.slow
 def test_draws_are_those_of_one_device_to_the_bit() -> None:
     """Integer sums are exact, so the loss checks every draw by row and position for any mesh and any microbatches."""
 

@@ -161,6 +161,7 @@ CHUNKED = replace(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("activation_checkpointing", few(["full", "none"], 1))
 def test_sequences_in_chunks_read_parameters_too(activation_checkpointing: Any, want: Any) -> None:
     pipeline = jp.Pipeline(schedule("seq1f1b", sequence_chunks=2), activation_checkpointing=activation_checkpointing)
@@ -213,6 +214,7 @@ def test_a_piece_may_hand_on_layers_that_it_does_not_read() -> None:
     )
 
 
+@pytest.mark.slow
 def test_prepare_has_all_parameters() -> None:
     """``prepare`` runs once, outside of the stages."""
     loss = replace(

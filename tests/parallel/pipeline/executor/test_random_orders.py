@@ -185,6 +185,7 @@ def batch_of() -> dict[str, np.ndarray]:
 
 
 # Every example compiles a program, and so would every attempt to shrink a failure.
+@pytest.mark.slow
 @examples(2, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(orders_of_ones_own([2], [1, 2], [1], ["FB", "FBW"]), st.sampled_from(["full", "none"]))
 def test_a_step_in_any_order_is_that_of_one_device(

@@ -92,6 +92,7 @@ def test_a_list_gives_the_gradients_of_one_device(case: str, one_device: Any) ->
     check_grads(grads, one_device[1], BOUND)
 
 
+@pytest.mark.slow
 def test_fewer_slots_take_less_memory_and_no_more_is_computed_than_the_list_says() -> None:
     layout, rows, seq = layout_of(RULES, {"pipeline": 2}), 64, 64
     # A layer with large residuals.
