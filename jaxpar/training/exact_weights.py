@@ -43,7 +43,7 @@ _DATA = (-1, "data")
 """The label of arrays that depend on more than weights."""
 _NONE: Labels = frozenset()
 
-_SAME_NUMBERS = frozenset((
+SAME_NUMBERS = frozenset((
     "convert_element_type", "reshape", "transpose", "broadcast_in_dim", "squeeze", "expand_dims", "slice",
     "concatenate", "pad", "rev", "copy", "copy_p", "sharding_constraint", "reduce_precision", "device_put",
     "all_gather", "all_gather_invariant", "split", "psum", "psum_invariant", "reduce_scatter", "psum_scatter",
@@ -148,7 +148,7 @@ class _Search:
             return operands
         if name == "dynamic_slice":
             return [operands[0]]
-        if name in _SAME_NUMBERS:
+        if name in SAME_NUMBERS:
             return [both] * count
         if inner_jaxprs(eqn):
             return self._inside(eqn, operands)

@@ -9,6 +9,7 @@ over all microbatches, and one reduction follows (a reduce-scatter where the gra
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -25,7 +26,7 @@ from jaxpar.parallel.precision.fp8_matmul import PRODUCT
 from jaxpar.parallel.precision.policy import FP8, INT8, Precision
 from jaxpar.sharding.layout import Layout, manual_axes, to_spec, with_sharding
 from jaxpar.sharding.resolve import Resolved, num_shards_over
-from jaxpar.training import microbatches
+from jaxpar.training import layer_gathers, microbatches
 from jaxpar.training.exact_weights import exact_weights
 from jaxpar.training.loss import LossFn, key_of, loss_of
 from jaxpar.training.manual_gradients import manual_gradients, spec_of
@@ -34,6 +35,7 @@ from jaxpar.training.model import show, to_path
 from jaxpar.training.pipeline.gradients import pipeline_gradients
 from jaxpar.training.rounded_weights import with_rounded_weights
 from jaxpar.training.state import TrainState, place
+from jaxpar.utils.contexts import keep_gathered
 from jaxpar.utils.jaxprs import has_checkpoint_name
 
 
@@ -58,6 +60,8 @@ def gradients(layout: Layout, loss_fn: LossFn, state: TrainState, batch: Any, co
         if config.pipeline is not None:
             return pipeline_gradients(layout, loss_fn, state, batch, config, config.pipeline)
         hosted = _hosted(state, config)
+        if early := layer_gathers.overlaps(layout, config):
+            config = replace(config, grad_reduction="per_microbatch")
         own_choice = config.grad_reduction is None and config.grad_accum_steps > 1 and not hosted
         by_hand = own_choice and not _sharded(layout, state)
         once_a_step = config.grad_reduction == "per_step" or config.per_device_grads or by_hand
@@ -76,7 +80,8 @@ def gradients(layout: Layout, loss_fn: LossFn, state: TrainState, batch: Any, co
             ("reduce", bool(batch_axes(layout))),
         ]
         _check_handed(layout, loss_fn, state, batch, config, [name for name, does in crossing if does])
-        return _by_compiler(layout, loss_fn, state, batch, config)
+        with keep_gathered(early):
+            return _by_compiler(layout, loss_fn, state, batch, config)
 
 
 def _by_compiler(layout: Layout, loss_fn: LossFn, state: TrainState, batch: Any, config: StepConfig) -> GradientResult:
@@ -85,13 +90,19 @@ def _by_compiler(layout: Layout, loss_fn: LossFn, state: TrainState, batch: Any,
     compute, scale = precision.computing, microbatches.scale_of(state, precision)
     if config.weight_gather == "per_step":
         roles = (microbatches.resolved_tree(layout, state, weights, role) for role in ("params", "activations"))
-        exact = exact_weights(loss_of(loss_fn, state, batch), state, precision).reasons
+        loss = loss_of(loss_fn, state, batch)
+        exact = exact_weights(loss, state, precision).reasons
+        leaves, structure = jax.tree.flatten(weights)
+        by_layers = layer_gathers.gathered_in_layers(loss, weights) if keep_gathered.value else [False] * len(leaves)
 
-        def whole(keys: Any, w: jax.Array, stored: Resolved, used: Resolved) -> jax.Array:
+        def whole(keys: Any, w: jax.Array, stored: Resolved, used: Resolved, in_layers: bool) -> jax.Array:
+            if in_layers and stored.axes[0] == used.axes[0]:  # else each iteration would gather all layers
+                return precision.computing(w)
             own = precision.for_weight(to_path(keys) in exact)
             return precision.computing(_whole(layout, w, stored, used, own))
 
-        weights = jax.tree_util.tree_map_with_path(whole, weights, *roles)
+        by_layers = jax.tree.unflatten(structure, by_layers)
+        weights = jax.tree_util.tree_map_with_path(whole, weights, *roles, by_layers)
         compute = lambda w: w
 
     def run(weights: Any, rest: Any, batch: Any, n: Any) -> tuple[Any, Any]:

@@ -19,6 +19,7 @@ from jaxpar.parallel.zero.gather import GATHERED, all_but_gathered
 from jaxpar.sharding.hardware.topology import platform_of
 from jaxpar.sharding.layout import current_layout
 from jaxpar.utils.checks import is_count
+from jaxpar.utils.contexts import keep_gathered
 
 OUTPUT = "block_output"
 """The name of the tensors that attention and MLP add to the residual stream."""
@@ -141,7 +142,8 @@ class RematPolicy:
         Args:
           known: the names that tensors of the model have.
           reshard_after_forward: gather weights again in the backward pass. Otherwise the gathered weights are kept, and
-            the parameters' sharding saves no memory.
+            the parameters' sharding saves no memory. A step of ZeRO stage 1 that leaves the gathers to the layers
+            keeps the gathered weights in any case.
 
         Raises:
           ConfigError: a name that no tensor has.
@@ -156,6 +158,7 @@ class RematPolicy:
                     f"remat: no tensor of the model is named {name!r}.{did_you_mean(name, known)} The names are: "
                     f"{', '.join(known)}."
                 )
+        reshard_after_forward = reshard_after_forward and not keep_gathered.value
         if self.policy == "none":
             return all_but_gathered if reshard_after_forward else policies.everything_saveable
         kept = {"save_attention": (SAVED, KEPT), "save_outputs": (OUTPUT,), "save_names": self.save_names}.get(

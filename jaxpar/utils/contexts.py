@@ -36,6 +36,9 @@ experts_traced = jax.make_user_context(None)
 step_precision = jax.make_user_context(None)
 """The :class:`jaxpar.Precision` of the step that is being traced."""
 
+keep_gathered = jax.make_user_context(False)
+"""Whether remat policies keep gathered weights for the backward pass, also where the model would gather them again."""
+
 batch_rows = jax.make_user_context(None)
 """The :class:`jaxpar.parallel.batch_rows.BatchRows` of the part of a batch that is being traced."""
 
