@@ -75,7 +75,9 @@ def train_step(
         the step. The loss is then the mean of the per-device losses (weighted as above), and ``key`` differs between
         devices. ``per_microbatch`` leaves the reduction to the compiler, which reduces every microbatch (with a
         pipeline, use ``Pipeline(grad_reduction="per_microbatch")``). By default it is ``per_step`` if
-        ``grad_accum_steps`` is above 1 and the batch's axes shard no parameter.
+        ``grad_accum_steps`` is above 1 and the batch's axes shard no parameter. If this and ``weight_gather`` are both
+        ``per_step``, a step for TPUs with one microbatch may communicate while the layers compute instead; see
+        :mod:`jaxpar.training.layer_gathers`.
       precision: dtypes of the compute, the gathers and the reductions; see :class:`jaxpar.Precision`.
       fusion: which tensors share one collective; see :class:`jaxpar.overlap.CollectiveFusion`.
       pipeline: runs the layers of a :class:`jaxpar.pipeline.PipelineLoss` ``loss_fn`` on the stages of the axis

@@ -4,6 +4,7 @@ After ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054). The weights in the train
 weights, so they are sharded from stage 1 on, as its moments are. The stages differ in how the step uses them:
 
 - stage 1: the step gathers full weights once, and sums full gradients over its microbatches before one reduce-scatter.
+  With one microbatch it may overlap both with the layers (:mod:`jaxpar.training.layer_gathers`).
 - stage 2: the step gathers full weights once, and reduce-scatters the gradients of every microbatch as they arise.
 - stage 3: each weight is gathered where it is used, and again for the backward pass (FSDP).
 """
