@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 import threading
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from jaxpar.errors import LaunchError, need
@@ -14,7 +20,10 @@ _NEAR = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"
 """Address of a Ray that is started here; Ray would replace 127.0.0.1 by the host's network address."""
 
 _CONNECT, _JOIN = 8.0, 20.0
-"""Seconds to wait for a connection, and then until Ray has joined; together below 30."""
+"""Seconds to wait for a connection, and for everything until Ray has joined; the process needs time to end too."""
+
+_LEAST = 5.0
+"""Seconds that joining always gets, however long the import of ray took."""
 
 _ATTEMPTS = 3
 """Ray gives its daemons 30 s to start, which a busy machine may exceed."""
@@ -35,7 +44,7 @@ def connect(address: str | None, cpus: float, *, object_store_bytes: int | None 
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray would send usage statistics
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    address = address or os.environ.get("RAY_ADDRESS")
+    address, until = address or os.environ.get("RAY_ADDRESS"), time.monotonic() + _JOIN
     if address is not None:
         _try(address)
     try:
@@ -45,23 +54,59 @@ def connect(address: str | None, cpus: float, *, object_store_bytes: int | None 
     if ray.is_initialized():
         return ray, False
     if address is not None:
-        _join(ray, address)
+        _join(ray, address, max(until - time.monotonic(), _LEAST))
         return ray, True
     # Its daemons listen on every interface, whatever its address; Ray's default is then to require a token.
     os.environ.pop("RAY_AUTH_MODE", None)
     store = {} if object_store_bytes is None else {"object_store_memory": object_store_bytes}
     own = {"address": "local", "_node_ip_address": _NEAR, "include_dashboard": False, "logging_level": "ERROR"}
+    before = _children()
     for attempt in range(1, _ATTEMPTS + 1):
         try:
-            ray.init(num_cpus=max(os.cpu_count() or 1, int(cpus)), log_to_driver=False, **own, **store)
+            with warnings.catch_warnings():
+                # JAX warns of forks; Ray's children run another program immediately.
+                warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
+                ray.init(num_cpus=max(os.cpu_count() or 1, int(cpus)), log_to_driver=False, **own, **store)
             break
         except Exception as error:
             ray.shutdown()
+            _end(_children() - before)  # Ray leaves the daemons of a failed start running
             if attempt == _ATTEMPTS:
                 raise LaunchError(
                     f"Ray cannot be started on this machine, after {attempt} attempts: {_first_line(error)}."
                 ) from error
     return ray, True
+
+
+@contextmanager
+def joined(address: str | None, cpus: float) -> Iterator[None]:
+    """Be in a cluster that was joined or started before JAX is imported; later calls of :func:`connect` find it.
+
+    Args:
+      address, cpus: as for :func:`connect`.
+
+    Raises:
+      MissingExtraError, LaunchError: as :func:`connect`.
+    """
+    ray, owns = connect(address, cpus)
+    try:
+        yield
+    finally:
+        if owns:
+            ray.shutdown()
+
+
+def _children() -> set[int]:
+    """The child processes of this process; empty where there is no ``/proc``."""
+    files = Path("/proc/self/task").glob("*/children")
+    return {int(pid) for file in files for pid in file.read_text().split()}
+
+
+def _end(processes: set[int]) -> None:
+    for pid in processes:
+        with suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
 
 
 def _try(address: str) -> None:
@@ -75,7 +120,7 @@ def _try(address: str) -> None:
         raise _silent(address, error.strerror or str(error) or "no answer") from error
 
 
-def _join(ray: Any, address: str) -> None:
+def _join(ray: Any, address: str, seconds: float) -> None:
     failed: list[BaseException] = []
 
     def join() -> None:
@@ -86,9 +131,10 @@ def _join(ray: Any, address: str) -> None:
 
     thread = threading.Thread(target=join, daemon=True)
     thread.start()
-    thread.join(_JOIN)
+    thread.join(seconds)
     if thread.is_alive():
-        raise _silent(address, f"it accepts connections, but no Ray answered within {_JOIN:g} s")
+        why = "it accepts connections, but no Ray answers there"
+        raise _silent(address, why) from TimeoutError(f"no answer within {seconds:.0f} s")
     if failed:
         raise _silent(address, _first_line(failed[0])) from failed[0]
 

@@ -114,7 +114,7 @@ def test_the_bound_of_stale_workers_holds_and_is_used(tmp_path: Path) -> None:
     assert max(free.staleness) > 2 and free.reports[0].losses[7] < free.reports[0].losses[0]
 
 
-def _diloco(program: Any, rounds: int, every: int) -> dict[str, np.ndarray]:
+def _diloco(program: Any, rounds: int, every: int, rate: float = 0.7, momentum: float = 0.9) -> dict[str, np.ndarray]:
     """Local SGD of two workers with a Nesterov outer step, by hand (Douillard et al. 2023, algorithm 1)."""
     layout = program.layout()
     states = [jp.init(layout, program.make_model, program.tx, seed=program.seed) for _ in range(2)]
@@ -128,13 +128,25 @@ def _diloco(program: Any, rounds: int, every: int) -> dict[str, np.ndarray]:
         ends = [named(state.params) for state in states]
         for name, start in outer.items():
             change = ((start - ends[0][name]) + (start - ends[1][name])) / 2
-            velocity[name] = 0.9 * velocity[name] + change
-            outer[name] = start - 0.7 * (change + 0.9 * velocity[name])
+            velocity[name] = momentum * velocity[name] + change
+            outer[name] = start - rate * (change + momentum * velocity[name])
         leaves, structure = jax.tree.flatten(states[0].params)
         assert [x.shape for x in leaves] == [x.shape for x in outer.values()]
         params = jax.tree.unflatten(structure, [jnp.asarray(x) for x in outer.values()])
         states = [dataclasses.replace(state, params=params) for state in states]
     return outer
+
+
+@pytest.mark.slow
+def test_local_sgd_after_each_step_averages_the_updates(tmp_path: Path) -> None:
+    """With an outer rate of 1 and no momentum: bitwise the mean of the workers' updates, and data parallel SGD."""
+    program = nnx_program(optax.sgd(0.1))
+    config = ServerConfig("local_sgd", servers=2, workers=2, outer_learning_rate=1.0, outer_momentum=0.0)
+    result = run(program, config, 6, tmp_path / "local")
+    assert same(result.params, _diloco(program, 6, 1, rate=1.0, momentum=0.0))
+    together = run(program, ServerConfig(workers=2), 6, tmp_path / "together").params
+    for name, value in result.params.items():
+        np.testing.assert_allclose(value, together[name], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow

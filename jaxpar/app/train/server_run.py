@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -54,13 +56,32 @@ def go(file: Path, settings: Sequence[str], loaded: Loaded, options: LaunchOptio
     table = loaded.config.parallel.parameter_server or ServerSettings()
     config: Any = server_config(table, options.servers, options.workers)
     check_run(loaded.config, config)
-    if table.cluster == "ray":
+    console = Console(highlight=False, soft_wrap=True)
+    with _in_cluster(table, config, console):
+        return _train(file, settings, loaded, config, console)
+
+
+@contextmanager
+def _in_cluster(table: ServerSettings, config: ServerConfig, console: Console) -> Iterator[None]:
+    """Be in the run's Ray cluster: before JAX is imported, so that a wrong address is reported soon."""
+    if table.cluster != "ray":
+        yield
+        return
+    from jaxpar.parameter_server.ray_start import joined
+
+    where = table.address or os.environ.get("RAY_ADDRESS")
+    console.print("ray starts on this machine" if where is None else f"ray joins {where}")
+    with joined(table.address, table.resources.get("CPU", 1) * config.workers):
         import jax
 
         jax.config.update("jax_platforms", "cpu")  # accelerators are for the workers
+        yield
+
+
+def _train(file: Path, settings: Sequence[str], loaded: Loaded, config: ServerConfig, console: Console) -> int:
     from jaxpar.parameter_server import ServerRun
 
-    run, console = loaded.config, Console(highlight=False, soft_wrap=True)
+    run, table = loaded.config, loaded.config.parallel.parameter_server or ServerSettings()
     load = functools.partial(job_program, str(file.absolute()), tuple(settings), config)
     resume = run.checkpoint is not None and run.checkpoint.resume != "never"
     place: dict[str, Any] = {"cluster": table.cluster, "address": table.address, "worker_resources": table.resources}
