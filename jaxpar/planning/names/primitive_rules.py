@@ -230,9 +230,15 @@ def _where_equal(op: Operation) -> None:
 
 
 def _along(op: Operation) -> None:
-    """Sorts and cumulative sums: the results have the operands' dims."""
+    """Cumulative sums: the results have the operands' dims."""
     for x, out in zip(op.reads, op.makes, strict=False):
         op.same(x.dims, out.dims)
+
+
+def _sort(op: Operation) -> None:
+    """All operands of a sort, as keys and the numbers that an ``argsort`` counts, are permuted alike."""
+    for values in (*op.reads, *op.makes):
+        op.same(op.reads[0].dims, values.dims)
 
 
 def _top_k(op: Operation) -> None:
@@ -322,7 +328,8 @@ RULES: dict[str, Callable[[Operation], None]] = {
         + ("reduce_window_min", "select_and_scatter_add", "select_and_gather_add"),
         _where_equal,
     ),
-    **dict.fromkeys(("sort", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "rev"), _along),
+    "sort": _sort,
+    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "rev"), _along),
     **dict.fromkeys(
         ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor")
         + ("argmax", "argmin"),

@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
+from jaxpar.planning.search.attention import computed_share, is_recomputed, passes_in_tiles
 from jaxpar.planning.search.calibration import Calibration
 from jaxpar.planning.search.experts import ExpertExchange, exchanges
 from jaxpar.planning.search.plan import BATCH, EMBED, LAYERS, SEQ, VOCAB, Plan
@@ -22,8 +23,6 @@ from jaxpar.planning.search.workload import Backward, KeptArray, Workload
 from jaxpar.sharding.hardware.links import Links
 from jaxpar.sharding.hardware.topology import Topology
 
-_TILE = 1024
-"""Queries and keys of a tile of attention."""
 _SCATTERS = ("scatter in layer", "scatter in outside", "scatter in experts")
 
 
@@ -157,6 +156,9 @@ class CostModel:
         transfers = tuple(self._transfers(plan, once, back))
         exposed = sum(t.seconds * (1.0 - fitted.hidden[t.what]) for t in transfers)
         stalled = sum(t.seconds * fitted.hidden[t.what] * fitted.stalled.get(t.what, 0.0) for t in transfers)
+        # A ring's keys travel beside tiles and beside what the compiler schedules around them.
+        around = sum(t.seconds for t in transfers if t.what == "ring")
+        stalled += max(around - fitted.beside_ring * max(compute, hbm), 0.0)
         overlapped = sum(t.seconds * fitted.hidden[t.what] for t in transfers)
         step = exposed + max(max(compute, hbm) + stalled, overlapped)
         memory = state | self._working(plan)
@@ -192,10 +194,10 @@ class CostModel:
         return self.workload.flash or plan.context * plan.ulysses > 1
 
     def _attention_passes(self, plan: Plan, back: Backward) -> float:
-        """Attention's work in a step, in forward passes; in tiles, the backward pass computes scores again."""
+        """Attention's work in a step, in forward passes."""
         if not self._in_tiles(plan):
             return back.attention_passes
-        return 3.5 + (back.attention_passes > 3.75)
+        return passes_in_tiles(plan, self.topology.platform, back.attention_passes)
 
     def _expert_traffic(self, plan: Plan, once: _Forward, passes: float) -> float:
         """Bytes through main memory of experts: rows, with room for another routing, and weights in each piece."""
@@ -271,9 +273,8 @@ class CostModel:
 
     def _unmasked(self, plan: Plan) -> float:
         """The fraction of the pairs of queries and keys that causal attention in tiles computes."""
-        seq = self.workload.sizes.get(SEQ, 1)
         skips = self._in_tiles(plan) and self.workload.causal
-        return (seq + _TILE) / (2 * seq) if skips and seq > _TILE else 1.0
+        return computed_share(plan, self.workload.sizes.get(SEQ, 1)) if skips else 1.0
 
     def _transfers(self, plan: Plan, once: _Forward, back: Backward) -> Iterator[Transfer]:
         """What a plan sends: for tensor, context and pipeline parallelism, and for the weights and their gradients."""
@@ -283,10 +284,8 @@ class CostModel:
             yield self._transfer(plan, "tensor", "all-reduce", ("model",), layers)
             lookup = 1.5 * once.residual if VOCAB in plan.tensor else 0.0
             yield self._transfer(plan, "tensor", "all-reduce", ("model",), once.head + lookup)
-        attended = 2.0 + (self._attention_passes(plan, back) > 4.0)
         if plan.ulysses > 1:
-            arrays = (once.queries + once.keys) * attended
-            yield self._transfer(plan, "exchange", "all-to-all", ("ulysses",), arrays)
+            yield self._transfer(plan, "exchange", "all-to-all", ("ulysses",), _exchanged(once, back))
         if plan.context > 1:
             # Keys and values go around in the forward pass; in the backward pass their gradients in fp32 do, too.
             around = once.keys * plan.context * (1.0 + 3.0)
@@ -459,6 +458,13 @@ class CostModel:
     def _most(self) -> str:
         """The policy that keeps most."""
         return max(self.workload.backward, key=lambda name: sum(h.bytes for h in self.workload.backward[name].kept))
+
+
+def _exchanged(once: _Forward, back: Backward) -> float:
+    """Bytes of queries, keys, values and results whose heads are exchanged, in both passes and where computed again."""
+    results, again = once.queries / 2, is_recomputed(back.attention_passes)
+    inputs = results + once.keys
+    return inputs * (2 + (again or back.weight_passes > 3.0)) + results * (2 + again)
 
 
 def _gathers_in_layers(plan: Plan) -> bool:

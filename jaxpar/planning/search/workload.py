@@ -173,8 +173,8 @@ class Workload:
 
     @property
     def model_flops(self) -> float:
-        """FLOPs of the matmuls of a step that recomputes nothing, without a mesh."""
-        return 3.0 * sum(m.flops for m in self.matmuls)
+        """FLOPs of the matmuls of a step that recomputes nothing, without a mesh; causal attention counts by half."""
+        return 3.0 * sum(m.flops * (0.5 if m.attends and self.causal else 1.0) for m in self.matmuls)
 
     def of_batch(self, batch: int) -> Workload:
         """Returns the step of another number of sequences over all devices."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import jax
+import jax.numpy as jnp
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpar.planning.names.dim_classes import DimClasses, Use
+from jaxpar.planning.names.propagate import Propagation
 
 
 def test_a_split_dim_is_split_everywhere() -> None:
@@ -89,3 +92,11 @@ def test_what_is_united_is_equal_and_no_size_changes(data: st.DataObject) -> Non
     copy = classes.copy()
     copy.unite(copy.new(5), copy.new(5))
     assert [classes.flat(dim) for dim, _ in dims] == [copy.flat(dim) for dim, _ in dims]
+
+
+def test_the_order_of_a_sort_has_the_dims_of_its_keys() -> None:
+    program = jax.make_jaxpr(lambda x: jnp.argsort(x, axis=0))(jnp.zeros((6, 4)))
+    dims = Propagation()
+    keys = dims.value(program.in_avals[0])
+    (order,), _ = dims.run(program, [keys])
+    assert [*map(dims.classes.flat, order.dims)] == [*map(dims.classes.flat, keys.dims)]

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 from benchmarks.planning import exhaustive
+from jaxpar.app.plan import RunPlanner
 from jaxpar.planning.search.compiled import CompiledPlan
+from jaxpar.planning.search.cost import CostModel
+from jaxpar.planning.search.search import has_values
+from jaxpar.planning.search.space import plans
+from jaxpar.sharding.hardware.topology import Topology
+
+CONFIGS = Path(__file__).parents[3] / "configs" / "bench"
 
 
 @pytest.fixture(scope="module")
-def found() -> exhaustive.Accuracy:
-    return exhaustive.accuracy(exhaustive.toy(), exhaustive.Stored.read())
+def planner() -> RunPlanner:
+    return exhaustive.toy()
+
+
+@pytest.fixture(scope="module")
+def found(planner: RunPlanner) -> exhaustive.Accuracy:
+    return exhaustive.accuracy(planner, exhaustive.Stored.read())
 
 
 def test_the_choice_is_nearly_the_best_of_all(found: exhaustive.Accuracy) -> None:
@@ -18,8 +34,8 @@ def test_the_choice_is_nearly_the_best_of_all(found: exhaustive.Accuracy) -> Non
     assert found.chosen <= exhaustive.CHOSEN
 
 
-def test_estimates_rank_plans_as_compiled_programs_do(found: exhaustive.Accuracy) -> None:
-    deeper = exhaustive.accuracy(exhaustive.toy(), exhaustive.Stored.read(), 2)
+def test_estimates_rank_plans_as_compiled_programs_do(found: exhaustive.Accuracy, planner: RunPlanner) -> None:
+    deeper = exhaustive.accuracy(planner, exhaustive.Stored.read(), 2)
     assert found.plans > deeper.plans and found.step >= exhaustive.STEP and deeper.memory >= exhaustive.MEMORY
 
 
@@ -31,6 +47,36 @@ def test_pipelines_of_one_layer_a_stage_copy_no_buffer() -> None:
         assert isinstance(one, CompiledPlan) and one.hbm < 1.5 * one.compute
 
 
+def test_the_stored_plans_are_the_whole_space(planner: RunPlanner) -> None:
+    assert set(exhaustive.space(planner)) == set(exhaustive.Stored.read().compiled_plans)
+
+
+def test_estimated_flops_are_those_of_all_compiled_programs(planner: RunPlanner) -> None:
+    """Kernels and masks included, on every mesh of the exhaustive search."""
+    model = CostModel(planner.workload, exhaustive.TOPOLOGY)
+    stored = exhaustive.Stored.read().compiled_plans
+    ratios = [model.cost(plan).compute / one.compute for plan, one in stored.items() if isinstance(one, CompiledPlan)]
+    assert len(ratios) >= 68 and 0.993 <= min(ratios) and max(ratios) <= 1.007
+
+
+def test_the_flops_of_an_mfu_are_those_of_the_model(planner: RunPlanner) -> None:
+    job, work = planner.job, planner.workload
+    assert work.model_flops == pytest.approx((job.tokens or 0) * job.model.flops_per_token(job.config.data.seq))
+
+
 @pytest.mark.slow
-def test_the_stored_plans_are_the_whole_space() -> None:
-    assert set(exhaustive.space(exhaustive.toy())) == set(exhaustive.Stored.read().compiled_plans)
+@pytest.mark.parametrize(
+    ("config", "chips", "flops", "step"),
+    [("1b_cp4_ring", "v5e:4x4", 1.435e14, 0.740), ("8b_1m_hybrid", "v5p:4x4x4", 2.118e16, 46.4)],
+)
+def test_long_sequences_as_compiled(config: str, chips: str, flops: float, step: float) -> None:
+    """The compiled figures are those of docs/measured/attention.md."""
+    planner, topology = RunPlanner(CONFIGS / f"{config}.yaml"), Topology.parse(chips)
+    given = planner.given(topology.devices)
+    space = replace(planner.space(None, topology), fixed={name: value for name, value in given.items() if value})
+    found = plans(planner.workload, topology.devices, space, Counter(), offload=False)
+    cost = CostModel(planner.workload, topology).cost(next(plan for plan in found if has_values(plan, given)))
+    assert cost.compute * topology.accelerator.rate("bf16") == pytest.approx(flops, rel=0.01)
+    assert cost.step == pytest.approx(step, rel=0.05)
+    mfu = planner.workload.model_flops / (cost.step * topology.accelerator.rate("bf16") * topology.devices)
+    assert 0.6 < mfu < 0.75

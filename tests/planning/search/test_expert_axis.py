@@ -77,6 +77,15 @@ def test_the_calls_of_experts_are_found(named: bool) -> None:
     assert {plan.expert for plan in every} == {1, 2, 4}
 
 
+def test_rows_of_very_many_tokens_are_known_as_their_choices() -> None:
+    """Beyond 2³¹ pairs of a choice and a group, rows are ordered by an argsort."""
+    many = {name: jax.ShapeDtypeStruct((2**18, 2**10), "int32") for name in TEXT}
+    named = lambda key: make_named_model(key, layers=1)
+    work = ModelPlanner.of(named, loss, many, optax.sgd(0.1)).workload
+    rows = {m.rows for m in work.matmuls if m.groups}
+    assert rows == {(("batch", 2**18), ("seq", 2**10), (None, 2))}
+
+
 def test_experts_that_do_not_call_jp_experts_are_reported() -> None:
     make, loss_fn, batch = models.experts()
     found = ModelPlanner.of(make, loss_fn, batch, optax.sgd(0.1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from dataclasses import replace
 
@@ -23,11 +24,11 @@ ROWS, SEQ, EMBED, INNER, EXPERTS, K, LAYERS = 32, 64, 48, 24, 8, 2, 4
 V5E = Topology.parse("v5e:4x4")
 
 
-def mixture(**options: object) -> Workload:
+def mixture(count: int = EXPERTS, **options: object) -> Workload:
     """Layers of one dense matmul and of experts with two, in bf16, with the state of Adam."""
     rows = (("batch", ROWS), ("seq", SEQ))
     chosen = (*rows, (None, K))
-    embed, inner, experts, layers = ("embed", EMBED), ("expert_mlp", INNER), ("experts", EXPERTS), ("layers", LAYERS)
+    embed, inner, experts, layers = ("embed", EMBED), ("expert_mlp", INNER), ("experts", count), ("layers", LAYERS)
     matmuls = (
         Matmul((), rows, (embed,), (embed,), True, True, LAYERS, 0),
         Matmul((), chosen, (inner,), (embed,), True, True, LAYERS, 1, (experts,)),
@@ -42,7 +43,7 @@ def mixture(**options: object) -> Workload:
     block = KeptArray("", (layers, *rows, embed), 2)
     hidden = KeptArray("", (layers, *chosen, inner), 2, rows=True)
     kept, full = Backward((block, hidden), 3.0, 3.0), Backward((block,), 3.7, 4.0)
-    call = ExpertCall(EXPERTS, K, 2 * EMBED, **options)  # type: ignore[arg-type]
+    call = ExpertCall(count, K, 2 * EMBED, **options)  # type: ignore[arg-type]
     factors = (*rows, embed, inner, experts, layers, ("vocab", 64))
     return Workload(
         matmuls,
@@ -79,6 +80,28 @@ def test_bytes_are_those_of_all_choices(expert: int, dispatch: str) -> None:
     five = LAYERS * (5 * found.transfer_bytes + choices * (2 * 8 + 4))
     assert found.calls == LAYERS and found.sent(again=True) == pytest.approx(five)
     assert found.sent(again=False) == pytest.approx(five - LAYERS * (found.transfer_bytes + 8 * choices))
+
+
+def test_estimates_grow_with_the_shards_of_experts() -> None:
+    """Bytes as the smallest of the three formulas, the step no faster than the room for rows."""
+    work, topology = mixture(64).of_batch(2048), Topology.parse("v5p:4x4x4")
+    tokens, row, steps = 2048 * SEQ // 64, 2 * EMBED, []
+    for e in (2, 4, 8, 16, 32, 64):
+        plan = Plan(data=64 // e, expert=e, zero=3, remat="full")
+        (found,), cost = exchanges(plan, work, topology), CostModel(work, topology).cost(plan)
+        away, each = (e - 1) / e, 64 // e
+        holders = e * (1 - math.comb(64 - each, K) / math.comb(64, K))
+        ragged, gather, once = K * away, e - 1.0, holders * away
+        least = once if once <= 0.9 * min(ragged, gather) else min(ragged, gather)
+        assert found.transfer_bytes == pytest.approx(tokens * least * row)
+        (sent,) = (t.wire_bytes for t in cost.transfers if t.what == "experts")
+        choices = tokens * K * (e - 1) * (2 * 8 + 4)
+        assert sent == pytest.approx(LAYERS * (5 * tokens * least * row + choices))
+        assert cost.compute * topology.accelerator.rate("bf16") == pytest.approx(
+            2 * LAYERS * tokens * (3.7 * EMBED * EMBED + 3.7 * K * 2 * EMBED * INNER)
+        )
+        steps.append(cost.step)
+    assert all(1.0 < more / less < 2.0 for less, more in itertools.pairwise(steps))
 
 
 def test_the_dispatch_that_sends_least_is_chosen() -> None:
