@@ -151,6 +151,8 @@ def _checked(command: Check, job: Job) -> Report:
 
 def _compiled(command: Check, topology: str) -> int:
     """Check a run's layout, compile its step for a topology, and print whether it fits, its cost, and suggestions."""
+    from rich.console import Console
+
     from jaxpar.sharding.hardware.topology import Topology
 
     parsed = Topology.parse(topology)
@@ -173,7 +175,8 @@ def _compiled(command: Check, topology: str) -> int:
     about = About(tokens, flops, job.model.vocab or 0, seq, policy, job.config.parallel.reshard_after_forward)
     options = job.step_options() | {"compiler_options": job.compiler_options(parsed.platform)}
     run = (job.layout(parsed.devices), job.make_model, job.tx, job.loss_fn, job.batch_spec())
-    found = check_up(parsed, *run, about=about, imbalance=command.imbalance, **options)
+    with Console(stderr=True).status(f"compiling for {topology}; a large model takes minutes ..."):
+        found = check_up(parsed, *run, about=about, imbalance=command.imbalance, **options)
     if found.program is not None:
         print(f"compiled for {topology} ({found.program.device_kind}) in {found.program.compile_cpu_seconds:.0f} CPU s")
     print(found, end="")

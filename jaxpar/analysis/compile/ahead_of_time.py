@@ -14,12 +14,13 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import jax
 import optax
@@ -270,7 +271,7 @@ def _run(compiler: Compiler, program: jax.export.Exported, request: dict[str, An
     cache_entry = cache_folder() / key
     # Lock out other processes of this machine: a compilation takes a core and a gigabyte of memory.
     with (cache_entry.parent / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        _wait_for(lock)
         cached = (cache_entry / "result.json").is_file()
         if not cached:
             _compile(compiler, bytes(program.serialize()), request, cache_entry)
@@ -285,6 +286,15 @@ def _run(compiler: Compiler, program: jax.export.Exported, request: dict[str, An
         cached=cached,
         warnings=tuple(result.get("warnings", ())),
     )
+
+
+def _wait_for(lock: TextIO) -> None:
+    """Locks the file, and says so on standard error if that has to wait for another process."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        print(f"waiting for another compilation on this machine ({lock.name})", file=sys.stderr, flush=True)
+        fcntl.flock(lock, fcntl.LOCK_EX)
 
 
 def _memory(given: dict[str, int]) -> dict[str, int]:

@@ -3,11 +3,13 @@ environments."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import jax
@@ -54,6 +56,18 @@ def pretend(request: dict[str, object], kept: Path) -> dict[str, object]:
     (kept / "program.hlo").write_text("HloModule pretended")
     (kept / "result.json").write_text(json.dumps(facts))
     return request
+
+
+def test_who_waits_for_another_compilation_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "lock"
+    with path.open("w") as first, path.open("w") as second:
+        ahead_of_time._wait_for(first)
+        assert capsys.readouterr().err == ""
+        release = threading.Timer(0.2, fcntl.flock, (first, fcntl.LOCK_UN))
+        release.start()
+        ahead_of_time._wait_for(second)
+        release.join()
+    assert capsys.readouterr().err == f"waiting for another compilation on this machine ({path})\n"
 
 
 @pytest.fixture
