@@ -311,6 +311,8 @@ def _memory(given: dict[str, int]) -> dict[str, int]:
 
 def _compile(compiler: Compiler, program: bytes, request: dict[str, Any], cache_entry: Path) -> None:
     """Compile in a temporary folder, and copy it to ``cache_entry`` only when it is complete."""
+    for left in cache_entry.parent.glob("tmp*"):  # by a process that was killed: this one holds the lock
+        shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=cache_entry.parent) as folder:
         build = Path(folder)
         (build / "program.export").write_bytes(program)

@@ -27,6 +27,7 @@ from jaxpar.analysis.compile.warnings import rematerialised
 from jaxpar.analysis.hlo.audit import audit
 from jaxpar.analysis.hlo.parser import parse
 from jaxpar.app.cli import main
+from jaxpar.errors import CompileError
 from jaxpar.models.llama import LlamaConfig, make_llama
 from jaxpar.models.losses import next_token_loss
 from jaxpar.sharding.hardware.topology import Topology, platform_of
@@ -68,6 +69,14 @@ def test_who_waits_for_another_compilation_is_told(tmp_path: Path, capsys: pytes
         ahead_of_time._wait_for(second)
         release.join()
     assert capsys.readouterr().err == f"waiting for another compilation on this machine ({path})\n"
+
+
+def test_what_killed_compilations_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PYTHON, "false")
+    (tmp_path / "tmpkilled").mkdir()
+    with pytest.raises(CompileError, match="the compiler failed with status 1"):
+        ahead_of_time._compile(COMPILERS["tpu"], b"", {}, tmp_path / "key")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.fixture
