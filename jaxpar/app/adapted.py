@@ -38,6 +38,8 @@ def frozen_weights(job: Job, layout: jp.Layout, like: Any = None) -> Any:
       like: the weights as shapes with shardings, if these are not the layout's own.
     """
     folder, tx = job.config.train.init_from, optax.identity()
+    if like is None and job.config.parallel.offload.parameters is not None:  # the plain model keeps none on the host
+        like = jp.lora.frozen_params(jp.abstract_state(layout, job.make_model, job.tx))
     if folder is None:
         made = jp.init(layout, plain_model(job.make_model), tx, seed=job.config.train.seed).params
         return made if like is None else jax.tree.map(lambda x, leaf: jax.device_put(x, leaf.sharding), made, like)

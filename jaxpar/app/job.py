@@ -395,10 +395,11 @@ def _offload(config: RunConfig, model: llama.LlamaConfig, tx: optax.GradientTran
                 "remat.layers selects some of its layers. Remedy: leave remat.layers out, or "
                 "parallel.offload.parameters."
             )
-        if config.parallel.optimizer is not None and config.parallel.optimizer.stage in (1, 2):
+        gathers = config.parallel.optimizer is not None and config.parallel.optimizer.stage in (1, 2)
+        if gathers and "lora" not in config.model:
             raise ConfigError(
                 "parallel.offload: parameters are stored in host memory and copied to the device one layer at a time, "
-                f"but parallel.optimizer.stage {config.parallel.optimizer.stage} gathers all of them before the step. "
+                f"but parallel.optimizer.stage {_zero(config).stage} gathers all of them before the step. "
                 "Remedy: parallel.optimizer.stage: 3, or leave parallel.offload.parameters out."
             )
     if offload.path is not None and offload.optimizer != "disk":

@@ -9,6 +9,7 @@ from typing import Any
 import jaxpar as jp
 from jaxpar.app.config import RunConfig
 from jaxpar.errors import ConfigError, JaxparError
+from jaxpar.parallel.pipeline.schedules.async_window import ASYNCHRONOUS
 from jaxpar.training.model import MakeModel
 from jaxpar.utils.checks import shown
 from jaxpar.utils.yaml_config import build
@@ -69,9 +70,13 @@ def with_adapters(config: RunConfig, make_model: MakeModel) -> MakeModel:
       ConfigError: a value is wrong, or another setting excludes adapters.
     """
     lora, offload = lora_settings(config.model), config.parallel.offload
+    pipeline = config.parallel.pipeline
+    if lora is not None and pipeline is not None and pipeline.schedule in ASYNCHRONOUS:
+        raise ConfigError(
+            f"model.lora does not support parallel.pipeline.schedule: {pipeline.schedule}: it keeps several versions "
+            "of all weights, also of those that are frozen. Remedy: schedule: 1f1b."
+        )
     for key, value, why in (
-        ("parallel.pipeline", config.parallel.pipeline, "the stages of a pipeline do not hold frozen weights"),
-        ("parallel.offload.parameters", offload.parameters, "it moves trained parameters, which are small"),
         ("parallel.offload.path", offload.path, "the optimizer state of adapters is small"),
         ("optimizer.prune", config.optimizer.prune, "it prunes trained parameters, and weights are frozen"),
     ):

@@ -28,10 +28,12 @@ from jaxpar.sharding.layout import Layout, manual_axes, to_spec, with_sharding
 from jaxpar.sharding.resolve import Resolved, num_shards_over
 from jaxpar.training import layer_gathers, microbatches
 from jaxpar.training.exact_weights import exact_weights
+from jaxpar.training.lora.state import frozen_params, is_adapted
 from jaxpar.training.loss import LossFn, key_of, loss_of
 from jaxpar.training.manual_gradients import manual_gradients, spec_of
 from jaxpar.training.microbatches import GradientResult, StepConfig
 from jaxpar.training.model import show, to_path
+from jaxpar.training.model.parts import FROZEN
 from jaxpar.training.pipeline.gradients import pipeline_gradients
 from jaxpar.training.rounded_weights import with_rounded_weights
 from jaxpar.training.state import TrainState, place
@@ -60,6 +62,9 @@ def gradients(layout: Layout, loss_fn: LossFn, state: TrainState, batch: Any, co
         if config.pipeline is not None:
             return pipeline_gradients(layout, loss_fn, state, batch, config, config.pipeline)
         hosted = _hosted(state, config)
+        if hosted and is_adapted(state):
+            # Gradients of adapters are small, so they are reduced where they arise: weights stay where they are.
+            config = replace(config, grad_reduction=None, weight_gather="per_use")
         if early := layer_gathers.overlaps(layout, config):
             config = replace(config, grad_reduction="per_microbatch")
         own_choice = config.grad_reduction is None and config.grad_accum_steps > 1 and not hosted
@@ -105,8 +110,13 @@ def _by_compiler(layout: Layout, loss_fn: LossFn, state: TrainState, batch: Any,
         weights = jax.tree_util.tree_map_with_path(whole, weights, *roles, by_layers)
         compute = lambda w: w
 
+    # Frozen weights are not carried from one microbatch to the next.
+    frozen = {FROZEN: frozen_params(state)} if is_adapted(state) else {}
+    without = lambda rest: {name: x for name, x in rest.items() if name != FROZEN} if frozen else rest
+    with_frozen = lambda rest: {**rest, **frozen} if frozen else rest
+
     def run(weights: Any, rest: Any, batch: Any, n: Any) -> tuple[Any, Any]:
-        here = state if n is None else microbatches.seen_by(state, rest, state.key, n)
+        here = state if n is None else microbatches.seen_by(state, with_frozen(rest), state.key, n)
         trained, merge = split(waiting(dict(state.metadata.dims), weights, layout))
         grad = microbatches.value_and_grad(
             lambda w: loss_of(loss_fn, here, batch)(jax.tree.map(compute, merge(w))), scale
@@ -114,19 +124,20 @@ def _by_compiler(layout: Layout, loss_fn: LossFn, state: TrainState, batch: Any,
         rows = None if n is None else microbatch_rows(rows_of(batch), config.grad_accum_steps, n, num_shards=num_shards)
         with batch_rows(rows):
             (loss, (metrics, rest)), grads = grad(trained)
-        return (loss, (metrics, rest)), place_gradients(layout, state, grads)
+        return (loss, (metrics, without(rest))), place_gradients(layout, state, grads)
 
     axes = batch_axes(layout) if config.grad_accum_steps > 1 else ()
     num_shards = num_shards_over(axes, layout.sizes)
     if config.grad_accum_steps == 1:
-        (loss, (metrics, rest)), grads = run(weights, state.variables, batch, None)
+        (loss, (metrics, rest)), grads = run(weights, without(state.variables), batch, None)
     else:
         pieces = microbatches.pieces_of(batch, config.grad_accum_steps, num_shards, 1)
         pieces = jax.tree.map(lambda x: with_sharding(layout.mesh, x, PartitionSpec(None, axes)), pieces)
         place = lambda grads: place_gradients(layout, state, grads)
-        sums, weight, rest = microbatches.sums_of(run, weights, state.variables, pieces, config.grad_accum_steps, place)
+        rest = without(state.variables)
+        sums, weight, rest = microbatches.sums_of(run, weights, rest, pieces, config.grad_accum_steps, place)
         loss, metrics, grads = microbatches.means_of(sums, weight)
-    return GradientResult(loss, metrics, rest, microbatches.unscaled(state, grads, scale))
+    return GradientResult(loss, metrics, with_frozen(rest), microbatches.unscaled(state, grads, scale))
 
 
 def rows_apart(layout: Layout, batch: Any) -> Any:
@@ -173,7 +184,9 @@ def rows_apart(layout: Layout, batch: Any) -> Any:
 
 
 def _hosted(state: TrainState, config: StepConfig) -> bool:
-    """Whether parameters are in host memory; raises if the step would gather all of them first."""
+    """Whether weights are in host memory; raises if the step would gather all of them first."""
+    if is_adapted(state):
+        return any(map(on_host, jax.tree.leaves(frozen_params(state))))
     if not any(map(on_host, jax.tree.leaves(state.params))):
         return False
     for name in ("grad_reduction", "weight_gather"):

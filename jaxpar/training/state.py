@@ -31,6 +31,7 @@ from jaxpar.sharding.resolve import Resolved, ResolvedDim
 from jaxpar.training.arguments import check_layout, check_optimizer
 from jaxpar.training.model import Kind, MakeModel, Path, build_with_or_without_mesh, leaves_with_paths, show
 from jaxpar.training.model.fixed_order import FIXED, ONE_CODE, Causes
+from jaxpar.training.model.lora import LoraKind
 from jaxpar.training.model.parts import FROZEN
 from jaxpar.training.optimizers import with_slow_parameters
 from jaxpar.training.self_reducing import SelfReducing
@@ -253,7 +254,7 @@ def _abstract(
     tensors = place(layout, shapes)
     if problems := problems_of(layout, tensors):
         raise LayoutError(problems)
-    if missing := no_layers(tx, any(tensor.host and tensor.role == "params" for tensor in tensors)):
+    if missing := no_layers(tx, any(tensor.host and tensor.is_weight for tensor in tensors)):
         raise ConfigError(missing)
     simulated = isinstance(layout.mesh, Mesh) and platform_of(layout.mesh) == "cpu"
     if simulated and any(tensor.host for tensor in tensors):
@@ -331,12 +332,14 @@ def place(layout: Layout, state: TrainState) -> list[PlacedLeaf]:
     dims = dict(state.metadata.dims)
     leaves = leaves_with_paths(state)
     params = {path[1:]: leaf.shape for path, leaf in leaves if path[0] == "params"}
+    tx: Any = state.metadata.tx
+    # Of a model with adapters, the weights that may be in host memory are the frozen ones.
+    weights = ("variables", FROZEN) if isinstance(state.metadata.kind, LoraKind) else ("params",)
     placed = {
-        path: _model_tensor(layout, path, dims.get(path), leaf, state.metadata.tx)
+        path: _model_tensor(layout, path, dims.get(path), leaf, tx if path[: len(weights)] == weights else None)
         for path, leaf in leaves
         if path[0] != "opt_state"
     }
-    tx: Any = state.metadata.tx
     reduces = isinstance(tx, SelfReducing)
     for path, leaf in leaves:
         if path[0] == "opt_state":
@@ -393,11 +396,14 @@ def _undivided(tensor: PlacedLeaf, stages: int) -> bool:
 
 
 def _model_tensor(layout: Layout, path: Path, names: Names | None, leaf: Any, tx: Any) -> PlacedLeaf:
-    """Places a leaf of the model, the step counter or the key: by its annotation, or replicated if it has none."""
+    """Places a leaf of the model, the step counter or the key: by its annotation, or replicated if it has none.
+
+    ``tx`` is the optimizer if it may keep the leaf in host memory, else ``None``.
+    """
     part, full, shape, dtype = path[0], show(path), leaf.shape, leaf.dtype
     if names is not None:
         resolved = layout.resolve(names, shape, role="params", dtype=dtype, path=full)
-        host, why = hosted_layers(tx, names, shape, dtype) if part == "params" else (False, "")
+        host, why = hosted_layers(tx, names, shape, dtype)
         return PlacedLeaf(part, full, shape, dtype, names, resolved, why, host)
     if part == "params" or path[:2] == ("variables", FROZEN):
         # Only an `over` rule can shard a parameter without annotations.

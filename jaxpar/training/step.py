@@ -371,7 +371,7 @@ def keep_unless_finite(
     old: TrainState, new: TrainState, finite: jax.Array, config: StepConfig, parts: Sequence[str]
 ) -> tuple[TrainState, Metrics]:
     """Returns ``new``, with these parts of ``old`` where ``finite`` is false and the next loss scale; and metrics."""
-    select = lambda a, b: jnp.where(finite, a, b)
+    select = lambda a, b: a if a is b else jnp.where(finite, a, b)  # frozen weights are the same, and may be on a host
     kept = {name: jax.tree.map(select, getattr(new, name), getattr(old, name)) for name in parts}
     new, metrics = replace(new, **kept), {"skipped": ~finite}
     if config.precision.scale is not None:

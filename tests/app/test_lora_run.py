@@ -166,14 +166,19 @@ def test_a_run_is_resumed_bitwise_generated_from_and_exported(
 
 def test_settings_that_exclude_adapters_are_errors(base: Path, tmp_path: Path) -> None:
     pattern = "lora: targets: no weight matches 'attention/quary'. The nearest are "
-    excluded = "model.lora does not support parallel.{0}: {1}. Remedy: leave parallel.{0} out."
-    stages = excluded.format("pipeline", "the stages of a pipeline do not hold frozen weights")
-    moved = excluded.format("offload.parameters", "it moves trained parameters, which are small")
+    versions = (
+        "model.lora does not support parallel.pipeline.schedule: pipedream: it keeps several versions of all weights, "
+        "also of those that are frozen. Remedy: schedule: 1f1b."
+    )
+    small = (
+        "model.lora does not support parallel.offload.path: the optimizer state of adapters is small. Remedy: leave "
+        "parallel.offload.path out."
+    )
     cases = {
         "model.lora.rank=0": "model.lora: rank must be an integer of at least 1, got 0. Remedy: rank: 8.",
         "model.lora=8": "model.lora must be a mapping, got 8. Remedy: model.lora: {rank: 8}.",
-        "parallel.pipeline={microbatches: 2}": stages,
-        "parallel.offload={parameters: host, optimizer: host}": moved,
+        "parallel.pipeline={schedule: pipedream, microbatches: 2}": versions,
+        "parallel.offload={optimizer: disk, path: moments}": small,
     }
     for change, text in cases.items():
         with pytest.raises(ConfigError) as error:
@@ -193,19 +198,36 @@ def test_options_of_an_export_that_need_adapters_are_errors(base: Path, capsys: 
         assert text in capsys.readouterr().err
 
 
-def test_a_pipeline_of_an_adapted_model_is_an_error() -> None:
-    make_model = jp.lora.adapt(make_decoder(CONFIG), jp.lora.LoraConfig())
-    rules = jp.Rules(batch="data", layers="pipeline", unannotated="replicate", **dict.fromkeys(
-        ("embed", "norm", "heads", "kv_heads", "head_dim", "mlp", "vocab", "seq", "residual_seq")
-    ))  # fmt: skip
-    layout = jp.Layout(jp.MeshSpec(data=1).build(jax.devices()[:1]), rules)
-    state = jp.abstract_state(layout, make_model, optax.sgd(0.1))
-    loss = jp.models.staged_next_token_loss(CONFIG)
-    batch = {name: np.zeros((4, 16), np.int32) for name in ("tokens", "targets")}
-    step = jp.train_step(layout, loss, pipeline=jp.pipeline.schedule("1f1b", 1, 2), donate=False)
-    with pytest.raises(ConfigError) as error:
-        jax.eval_shape(step, state, batch)
-    assert str(error.value) == (
-        "pipeline: the model has adapters (jaxpar.lora.adapt), whose weights the stages of a pipeline do not hold. "
-        "Remedy: leave the pipeline out, and shard the weights over data and model."
-    )
+PLACES = {
+    "stages": {
+        "layout": "../layouts/pp_tp.yaml",
+        "model.layers": 2,
+        "parallel.pipeline": "{schedule: 1f1b, microbatches: 2}",
+        "parallel.optimizer": "{stage: 1}",
+    },
+    "host": {"model.layers": 2, "parallel.offload": "{parameters: host, optimizer: host, min_bytes: 0}"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:offload. simulated CPU devices use host memory:UserWarning")
+def test_a_run_in_stages_and_one_with_weights_on_the_host_train_the_same_adapters(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    two = dataclasses.replace(CONFIG, layers=2)
+    weights = jp.init(spread(two), make_decoder(two), optax.identity(), seed=7).params
+    jp.save(tmp_path / "weights", {"params": weights}, layout=spread(two))
+    shared = {"model.layers": 2, "train.init_from": tmp_path / "weights", "optimizer.learning_rate": 1e-3}
+    found = {}
+    for name, own in {"plain": {}, **PLACES}.items():
+        run = settings(base, tmp_path / name, **shared, **own)
+        assert main(["train", str(RECIPE), *(word for one in run for word in ("--set", one))]) == 0
+        merged = tmp_path / f"{name}-merged"
+        assert main(["export", str(tmp_path / name / "checkpoints"), str(merged)]) == 0
+        saved = {path.name for path in (tmp_path / name / "checkpoints" / "4" / "arrays").iterdir()}
+        assert "params.blocks.mlp.up.lora_a" in saved and not any("frozen" in one for one in saved)
+        found[name] = tensors(merged)
+    capsys.readouterr()
+    for name in PLACES:
+        for key, w in found["plain"].items():
+            np.testing.assert_allclose(found[name][key], w, rtol=0, atol=2e-5)

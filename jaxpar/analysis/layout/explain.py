@@ -97,7 +97,7 @@ def explain(
     on_disk, unsupported = disk_of(state), refusal(state)
     rows += [_row(layout, t, t.role, disk=on_disk.path) for t in stored if on_disk is not None]
     rows = [with_reason(row, unordered.get(row.path, ())) for row in rows]
-    layers_missing = no_layers(tx, any(tensor.host and tensor.role == "params" for tensor in tensors))
+    layers_missing = no_layers(tx, any(tensor.host and tensor.is_weight for tensor in tensors))
     problems = [*problems_of(layout, [*tensors, *stored]), *filter(None, (unsupported, layers_missing))]
     for tensor in [*tensors, *stored]:
         used |= tensor.resolved.used

@@ -35,7 +35,7 @@ from jaxpar.training.model.parts import FROZEN, leaves_with_paths
 from jaxpar.utils.jaxprs import opened, with_inlined
 
 type Program = Callable[..., Any]
-_UNCHANGED = frozenset(("sharding_constraint", "optimization_barrier", "copy", "copy_p", "name"))
+_UNCHANGED = frozenset(("sharding_constraint", "optimization_barrier", "copy", "copy_p", "name", "device_put"))
 """Primitives whose results have the values of their operands, which may be several."""
 
 
@@ -61,9 +61,6 @@ def with_adapters(run: Program, kind: LoraKind) -> Program:
             merged = kind.merged(params, {FROZEN: frozen})
             loss, (aux, carried) = run(merged, variables[CARRIED], batch, extra)
             return loss, (aux, {FROZEN: variables[FROZEN], CARRIED: carried})
-        arguments = (frozen, variables[CARRIED], batch, extra)
-        traced, shapes = jax.make_jaxpr(run, return_shape=True)(*arguments)
-        traced = with_inlined(traced)
         found = {adapter.path: (adapter, *adapter_of(params, adapter)) for adapter in kind.adapters}
         weights: list[Any] = []
         for path, w in leaves_with_paths(frozen):
@@ -71,12 +68,28 @@ def with_adapters(run: Program, kind: LoraKind) -> Program:
                 adapter, a, b = found[path]
                 w = low_rank(w, a, b, *adapter.labels(RANK), kind.scale)
             weights.append(w)
-        values = [*weights, *jax.tree.leaves(arguments[1:])]
-        results = LowRankRun(opened(traced), getattr(traced, "consts", ())).run(values)
-        loss, (aux, carried) = jax.tree.unflatten(jax.tree.structure(shapes), [_array(x) for x in results])
+        tree = jax.tree.unflatten(jax.tree.structure(frozen), weights)
+        loss, (aux, carried) = run_with_low_rank(run, tree, variables[CARRIED], batch, extra)
         return loss, (aux, {FROZEN: variables[FROZEN], CARRIED: carried})
 
     return adapted
+
+
+def run_with_low_rank(run: Program, weights: Any, *arguments: Any) -> Any:
+    """Returns ``run(weights, *arguments)``, without a sum of the size of a weight where a product of two suffices.
+
+    Args:
+      run: a function of arrays.
+      weights: a tree of arrays and :class:`LowRank` values; ``run`` is traced with arrays of their shapes.
+      arguments: trees of arrays.
+    """
+    is_pair = lambda x: isinstance(x, LowRank)
+    leaves, structure = jax.tree.flatten(weights, is_leaf=is_pair)
+    plain = jax.tree.unflatten(structure, [x.w if is_pair(x) else x for x in leaves])
+    traced, shapes = jax.make_jaxpr(run, return_shape=True)(plain, *arguments)
+    traced = with_inlined(traced)
+    results = LowRankRun(opened(traced), getattr(traced, "consts", ())).run([*leaves, *jax.tree.leaves(arguments)])
+    return jax.tree.unflatten(jax.tree.structure(shapes), [_array(x) for x in results])
 
 
 def _array(x: Any) -> Any:
@@ -170,7 +183,7 @@ class LowRankRun:
         return self._alone(eqn, [_array(x) for x in values]) if found is None else found
 
     def _custom_vjp(self, eqn: JaxprEqn, values: list[Any], live: list[bool]) -> list[Any] | None:
-        """A gather of sharded weights, or a product with gathered weights; ``None`` for others.
+        """A gather of sharded weights, a product with gathered ones, or a weight from host memory; else ``None``.
 
         Their own derivatives are about gradients of the weights, which are frozen here.
         """
@@ -178,7 +191,7 @@ class LowRankRun:
         if body is None:
             return None
         inside = LowRankRun(opened(body), getattr(body, "consts", ()), live)
-        if inside._gathered:
+        if inside._gathered or any(eqn.primitive.name == "device_put" for eqn in opened(body).eqns):
             return inside.run(values)
         if len(eqn.outvars) != 1 or eqn.outvars[0] not in self._gathered:
             return None

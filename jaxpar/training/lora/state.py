@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxpar.errors import ModelError
+from jaxpar.parallel.offload.placement import DEVICE, on_host
 from jaxpar.parallel.precision.policy import Precision, PrecisionLike
 from jaxpar.sharding.layout import Layout
 from jaxpar.training.model import MakeModel, leaves_with_paths, show
@@ -122,7 +123,8 @@ def merge(state: TrainState) -> Any:
     """
     kind, frozen = _kind(state, "merge"), frozen_params(state)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, frozen)
-    return jax.jit(kind.merged, out_shardings=shardings)(state.params, {FROZEN: frozen})
+    run = lambda params, frozen: kind.merged(params, {FROZEN: jax.tree.map(_on_device, frozen)})
+    return jax.jit(run, out_shardings=shardings)(state.params, frozen)
 
 
 def digest_of(params: Any) -> str:
@@ -141,6 +143,7 @@ def digest_of(params: Any) -> str:
 
 def _bits(x: jax.Array) -> jax.Array:
     """Returns the weighted sum of an array's bits, modulo 2**32."""
+    x = _on_device(x)
     size = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}.get(x.dtype.itemsize, jnp.uint32)
     words = jax.lax.bitcast_convert_type(x, size).astype(jnp.uint32)  # of 8 bytes: two words
     weight, stride = jnp.ones(words.shape, jnp.uint32), 2
@@ -148,6 +151,10 @@ def _bits(x: jax.Array) -> jax.Array:
         weight += jax.lax.broadcasted_iota(jnp.uint32, words.shape, dim) * jnp.uint32(stride % 2**32)
         stride *= words.shape[dim]
     return (words * weight).sum(dtype=jnp.uint32)
+
+
+def _on_device(x: jax.Array) -> jax.Array:
+    return jax.device_put(x, DEVICE) if on_host(x) else x
 
 
 def _kind(state: TrainState, name: str) -> LoraKind:

@@ -16,6 +16,7 @@ from jaxpar.sharding.layout import Layout
 from jaxpar.training.loss import Metrics
 from jaxpar.training.microbatches import means_of, weighted_sum
 from jaxpar.training.pipeline import stage_functions
+from jaxpar.training.pipeline.adapters import stage_state
 from jaxpar.training.pipeline.gradients import check_pipeline, join
 from jaxpar.training.pipeline.transfer import ModelSplit, StageTransfer
 from jaxpar.training.state import TrainState
@@ -40,6 +41,7 @@ def evaluate_pipeline(
     """
     schedule = options.schedule.forwards()
     options = Pipeline(schedule, layers_per_stage=options.layers_per_stage, embedding=options.embedding)
+    state = stage_state(state, loss_fn)
     check_pipeline(layout, loss_fn, state, options)
     split = ModelSplit(state, loss_fn)
     batch = split.prepare(state.params, batch, precision)

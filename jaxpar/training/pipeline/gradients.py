@@ -20,6 +20,7 @@ from jaxpar.errors import ConfigError, LayoutError, ModelError
 from jaxpar.parallel.batch_rows import batch_rows
 from jaxpar.parallel.collectives.gather_reduce import at_least_fp32, batch_axes, seq_axes
 from jaxpar.parallel.offload.placement import on_host
+from jaxpar.parallel.pipeline.executor.frozen import trained_part, with_trained
 from jaxpar.parallel.pipeline.executor.layer_inputs import LayerInputs, LayerScalars
 from jaxpar.parallel.pipeline.executor.layer_placement import AXIS
 from jaxpar.parallel.pipeline.executor.program import Head
@@ -33,7 +34,8 @@ from jaxpar.training.loss import check_names
 from jaxpar.training.microbatches import GradientResult, StepConfig, counted, means_of, scale_of, unscaled, weighted_sum
 from jaxpar.training.model import leaves_with_paths, show
 from jaxpar.training.pipeline import stage_functions
-from jaxpar.training.pipeline.transfer import ModelSplit, StageTransfer, check_no_adapters
+from jaxpar.training.pipeline.adapters import adapter_grads, run_adapted, stage_state
+from jaxpar.training.pipeline.transfer import ModelSplit, StageTransfer
 from jaxpar.training.state import TrainState
 
 
@@ -50,7 +52,7 @@ def pipeline_gradients(
       ConfigError, LayoutError, ModelError: as for :func:`jaxpar.training.gradients.gradients`, or something that a
         pipeline does not support.
     """
-    check_no_adapters(state)
+    own, state = state, stage_state(state, loss_fn)
     check_trained(layout, loss_fn, state, config, options)
     if config.grad_reduction == "per_microbatch" and options.grad_reduction == "per_step":  # ZeRO stage 2
         options = replace(options, grad_reduction="per_microbatch")
@@ -61,9 +63,10 @@ def pipeline_gradients(
     _check_chunks(layout, loss_fn, batch, options)
 
     others = jax.tree.map(precision.computing, split.others(state.params))
-    embed = lambda others: stage_functions.embed_batch(layout, split, others, batch)
+    trained = trained_part(others)
+    embed = lambda trained: stage_functions.embed_batch(layout, split, with_trained(others, trained), batch)
     in_ticks = options.embedding == "per_microbatch"
-    x, pull = (jax.eval_shape(embed, others), None) if in_ticks else jax.vjp(embed, others)
+    x, pull = (jax.eval_shape(embed, trained), None) if in_ticks else jax.vjp(embed, trained)
     check_chunks(x, schedule)
 
     transfer = StageTransfer.of(layout, split, precision, options, batch)
@@ -89,7 +92,7 @@ def pipeline_gradients(
         (embed_grads,) = pull(x)
         grads = split.add(grads, jax.tree.map(at_least_fp32, embed_grads))
     loss, metrics, grads = means_of((*sums, grads), weight)
-    return GradientResult(loss, metrics, state.variables, unscaled(state, grads, scale))
+    return GradientResult(loss, metrics, own.variables, unscaled(own, adapter_grads(own, grads), scale))
 
 
 def check_trained(
@@ -255,7 +258,10 @@ def _carry(split: ModelSplit, chunks: int) -> SequenceCarry | None:
 
     def carried(w: Any, x: jax.Array, side: LayerInputs, carry: Any, chunk: jax.Array) -> tuple[jax.Array, Any]:
         with batch_rows(side.numbers):
-            return layer(split.block(w), x, side.given, carry, chunk)
+            found: tuple[jax.Array, Any] = run_adapted(
+                lambda w: layer(split.block(w), x, side.given, carry, chunk), w, layer=True
+            )
+            return found
 
     return SequenceCarry(carried, empty, chunks)
 
@@ -263,14 +269,14 @@ def _carry(split: ModelSplit, chunks: int) -> SequenceCarry | None:
 def head_of(split: ModelSplit, scale: Any) -> Head:
     """Returns the head of one microbatch: its contribution to all sums, and the cotangent of its input."""
 
-    def loss_of(weights: Any, y: jax.Array, piece: Any) -> tuple[jax.Array, Any]:
-        loss, metrics, weight = stage_functions.run_head(split, weights, y, piece)
+    def loss_of(trained: Any, weights: Any, y: jax.Array, piece: Any) -> tuple[jax.Array, Any]:
+        loss, metrics, weight = stage_functions.run_head(split, with_trained(weights, trained), y, piece)
         scaled = at_least_fp32(loss) * weight * (1 if scale is None else scale)
         return scaled, (loss, metrics, weight)
 
     def head(weights: Any, piece: Any, y: jax.Array) -> tuple[Any, Any]:
-        grad = jax.grad(loss_of, argnums=(0, 1), has_aux=True)
-        (grads, cotangent), (loss, metrics, weight) = grad(weights, y, piece)
+        grad = jax.grad(loss_of, argnums=(0, 2), has_aux=True)
+        (grads, cotangent), (loss, metrics, weight) = grad(trained_part(weights), weights, y, piece)
         counts = jnp.stack([weight, weight * (1 if scale is None else scale)])
         grads, cotangent = counted((grads, cotangent), weight, metrics)
         sums = weighted_sum((loss, metrics), weight, metrics)

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 from jaxpar.errors import LayoutError, ModelError
 from jaxpar.parallel.batch_rows import batch_rows, rows_of
 from jaxpar.parallel.collectives.gather_reduce import at_least_fp32, batch_axes, seq_axes
+from jaxpar.parallel.pipeline.executor.frozen import trained_part, with_trained
 from jaxpar.parallel.pipeline.executor.layer_inputs import LayerInputs
 from jaxpar.parallel.pipeline.executor.layer_placement import AXIS
 from jaxpar.parallel.pipeline.executor.program import Embedding, PipelineProgram
@@ -27,6 +28,7 @@ from jaxpar.sharding.layout import Layout
 from jaxpar.training.loss import Metrics, key_of, own_constraints_explained, unpack
 from jaxpar.training.microbatches import check_rows_divide, weight_of
 from jaxpar.training.model import Path, leaves_with_paths, show, to_path
+from jaxpar.training.pipeline.adapters import run_adapted
 from jaxpar.training.pipeline.transfer import ModelSplit, StageTransfer, row_axes
 
 
@@ -94,7 +96,8 @@ def embedding_of(split: ModelSplit) -> Embedding:
             return run_embed(split, weights, piece.batch)
 
     def add_grads(weights: Any, piece: Any, cotangent: jax.Array, sums: Any) -> Any:
-        _, pull = jax.vjp(lambda weights: forward(weights, piece), weights)
+        run = lambda trained: forward(with_trained(weights, trained), piece)
+        _, pull = jax.vjp(run, trained_part(weights))
         (found,) = pull(cotangent)
         *others, grads = sums
         return *others, jax.tree.map(jnp.add, grads, split.constrained(jax.tree.map(at_least_fp32, found)))
@@ -106,8 +109,10 @@ def layer_of(split: ModelSplit) -> StageLayer:
     """Returns the function that runs one layer with given weights."""
 
     def layer(weights: Any, x: jax.Array, side: LayerInputs) -> tuple[jax.Array, dict[str, jax.Array]]:
+        one = lambda weights: split.loss_fn.one(split.block(weights), x, side.given, side.keys, side.layer)
         with batch_rows(side.numbers), own_constraints_explained():
-            return split.loss_fn.one(split.block(weights), x, side.given, side.keys, side.layer)
+            found: tuple[jax.Array, dict[str, jax.Array]] = run_adapted(one, weights, layer=True)
+            return found
 
     return layer
 
@@ -221,18 +226,23 @@ def _call_part(split: ModelSplit, what: str, call: Callable[[Any], Any], others:
       ModelError: it assigns to the model's variables; a pipeline carries none between microbatches.
     """
     read_by(split, what, call, others)
-    model, before = split.model_of(others), split.state.variables
-    with own_constraints_explained():
-        found = call(model)
-    now = split.state.metadata.kind.carried(model, before, None)
-    pairs = zip(leaves_with_paths(now), jax.tree.leaves(before), strict=True)
-    changed = [show(("variables", *path)) for (path, new), old in pairs if new is not old]
-    if changed:
-        raise ModelError(
-            f"PipelineLoss({what}=...) changed {', '.join(changed)}, but a pipeline carries no variables. Remedy: use "
-            "a model that changes none; for random numbers in layers, set PipelineLoss(keys=True)."
-        )
-    return found
+
+    def run(others: Any) -> Any:
+        model, before = split.model_of(others), split.state.variables
+        with own_constraints_explained():
+            found = call(model)
+        now = split.state.metadata.kind.carried(model, before, None)
+        pairs = zip(leaves_with_paths(now), jax.tree.leaves(before), strict=True)
+        changed = [show(("variables", *path)) for (path, new), old in pairs if new is not old]
+        if changed:
+            raise ModelError(
+                f"PipelineLoss({what}=...) changed {', '.join(changed)}, but a pipeline carries no variables. Remedy: "
+                "use a model that changes none; for random numbers in layers, set PipelineLoss(keys=True)."
+            )
+        return found
+
+    # The layer inputs are not differentiated, and may be more than arrays.
+    return run(others) if what == "layer_inputs" else run_adapted(run, others)
 
 
 def check_rows(layout: Layout, batch: Any, microbatches: int) -> None:

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 
 from jaxpar.errors import ConfigError, LayoutError, listing
 from jaxpar.parallel.collectives.gather_reduce import Parts, batch_axes, gather, parts_of, reduce, seq_axes
+from jaxpar.parallel.pipeline.executor.frozen import trained_part
 from jaxpar.parallel.pipeline.executor.layer_placement import AXIS, Layers
 from jaxpar.parallel.pipeline.executor.sequence_chunks import in_chunks, joined
 from jaxpar.parallel.pipeline.options import Asynchronous, Pipeline
@@ -80,8 +81,9 @@ class StageTransfer:
         axes = (*batch_axes(layout), *seq_axes(layout))
         loss = lambda params: split.loss(params, batch)
         exact = frozenset(() if batch is None else exact_weights(loss, split.state, precision).reasons)
-        shardings = (_leaf_shardings(layout, split.state, role, axes, exact) for role in ("params", "gradients"))
-        params, grads = shardings
+        weights = split.state.params
+        params = _leaf_shardings(layout, split.state, weights, "params", axes, exact)
+        grads = _leaf_shardings(layout, split.state, trained_part(weights), "gradients", axes, exact)
         scattered = options.grad_reduction != "per_step"
         for sharding in jax.tree.leaves(split.stack(grads)):
             first = sharding.parts(axes).dims[0]
@@ -252,8 +254,8 @@ class StageTransfer:
         return jax.shard_map(f, in_specs=in_specs, out_specs=out_specs, axis_names=manual, check_vma=False)
 
 
-def check_no_adapters(state: TrainState) -> None:
-    """Raises if the model has adapters, because the stages hold parameters only, or weights that are still to round."""
+def _check_synchronous(state: TrainState) -> None:
+    """Raises if the parameters are not those that stages hold: only a pipeline that is flushed prepares them so."""
     if isinstance(state.metadata.kind, RoundedKind):
         raise ConfigError(
             "asynchronous pipeline: weights are rounded once a step (jaxpar.compression.quantize_aware), but this "
@@ -261,16 +263,20 @@ def check_no_adapters(state: TrainState) -> None:
         )
     if isinstance(state.metadata.kind, LoraKind):
         raise ConfigError(
-            "pipeline: the model has adapters (jaxpar.lora.adapt), whose weights the stages of a pipeline do not hold. "
-            "Remedy: leave the pipeline out, and shard the weights over data and model."
+            "asynchronous pipeline: the model has adapters (jaxpar.lora.adapt), but this pipeline keeps several "
+            "versions of all weights, also of those that are frozen. Remedy: jp.train_step with "
+            "jp.pipeline.schedule('1f1b')."
         )
 
 
 class ModelSplit:
-    """A state's parameters, as the stack of layers and all others, and the loss that reads them."""
+    """A state's parameters, as the stack of layers and all others, and the loss that reads them.
+
+    Those of a model with adapters are nodes; see :func:`jaxpar.training.pipeline.adapters.stage_state`.
+    """
 
     def __init__(self, state: TrainState, loss_fn: PipelineLoss):
-        check_no_adapters(state)
+        _check_synchronous(state)
         self.state, self.loss_fn, self.path = state, loss_fn, loss_fn.path
         self.shapes = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, w.dtype), state.params)
         self.model = lambda params: state.metadata.kind.merge(params, state.variables)
@@ -356,8 +362,10 @@ class LeafSharding:
         return PartitionSpec(*lead, *(dim or None for dim in dims))
 
 
-def _leaf_shardings(layout: Layout, state: TrainState, role: str, axes: Axes, exact: frozenset[Path]) -> Any:
+def _leaf_shardings(layout: Layout, state: TrainState, tree: Any, role: str, axes: Axes, exact: frozenset[Path]) -> Any:
     """Returns the sharding of every parameter, or of its gradient; those of the paths ``exact`` are gathered exactly.
+
+    ``tree`` holds the parameters, or those of them that have gradients.
 
     Raises:
       LayoutError: a dim is sharded over ``pipeline`` after another axis.
@@ -373,7 +381,7 @@ def _leaf_shardings(layout: Layout, state: TrainState, role: str, axes: Axes, ex
                 )
         return LeafSharding(parts.dims, parts.kept, to_path(keys) in exact)
 
-    return jax.tree_util.tree_map_with_path(one, resolved_tree(layout, state, state.params, role))
+    return jax.tree_util.tree_map_with_path(one, resolved_tree(layout, state, tree, role))
 
 
 def _layers(split: ModelSplit, options: Pipeline | Asynchronous) -> Layers:

@@ -39,9 +39,6 @@ def read_adapters(keys: ConfigKeys, prefix: str) -> dict[str, Any] | None:
     if str(keys.raw(f"{at}.pet_type")).lower() != "lora":
         keys.refuse(at, "only the pet_type lora is translated")
         return None
-    if keys.get("parallel_config.pipeline_stage", "count", 1) > 1:
-        keys.refuse(at, "adapters do not train in a pipeline")
-        return None
     keys.translate(f"{at}.pet_type", "model.lora")
     keys.ignore_all(dict.fromkeys(("lora_a_init", "lora_b_init"), "adapters start at zero"), f"{at}.")
     keys.ignore_all(dict.fromkeys(("param_init_type", "compute_dtype"), "dtypes are those of the model"), f"{at}.")

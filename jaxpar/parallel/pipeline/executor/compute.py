@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jaxpar.parallel.pipeline.executor import recompute
 from jaxpar.parallel.pipeline.executor.carry import StageCarry, TickCarry, TickInputs, add_scalars, zeros_of
+from jaxpar.parallel.pipeline.executor.frozen import trained_part
 from jaxpar.parallel.pipeline.executor.layer_placement import AXIS
 from jaxpar.parallel.pipeline.executor.primitives import pick, reader
 from jaxpar.parallel.pipeline.executor.program import PipelineProgram, global_field
@@ -109,6 +110,7 @@ def flush_bucket(context: TickContext, tick: TickInputs) -> TickInputs:
 
 def empty_grads(program: PipelineProgram, weights: Any, chunks: int) -> Any:
     """Returns zeros for the sums of gradients [chunks, layers, ...], in fp32 or wider."""
+    weights = trained_part(weights)
     layer = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape[2:], w.dtype), weights)
     found = jax.eval_shape(program.reduce_bucket or program.reduce or (lambda grads: grads), layer)
     zeros = lambda w, g: jnp.zeros((chunks, w.shape[1], *g.shape), accumulator(g))
@@ -120,7 +122,7 @@ def empty_buckets(program: PipelineProgram, weights: Any) -> Any:
     if program.buckets is None:
         return []
     slots = program.buckets.slots
-    return jax.tree.map(lambda w: jnp.zeros((slots, *w.shape[1:]), accumulator(w)), weights)
+    return jax.tree.map(lambda w: jnp.zeros((slots, *w.shape[1:]), accumulator(w)), trained_part(weights))
 
 
 def _side_of_backward(context: TickContext, tick: TickInputs, microbatch: jax.Array) -> Any:

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.errors import ModelError
+from jaxpar.parallel.pipeline.executor.frozen import trained_part, with_trained
 from jaxpar.parallel.pipeline.executor.layer_inputs import LayerScalars
 from jaxpar.parallel.pipeline.executor.stage import Add, Buffers, Chunk, indices, read, read_unchanged, write
 from jaxpar.parallel.pipeline.schedules.schedule import Schedule
@@ -207,13 +208,13 @@ class Carried(Chunk):
         """Returns the output, the carry, and the backward with respect to weights, input and carry."""
         floats = [leaf for leaf in past if _floats(leaf)]
 
-        def run(weights: Any, x: jax.Array, floats: Buffers) -> tuple[tuple[jax.Array, Buffers], Buffers]:
+        def run(trained: Any, x: jax.Array, floats: Buffers) -> tuple[tuple[jax.Array, Buffers], Buffers]:
             rest = iter(floats)
             given = [next(rest) if _floats(leaf) else leaf for leaf in past]
-            y, now = self._carried(weights, x, side, given, chunk)
+            y, now = self._carried(with_trained(weights, trained), x, side, given, chunk)
             return (y, [leaf for leaf in now if _floats(leaf)]), [leaf for leaf in now if not _floats(leaf)]
 
-        (y, changed), pull, others = jax.vjp(run, weights, x, floats, has_aux=True)
+        (y, changed), pull, others = jax.vjp(run, trained_part(weights), x, floats, has_aux=True)
         sources, rest = [iter(others), iter(changed)], jax.tree.flatten(pull)
         now = [next(sources[_floats(leaf)]) for leaf in past]
         available = [*jax.tree.leaves(weights), *jax.tree.leaves(side), *past, chunk]

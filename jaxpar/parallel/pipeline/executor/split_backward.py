@@ -15,6 +15,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
+from jaxpar.parallel.pipeline.executor.frozen import trained_part
 from jaxpar.parallel.pipeline.executor.layer_inputs import bits, keys_again
 from jaxpar.parallel.pipeline.executor.min_cut import least_kept
 
@@ -31,7 +32,7 @@ class Halves:
       first, second: the equations of each half.
       between: the variables to store between the halves.
       sizes: the number of leaves in ``weights``, ``kept`` and ``side``.
-      structure: the pytree structure of ``weights``.
+      structure: the pytree structure of the gradients.
     """
 
     closed: ClosedJaxpr
@@ -101,7 +102,8 @@ def halves(
     second = _needed(jaxpr.eqns, gradients, set(saved))
     read = {v for e in second for v in e.invars if isinstance(v, Var)} | {v for v in gradients if isinstance(v, Var)}
     between = tuple(v for v in saved if v in read)
-    return Halves(closed, tuple(first), tuple(second), between, (len(ws), len(kept), len(sides)), structure)
+    sizes, of_grads = (len(ws), len(kept), len(sides)), jax.tree.structure(trained_part(weights))
+    return Halves(closed, tuple(first), tuple(second), between, sizes, of_grads)
 
 
 def _needed(equations: Sequence[JaxprEqn], results: Sequence[Any], known: AbstractSet[Var]) -> list[JaxprEqn]:

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxpar.parallel.pipeline.executor.frozen import trained_part, with_trained
 from jaxpar.parallel.pipeline.executor.layer_inputs import LayerScalars, bits, keys_again, of_number
 from jaxpar.parallel.pipeline.executor.split_backward import Halves, halves
 from jaxpar.parallel.pipeline.staged_loss import ADDED
@@ -32,7 +33,7 @@ class Chunk:
     Attributes:
       layer: ``layer(weights, x, side) -> x`` runs one layer; or it returns ``(x, extras)``, with scalars by name. The
         scalar ``loss`` is also differentiated.
-      weights: those of all chunks of the stage, [chunks, layers, ...].
+      weights: those of all chunks of the stage, [chunks, layers, ...]. Those of a ``FrozenWeight`` have no gradient.
       number: the index of this chunk.
       times: the number of iterations of a loop over layers: 0 or all.
       count: the number of layers that exist. The others pad a smaller piece, and do nothing. ``None``: all exist.
@@ -183,11 +184,11 @@ class Chunk:
     def _vjp(self, weights: Any, x: jax.Array, side: Any) -> tuple[tuple[jax.Array, LayerScalars], Any, list[bool]]:
         """Returns the output, the backward's leaves and structure, and for each leaf whether it exists anyway."""
 
-        def run(weights: Any, x: jax.Array) -> Any:
-            y, extras = self._layer(weights, x, side)
+        def run(trained: Any, x: jax.Array) -> Any:
+            y, extras = self._layer(with_trained(weights, trained), x, side)
             return (y, extras.get(ADDED)), extras
 
-        (y, _), pull, extras = jax.vjp(run, weights, x, has_aux=True)
+        (y, _), pull, extras = jax.vjp(run, trained_part(weights), x, has_aux=True)
         leaves, structure = jax.tree.flatten(pull)
         there = [*jax.tree.leaves(weights), *jax.tree.leaves(side)]
         return (y, extras), (leaves, structure), [any(leaf is have for have in there) for leaf in leaves]
