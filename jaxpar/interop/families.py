@@ -136,6 +136,7 @@ def to_fields(config: LlamaConfig, family: str | None = None) -> Fields:
 
 _TRAINING_ONLY = {"dtype", "param_dtype", "remat", "reshard_after_forward", "context", "copies", "copies_dim"}
 _TRAINING_ONLY |= {"balance_loss", "balance_per", "z_loss", "bias_rate", "dispatch", "capacity_factor", "pieces"}
+_TRAINING_ONLY |= {"mtp_depth", "mtp_weight"}
 """Fields of our configurations that do not change the logits."""
 
 
@@ -159,6 +160,8 @@ def _fields_of(config: LlamaConfig, name: str) -> Fields | None:
     family = FAMILIES[name]
     moe = "num_experts_per_tok" in family.sizes
     latent = config.latent_attention if isinstance(config, MoEConfig) else None
+    if isinstance(config, MoEConfig) and config.mtp_depth and latent is None:
+        return None  # only DeepSeek-V3's files have layers for further tokens
     if moe != isinstance(config, MoEConfig) or (latent is not None) != (family.sizes is DEEPSEEK):
         return None
     if (config.gemma is None) is bool(family.gemma):
@@ -188,4 +191,5 @@ def _fields_of(config: LlamaConfig, name: str) -> Fields | None:
 def _latent_fields(config: MoEConfig, latent: LatentAttentionConfig) -> Fields:
     sizes = {theirs: getattr(latent, ours) for theirs, ours in LATENT.items()}
     aux = {"aux_loss_alpha": config.balance_loss, "seq_aux": config.balance_per == "sequence"}
-    return {**sizes, **aux, "num_key_value_heads": config.heads}
+    further = {"num_nextn_predict_layers": config.mtp_depth} if config.mtp_depth else {}
+    return {**sizes, **aux, **further, "num_key_value_heads": config.heads}

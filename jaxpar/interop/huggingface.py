@@ -32,9 +32,10 @@ from jaxpar.interop.safetensors import (
     read_tensors,
     write_bytes,
 )
-from jaxpar.interop.tensor_map import TensorRule, tensor_rules
+from jaxpar.interop.tensor_map import TensorRule, shared_copies, tensor_rules
 from jaxpar.interop.transfer import AnyTensor, OpenFiles, read_parameter, write_parameter
 from jaxpar.models.llama.config import LlamaConfig
+from jaxpar.models.moe.config import MoEConfig
 from jaxpar.models.moe.model import make_decoder
 from jaxpar.parallel.precision.policy import PrecisionLike
 from jaxpar.parallel.precision.quantized_array import QuantizedArray, is_quantized
@@ -42,6 +43,7 @@ from jaxpar.sharding.layout import Layout
 from jaxpar.training.from_params import state_from_params
 from jaxpar.training.model import build_shapes, leaves_with_paths, show
 from jaxpar.training.state import abstract_state
+from jaxpar.utils.checks import is_count
 from jaxpar.utils.durable import remove, sync_files, sync_folder, write_atomically
 from jaxpar.utils.multihost import settled
 
@@ -49,6 +51,8 @@ _EMBEDDING = "model.embed_tokens.weight"
 _MAX_CONFIG = 10_000_000
 _FILE_BYTES = 5 * 10**9
 _UNFINISHED = ".unfinished"
+_MOST_DEPTHS = 64
+"""The most further tokens that a configuration may predict."""
 _WORKERS = 4
 """Threads of a process; each reads parts of one tensor, of at most 16 MiB, at a time."""
 
@@ -77,7 +81,8 @@ def read_config(
       directory: the checkpoint's folder, with ``config.json`` and safetensors files.
       dtype: the dtype of the parameters and of the compute; by default that of the checkpoint's embedding.
       ignore: fields of ``config.json`` that are not implemented, and do not change what the model computes.
-      **changes: values of our configuration's fields, such as ``remat="full"``.
+      **changes: values of our configuration's fields, such as ``remat="full"``. ``mtp_depth=0`` leaves out layers that
+        predict further tokens, if the checkpoint has them.
 
     Raises:
       CheckpointError: there is no ``config.json``, or there are no safetensors files.
@@ -91,7 +96,16 @@ def read_config(
         embedding = read_tensors(root).get(_EMBEDDING)
         found = DTYPES.get(embedding.dtype if embedding else "")
         dtype = "float32" if found is None else found.name
-    return replace(config, **{"dtype": dtype, "param_dtype": dtype, **changes})
+    return replace(config, **{"dtype": dtype, "param_dtype": dtype, **_further_tokens(root, config), **changes})
+
+
+def _further_tokens(root: Path, config: LlamaConfig) -> dict[str, Any]:
+    """Returns how many further tokens a checkpoint has layers for: transformers writes the field, but no layers."""
+    depth = read_fields(root).get("num_nextn_predict_layers")
+    if not isinstance(config, MoEConfig) or not is_count(depth) or depth > _MOST_DEPTHS:
+        return {}
+    tensors = read_tensors(root)
+    return {"mtp_depth": depth} if f"model.layers.{config.layers}.eh_proj.weight" in tensors else {}
 
 
 def read_fields(directory: Path) -> dict[str, Any]:
@@ -186,12 +200,16 @@ def _read(root: Path, config: LlamaConfig | None) -> tuple[LlamaConfig, dict[str
     config = read_config(root) if config is None else config
     fields = read_fields(root)
     tensors = scaled_tensors(read_tensors(root), fields)
-    first, more = config.layers, fields.get("num_nextn_predict_layers") or 0
-    unused = tuple(f"model.layers.{first + i}." for i in range(more if isinstance(more, int) and more < 64 else 0))
+    more = fields.get("num_nextn_predict_layers") or 0
+    more = more if isinstance(more, int) and more <= _MOST_DEPTHS else 0
+    depth = config.mtp_depth if isinstance(config, MoEConfig) else 0
+    unused = tuple(f"model.layers.{config.layers + i}." for i in range(depth, more))
+    copies = {rule.name for rule in shared_copies(config)}
     is_unused = lambda name: (
         name.endswith("rotary_emb.inv_freq")  # older transformers saved this constant
         or (name == "lm_head.weight" and config.tie_embeddings)
-        or name.startswith(unused)  # for the prediction of several tokens, which transformers ignores too
+        or name.startswith(unused)  # predict further tokens, which the configuration leaves out
+        or name in copies
     )
     ignored = tuple(name for name in tensors if is_unused(name))
     return config, {name: tensor for name, tensor in tensors.items() if name not in ignored}, ignored
@@ -242,7 +260,7 @@ def export(
         raise ConfigError(f"export: dtype must be one of {', '.join(spelled)}, got {dtype!r}.")
     written |= {"torch_dtype": dtype or config.param_dtype, **(fields or {})}
     here = target.with_name(target.name + _UNFINISHED)
-    writes, extra = _writes(rules, leaves)
+    writes, extra = _writes([*rules, *shared_copies(config)], leaves)
     shapes = {
         name: (_spelling(array, dtype), rule.shape(tuple(array.shape)))
         for rule, array in writes

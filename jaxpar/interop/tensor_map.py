@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -41,8 +41,9 @@ class TensorRule:
 
     def names(self, shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], str]]:
         """Yields the index along the stacked dims, and the name, of each tensor of a parameter of this shape."""
+        indices = re.findall(r"\{(\w+)\}", self.name)
         for index in np.ndindex(*shape[: self.stacked]):
-            numbers = dict(zip(("layer", "expert"), index, strict=False))
+            numbers = dict(zip(indices, index, strict=True))
             if "layer" in numbers:
                 numbers["layer"] += self.first_layer
             yield index, self.name.format(**numbers)
@@ -114,12 +115,47 @@ def tensor_rules(config: LlamaConfig) -> list[TensorRule]:
         if config.dense_layers:
             rules += [*_attention(config, "dense_blocks", 0), *_mlp("dense_blocks/mlp", "mlp.")]
         rules += [*_attention(config, "blocks", config.dense_layers), *_mixture(config)]
+        rules += _further_tokens(config)
     else:
         rules += [*_attention(config, "blocks", 0), *_mlp("blocks/mlp", "mlp.")]
     rules.append(TensorRule("norm/scale", "model.norm.weight", "e -> e"))
     if not config.tie_embeddings:
         rules.append(TensorRule("head", "lm_head.weight", "v e -> e v"))
     return rules
+
+
+_FURTHER = (
+    ("token_norm/scale", "enorm.weight", "e -> e"),
+    ("hidden_norm/scale", "hnorm.weight", "e -> e"),
+    ("projection", "eh_proj.weight", "e f -> f e"),
+    ("norm/scale", "shared_head.norm.weight", "e -> e"),
+)
+
+
+def _further_tokens(config: MoEConfig) -> list[TensorRule]:
+    """Returns the rules of the layers that predict further tokens, which follow the model's own."""
+    rules: list[TensorRule] = []
+    for depth in range(config.mtp_depth):
+        path, layer = f"mtp/{depth}", LAYER.format(layer=config.layers + depth)
+        rules += [TensorRule(f"{path}/{ours}", layer + theirs, pattern) for ours, theirs, pattern in _FURTHER]
+        for rule in (*_attention(config, "blocks", 0), *_mixture(config)):
+            own = f"{path}/block/{rule.path.removeprefix('blocks/')}"
+            rules.append(replace(rule, path=own, name=rule.name.replace(LAYER, layer), first_layer=0))
+    return rules
+
+
+def shared_copies(config: LlamaConfig) -> list[TensorRule]:
+    """Returns the copies of the embedding and the output head in the layers that predict further tokens.
+
+    Published checkpoints have them, and engines for speculative decoding read them.
+    """
+    depth = config.mtp_depth if isinstance(config, MoEConfig) else 0
+    head = TensorRule("embedding", "", "v e -> v e") if config.tie_embeddings else TensorRule("head", "", "v e -> e v")
+    found: list[TensorRule] = []
+    for layer in (LAYER.format(layer=config.layers + k) for k in range(depth)):
+        found.append(TensorRule("embedding", f"{layer}embed_tokens.weight", "v e -> v e"))
+        found.append(replace(head, name=f"{layer}shared_head.head.weight"))
+    return found
 
 
 def _mlp(path: str, name: str, first_layer: int = 0) -> list[TensorRule]:

@@ -235,7 +235,8 @@ def next_token_loss(model: Any, batch: dict[str, jax.Array]) -> Any:
       model: has ``hidden(tokens)`` and ``unembedding()``. If ``hidden`` returns a pair, its second part is a dict of
         scalars: ``loss`` is added to the loss and reported as ``aux_loss``, and the others are metrics. A model with a
         method ``reorder_tokens`` chooses the order of its tokens; the mean loss does not depend on the order. A number
-        ``logit_softcap`` caps the logits; see :func:`linear_cross_entropy`.
+        ``logit_softcap`` caps the logits; see :func:`linear_cross_entropy`. Methods ``further_targets`` and
+        ``further_loss`` predict further tokens; see :class:`jaxpar.models.MoEDecoder`.
       batch: ``tokens`` and ``targets``, each [batch, seq] int; optionally ``loss_mask``, 0 for targets that do not
         count. For a model with ``reorder_tokens`` optionally ``segment_ids``, the document of each token, ``positions``
         within it, and ``order``, one token order for all rows; each [batch, seq] int.
@@ -260,18 +261,31 @@ def next_token_loss(model: Any, batch: dict[str, jax.Array]) -> Any:
     ...     round(float(next_token_loss(Uniform(), batch)), 4)  # log 4
     1.3863
     """
+    return _next_token_loss(model, batch, further=True)
+
+
+def _next_token_loss(model: Any, batch: dict[str, jax.Array], *, further: bool) -> Any:
+    """Returns :func:`next_token_loss`; ``further``: with the losses of further tokens, if the model predicts any."""
     loss = functools.partial(mean_over_targets, softcap=getattr(model, "logit_softcap", None))
     if not hasattr(model, "reorder_tokens"):
         hidden, scalars = output_and_scalars(model.hidden(batch["tokens"]))
         return with_extras(loss(hidden, model.unembedding(), batch), scalars)
-    names = [name for name in TOKEN_ARRAYS if name in batch]
+    more = model.further_targets(batch) if further and hasattr(model, "further_targets") else {}
+    names = [*(name for name in TOKEN_ARRAYS if name in batch), *more]
+    batch = {**batch, **more}
     order, positions, arrays = model.reorder_tokens(*(batch[name] for name in names), order_BS=batch.get("order"))
     batch = dict(zip(names, arrays, strict=True))
     documents = [batch["segment_ids"]] if "segment_ids" in batch else []
-    hidden, scalars = output_and_scalars(
-        model.hidden(batch["tokens"], batch.get("positions", positions), order, *documents)
-    )
-    return with_extras(loss(hidden, model.unembedding(), batch), scalars)
+    positions = batch.get("positions", positions)
+    hidden, scalars = output_and_scalars(model.hidden(batch["tokens"], positions, order, *documents))
+    value = with_extras(loss(hidden, model.unembedding(), batch), scalars)
+    return value if not more else with_further(value, model.further_loss(hidden, batch, positions, order))
+
+
+def with_further(value: Any, further: tuple[jax.Array, dict[str, jax.Array]]) -> Any:
+    """Adds the loss and the metrics of further tokens to a loss, or to a pair of loss and metrics."""
+    loss, metrics = output_and_scalars(value)
+    return loss + further[0], {**metrics, **further[1]}
 
 
 def mean_over_targets(
@@ -287,8 +301,11 @@ def mean_over_targets(
 
 
 def token_loss(model: Any, batch: dict[str, jax.Array]) -> Any:
-    """Returns :func:`next_token_loss` without the model's own losses, such as those of routers: for held-out data."""
-    found = next_token_loss(model, batch)
+    """Returns :func:`next_token_loss` without the model's own losses: for held-out data.
+
+    These are the losses of routers, and those of further tokens.
+    """
+    found = _next_token_loss(model, batch, further=False)
     if not isinstance(found, tuple):
         return found
     loss, metrics = found

@@ -27,6 +27,7 @@ from jaxpar.interop.safetensors import read_tensors
 from jaxpar.models import make_decoder
 from jaxpar.models.llama import LlamaConfig
 from jaxpar.models.llama.decode import cached_llama
+from jaxpar.models.moe.config import preset
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "huggingface"
 CASES = sorted(folder.name for folder in GOLDEN.iterdir() if (folder / "answers.npz").is_file())
@@ -212,3 +213,23 @@ def test_every_tensor_is_accounted_for(layouts: dict[str, jp.Layout], tmp_path: 
         "- dtype: model.norm.weight must be one of F64, F32, F16, BF16, got I32",
         "Remedy: config.json and weights of one model; dequantize weights in 8 bits first.",
     ]
+
+
+@pytest.mark.slow
+def test_layers_of_further_tokens_are_written_and_read(tmp_path: Path, layouts: dict[str, jp.Layout]) -> None:
+    config = preset("deepseek_v3", layers=2, embed=32, mlp=48, expert_mlp=24, vocab=64, mtp_depth=2)
+    state = jp.init(layouts["dp"], make_decoder(config), optax.identity())
+    huggingface.export(tmp_path / "one", state.params, config)
+    names = {name for name in read_tensors(tmp_path / "one") if name.startswith("model.layers.3.")}
+    own = {name.removeprefix("model.layers.3.") for name in names}
+    assert {"eh_proj.weight", "enorm.weight", "hnorm.weight", "shared_head.norm.weight"} < own
+    assert {"embed_tokens.weight", "shared_head.head.weight", "mlp.experts.7.up_proj.weight"} < own
+    assert json.loads((tmp_path / "one" / "config.json").read_text())["num_nextn_predict_layers"] == 2
+    assert huggingface.read_config(tmp_path / "one").mtp_depth == 2
+    reports: list[Any] = []
+    again = huggingface.load(layouts["fsdp_tp"], tmp_path / "one", report=reports.append)
+    chex.assert_trees_all_equal(jax.device_get(again), jax.device_get(state.params))
+    assert len(reports[0].ignored) == 2 * 2  # copies of the embedding and of the head
+    without = huggingface.read_config(tmp_path / "one", mtp_depth=0)
+    plain = huggingface.load(layouts["dp"], tmp_path / "one", config=without)
+    assert set(state.params) - set(plain) == {"mtp"}

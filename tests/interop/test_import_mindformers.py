@@ -473,6 +473,22 @@ def test_yarn_is_checked_as_in_mindformers(values: dict[str, Any], text: str) ->
     assert f"model.model_config.{text}" in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("changes", "fields"),
+    [
+        ({"m__mtp_depth": 1}, {"mtp_depth": 1, "mtp_weight": 0.3}),
+        ({"m__num_nextn_predict_layers": 2, "m__mtp_loss_factor": 0.2}, {"mtp_depth": 2, "mtp_weight": 0.2}),
+        ({"m__mtp_num_layers": 1}, {"mtp_depth": 1, "mtp_weight": 0.1}),
+        ({"m__mtp_depth": 0, "m__mtp_loss_factor": 0.3}, {}),
+    ],
+)
+def test_further_tokens_of_models_with_experts(changes: dict[str, Any], fields: dict[str, Any]) -> None:
+    found = run_of(**ONE_STAGE, m__num_experts=4, **changes)
+    found.report.check()
+    own = {key: value for key, value in found.config["model"].items() if key.startswith("mtp_")}
+    assert own == fields
+
+
 def test_adapters() -> None:
     lora = {"pet_type": "lora", "lora_rank": 4, "lora_alpha": 8, "lora_dropout": 0.0}
     found = run_of(**ONE_STAGE, m__pet_config=lora | {"target_modules": ".*wq|.*wk|.*wv|.*linear_fc1"})
@@ -517,7 +533,7 @@ def test_loss_scales(sense: Any, scale: dict[str, float]) -> None:
         ({"recompute_config__select_recompute_exclude": ["a"]}, "recompute_config.select_recompute_exclude", "operat"),
         ({"m__fine_grain_interleave": 4}, "model.model_config.fine_grain_interleave", "two halves"),
         ({"swap_config__swap": True, "recompute_config__recompute": False}, "swap_config.swap", "pipeline stages"),
-        ({"m__mtp_depth": 1}, "model.model_config.mtp_depth", "0 trains the model without them"),
+        ({"m__mtp_depth": 1}, "model.model_config.mtp_depth", "only predicted by models with experts"),
         ({"parallel_config__seq_split_num": 2, "m__num_experts": 4,
           "parallel__pipeline_config": {"pipeline_scheduler": "seqpipe"}},
          "parallel_config.seq_split_num", "models with experts"),

@@ -264,14 +264,21 @@ def _step(
 
 
 def remat(
-    recompute: RematPolicy, reshard_after_forward: bool | int, but: Callable[[Any], Any] = lambda policy: policy
+    recompute: RematPolicy,
+    reshard_after_forward: bool | int,
+    but: Callable[[Any], Any] = lambda policy: policy,
+    *,
+    scanned: bool = True,
 ) -> Callable[[Any], Any]:
-    """Returns a decorator that rematerializes a layer by ``recompute``; ``but`` may wrap the checkpoint policy."""
+    """Returns a decorator that rematerializes a layer by ``recompute``; ``but`` may wrap the checkpoint policy.
+
+    ``scanned`` is whether the layer runs in a scan.
+    """
     if jax.config.jax_disable_jit:
         return lambda f: f  # jax.checkpoint would trace, and disable_jit is used to inspect values.
     policy = but(recompute.rule(NAMES, reshard_after_forward=reshard_after_forward is True))
     # prevent_cse stops XLA from merging the recomputation with the forward pass, which the scan already prevents.
-    return lambda f: nnx.remat(f, prevent_cse=False, policy=policy)
+    return lambda f: nnx.remat(f, prevent_cse=not scanned, policy=policy)
 
 
 def _cast(module: nnx.Module, dtype: Any) -> nnx.Module:

@@ -16,7 +16,7 @@ from jaxpar.models.llama.interleaved import halves_order, interleaved_block
 from jaxpar.models.llama.layers import Block, Rope, TokenInfo, layer_shapes, local_rope_table, rope_table
 from jaxpar.models.llama.model import Llama, embedding_scaled, remat
 from jaxpar.models.llama.sequence_chunks import ChunkCarry, carried_block, empty_carry
-from jaxpar.models.losses import TOKEN_ARRAYS, mean_over_targets, output_and_scalars
+from jaxpar.models.losses import TOKEN_ARRAYS, mean_over_targets, output_and_scalars, with_further
 from jaxpar.parallel.attention.context import num_seq_shards
 from jaxpar.parallel.attention.split.token_order import permutation
 from jaxpar.parallel.pipeline.staged_loss import ADDED
@@ -28,10 +28,15 @@ type LayerArrays = tuple[Rope, Rope | None, jax.Array | None]
 """Rotary angles of a microbatch, those of layers with a sliding window, and the document of each token."""
 
 
-def staged_next_token_loss(config: LlamaConfig) -> PipelineLoss:
+def staged_next_token_loss(config: LlamaConfig, *, further: bool = True) -> PipelineLoss:
     """Returns :func:`jaxpar.models.losses.next_token_loss` of a Llama as a :class:`jaxpar.pipeline.PipelineLoss`.
 
     Batches are those of ``next_token_loss``. Every layer recomputes by ``config.remat``.
+
+    Args:
+      config: of the model.
+      further: with the losses of further tokens, if the model predicts any. Their layers are part of the head, which
+        all stages run, each for its own microbatch.
 
     Raises:
       ConfigError: ``config.remat`` differs between layers or slices activations; or ``config.reshard_after_forward`` is
@@ -84,14 +89,18 @@ def staged_next_token_loss(config: LlamaConfig) -> PipelineLoss:
 
     def head(model: Llama, x_BSE: jax.Array, batch: TokenBatch) -> Any:
         h_BSE = hint(model.norm(x_BSE), "batch", "seq", "embed")
-        return mean_over_targets(h_BSE, model.unembedding(), batch, softcap=model.logit_softcap)
+        value = mean_over_targets(h_BSE, model.unembedding(), batch, softcap=model.logit_softcap)
+        if not (further and hasattr(model, "mtp")):
+            return value
+        order = token_info(x_BSE, layer_inputs(model, batch)).order
+        return with_further(value, model.further_loss(h_BSE, batch, batch["positions"], order))
 
     return PipelineLoss(
         layers="blocks",
         embed=embed,
         layer=layer,
         head=head,
-        prepare=lambda model, batch: _prepared(config, batch),
+        prepare=lambda model, batch: _prepared(config, model, batch),
         layer_inputs=layer_inputs,
         dims=("batch", "residual_seq", "embed"),
         numbered=len(set(local_layers)) > 1,
@@ -101,7 +110,7 @@ def staged_next_token_loss(config: LlamaConfig) -> PipelineLoss:
 
 
 def staged_token_loss(config: LlamaConfig) -> PipelineLoss:
-    """Returns :func:`staged_next_token_loss` without the layers' own losses, such as those of routers.
+    """Returns :func:`staged_next_token_loss` without the model's own losses: those of routers and of further tokens.
 
     It is for held-out data, as :func:`jaxpar.models.losses.token_loss`.
 
@@ -112,7 +121,7 @@ def staged_token_loss(config: LlamaConfig) -> PipelineLoss:
     >>> staged_token_loss(jp.models.preset("tiny")).path
     ('blocks',)
     """
-    loss = staged_next_token_loss(config)
+    loss = staged_next_token_loss(config, further=False)
 
     def layer(*inputs: Any) -> Any:
         y_BSE, scalars = output_and_scalars(loss.layer(*inputs))
@@ -145,9 +154,10 @@ def _check(config: LlamaConfig, recompute: RematPolicy) -> None:
             raise ConfigError(f"pipeline: {key} is {value}, but under a pipeline {why}. Remedy: leave {key} out.")
 
 
-def _prepared(config: LlamaConfig, batch: TokenBatch) -> TokenBatch:
+def _prepared(config: LlamaConfig, model: Llama, batch: TokenBatch) -> TokenBatch:
     """Returns the batch in the token order of the layers, with ``positions`` [batch, seq]."""
     arrays: TokenBatch = {name: batch[name] for name in TOKEN_ARRAYS if name in batch}
+    arrays |= model.further_targets(batch) if hasattr(model, "further_targets") else {}
     shape = batch["tokens"].shape
     if halved(config):
         _, at, permuted = halves_order(*arrays.values())

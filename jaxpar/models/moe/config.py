@@ -55,6 +55,9 @@ class MoEConfig(LlamaConfig):
       bias_rate: the step of the bias that balances the choices without a loss (DeepSeek-V3); ``None`` for no bias.
       dispatch, capacity_factor, pieces: how rows reach their experts; see :func:`jaxpar.experts`.
       latent_attention: multi-head latent attention instead of grouped-query attention.
+      mtp_depth: the number of further tokens that are predicted in training, each by a layer of its own
+        (DeepSeek-V3's multi-token prediction); see :mod:`jaxpar.models.moe.multi_token`.
+      mtp_weight: the weight of the mean of their losses.
 
     Raises:
       ConfigError: as :class:`jaxpar.models.LlamaConfig`; or the router's sizes or an option of the dispatch do not fit.
@@ -82,6 +85,8 @@ class MoEConfig(LlamaConfig):
     capacity_factor: float | None = None
     pieces: int | None = None
     latent_attention: LatentAttentionConfig | None = None
+    mtp_depth: Annotated[int, Range(0, 64)] = 0
+    mtp_weight: _Weight = 0.3
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -171,21 +176,26 @@ class MoEConfig(LlamaConfig):
 
     @property
     def matmul_params(self) -> int:
-        """The number of parameters used in a matmul for every token: of the experts, those that a token chooses."""
-        return self._matmul_params(self.k)
+        """The number of parameters used in a matmul for every token: of the experts, those that a token chooses.
+
+        The output head counts once more for each further token that is predicted.
+        """
+        return self._matmul_params(self.k) + self.mtp_depth * self.embed * self.vocab
 
     def _matmul_params(self, experts: int) -> int:
         mixture = self.embed * self.experts + 3 * self.embed * self.expert_mlp * (experts + self.shared_experts)
         dense = 3 * self.embed * self.mlp
         layers = self.layers * self.attention_params + self.expert_layers * mixture + self.dense_layers * dense
-        return layers + self.embed * self.vocab
+        further = self.attention_params + mixture + 2 * self.embed**2
+        return layers + self.embed * self.vocab + self.mtp_depth * further
 
     @property
     def params(self) -> int:
         """The total number of parameters."""
         lookup = 0 if self.tie_embeddings else self.embed * self.vocab
-        norms = (2 * self.layers + 1) * self.embed + self._inner_vectors * self.layers
-        bias = 0 if self.bias_rate is None else self.experts * self.expert_layers
+        norms = (2 * self.layers + 1 + 5 * self.mtp_depth) * self.embed
+        norms += self._inner_vectors * (self.layers + self.mtp_depth)
+        bias = 0 if self.bias_rate is None else self.experts * (self.expert_layers + self.mtp_depth)
         return self._matmul_params(self.experts) + lookup + norms + bias
 
     @property
@@ -200,7 +210,8 @@ class MoEConfig(LlamaConfig):
     def flops_per_token(self, seq: int) -> float:
         """Returns the training FLOPs per token, without recomputation; causal attention counts half of ``seq``²."""
         scores = self.qk_dim + self.value_dim
-        return 6.0 * self.matmul_params + 6.0 * self.layers * self.heads * scores * self.mean_keys(seq)
+        layers = self.layers + self.mtp_depth
+        return 6.0 * self.matmul_params + 6.0 * layers * self.heads * scores * self.mean_keys(seq)
 
 
 _BF16 = MoEConfig(dtype="bfloat16", remat="full")

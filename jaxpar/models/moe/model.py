@@ -6,15 +6,19 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from jaxpar.models.llama.config import LlamaConfig
-from jaxpar.models.llama.layers import RMSNorm, TokenInfo, _kernel
+from jaxpar.models.llama.layers import RMSNorm, TokenInfo, _kernel, local_rope_table, rope_table
 from jaxpar.models.llama.model import Llama, make_llama, run_stack, stack_of
 from jaxpar.models.moe.config import MoEConfig
 from jaxpar.models.moe.layers import DenseBlock, MixtureBlock
+from jaxpar.models.moe.multi_token import PredictionLayer, further_loss, further_targets
 from jaxpar.parallel.attention.context import TokenOrder
 from jaxpar.parallel.pipeline.executor.layer_inputs import LayerScalars
+
+type TokenBatch = dict[str, jax.Array]
 
 DENSE_LAYERS = "dense_layers"
 """The logical dim of the stack of dense layers. In a pipeline they run before the first stage, on all devices."""
@@ -50,6 +54,8 @@ class MoEDecoder(Llama):
         if not config.tie_embeddings:
             shape = (config.embed, config.vocab)
             self.head = _kernel(rngs.params(), shape, ("embed", "vocab"), config.embed, config)
+        if config.mtp_depth:
+            self.mtp = nnx.List([PredictionLayer(config, rngs) for _ in range(config.mtp_depth)])
 
     def hidden(  # type: ignore[override]
         self,
@@ -67,6 +73,26 @@ class MoEDecoder(Llama):
     def _run_layers(self, tokens: TokenInfo, x_BSE: Any) -> tuple[Any, LayerScalars]:
         x_BSE, first = self.run_dense(tokens, x_BSE), self.config.dense_layers
         return run_stack(self.blocks, self.config, tokens, x_BSE, first_layer=first)
+
+    def further_targets(self, batch: TokenBatch) -> TokenBatch:
+        """Returns the arrays that :meth:`further_loss` needs, before the tokens are reordered; empty without depths."""
+        return further_targets(batch, self.config.mtp_depth)
+
+    def further_loss(
+        self, h_BSE: jax.Array, batch: TokenBatch, positions_BS: jax.Array | None, order: TokenOrder = None
+    ) -> tuple[jax.Array, LayerScalars]:
+        """Returns what predicting further tokens adds to the loss, and its metrics.
+
+        Args:
+          h_BSE: the normed output of the last layer.
+          batch: its arrays in the order of ``h_BSE``, with those of :meth:`further_targets`.
+          positions_BS, order: as for :meth:`hidden`.
+        """
+        if positions_BS is None:
+            positions_BS = jax.lax.broadcasted_iota(jnp.int32, batch["targets"].shape, 1)
+        ropes = rope_table(positions_BS, self.config), local_rope_table(positions_BS, self.config)
+        tokens = TokenInfo(ropes[0], order, batch.get("segment_ids"), ropes[1])
+        return further_loss(self, h_BSE, batch, tokens.of_layer(self.config.local_layers[-1]))
 
     def run_dense(self, tokens: TokenInfo, x_BSE: jax.Array) -> jax.Array:
         """Returns the output of the first layers, which have no experts."""

@@ -86,7 +86,6 @@ MODEL_IGNORED = {
     **dict.fromkeys(("return_extra_loss", "return_hidden_states", "calculate_per_token_loss"), "the loss is a mean"),
     "fp16_lm_cross_entropy": "the loss is computed in float32",
     "checkpoint_name_or_path": "load_checkpoint decides",
-    "mtp_loss_factor": "no further tokens are predicted",
 }
 MODEL_NEUTRAL: NeutralKeys = (
     ("hidden_act", ("silu", "swiglu", "fusedswiglu"), "the MLP is a SwiGLU"),
@@ -111,9 +110,6 @@ MODEL_NEUTRAL: NeutralKeys = (
     ("use_3d_tensor_parallel", (False,), "tensor parallelism has one dim"),
     ("quant_config", ({},), "weights are not quantized"),
     ("quantization_config", ({},), "weights are not quantized"),
-    ("mtp_depth", (0,), "no layers predict further tokens; 0 trains the model without them"),
-    ("mtp_num_layers", (0,), "no layers predict further tokens; 0 trains the model without them"),
-    ("num_nextn_predict_layers", (0,), "no layers predict further tokens; 0 trains the model without them"),
     ("pipeline_stage", ({},), "a model has all stages of the mesh"),
     ("multi_latent_attention", (False, True), ""),
 )

@@ -19,6 +19,8 @@ KV_HEADS = ("n_kv_heads", "num_key_value_heads", "num_query_groups")
 HEAD_DIM = ("head_dim", "kv_channels")
 MLP = ("intermediate_size", "ffn_hidden_size")
 THETA = ("theta", "rope_theta", "rotary_base")
+MTP_DEPTH = ("mtp_depth", "mtp_num_layers", "num_nextn_predict_layers")
+MTP_WEIGHT = ("mtp_loss_factor", "mtp_loss_scaling_factor")
 DTYPES = {"float32": "float32", "fp32": "float32", "float16": "float16", "fp16": "float16"}
 DTYPES |= {"bfloat16": "bfloat16", "bf16": "bfloat16"}
 
@@ -75,6 +77,7 @@ def read_model(keys: ConfigKeys) -> ImportedModel:
     if latent:
         fields |= {"head_dim": latent.pop("head_dim"), "kv_heads": fields["heads"], "latent_attention": latent}
     experts = read_experts(keys, prefix, fields)
+    fields |= _further_tokens(keys, prefix, with_experts=bool(experts))
     if experts:
         family = "deepseek_v3" if latent else "qwen3_moe" if fields["qk_norm"] else "mixtral"
         return ImportedModel(prefix, {"family": family, **fields, **experts}, seq)
@@ -82,6 +85,20 @@ def read_model(keys: ConfigKeys) -> ImportedModel:
         keys.refuse(f"{prefix}kv_lora_rank", "latent attention is only built for models with experts")
         fields.pop("latent_attention")
     return ImportedModel(prefix, {"family": "llama", **fields}, seq)
+
+
+def _further_tokens(keys: ConfigKeys, prefix: str, *, with_experts: bool) -> dict[str, Any]:
+    """Multi-token prediction: the number of further tokens, and the weight of their losses."""
+    depth, weight = _named(keys, prefix, MTP_DEPTH), _named(keys, prefix, MTP_WEIGHT)
+    count = keys.take(depth, "natural", 0, "model.mtp_depth")
+    if not count:
+        keys.ignore(weight, "no further tokens are predicted")
+        return {}
+    if not with_experts:
+        keys.refuse(depth, "further tokens are only predicted by models with experts")
+        return {}
+    default = 0.1 if depth.endswith("mtp_num_layers") else 0.3  # as in MindFormers
+    return {"mtp_depth": count, "mtp_weight": float(keys.take(weight, "number", default, "model.mtp_weight"))}
 
 
 def _named(keys: ConfigKeys, prefix: str, names: Sequence[str]) -> str:
