@@ -86,7 +86,7 @@ def rows(study: Study, rate: float) -> dict[str, tuple[float, int]]:
     tx = lambda: optax.adamw(optax.linear_schedule(rate, 0.1 * rate, steps), b2=0.95, weight_decay=0.1)
 
     def add(name: str, params: Any) -> None:
-        floats = dequantize(params, "float32")
+        floats = jax.tree.map(lambda w: w.astype("float32"), dequantize(params, "float32"))
         found[name] = study.loss(floats), bytes_of(params)
         print(f"{name}: {found[name][0]:.4f} nats, {found[name][1]:,} bytes", flush=True)
 
@@ -97,6 +97,7 @@ def rows(study: Study, rate: float) -> dict[str, tuple[float, int]]:
         "int4 per channel": quantized_weights(config, 4),
     }
     add("fp32", study.params)
+    add("bf16", jax.tree.map(lambda w: w.astype("bfloat16"), study.params))
     for name, how in ways.items():
         add(name, quantize(study.params, how))
     add("50 % pruned", study.pruned(HALF))

@@ -56,21 +56,17 @@ def stage_state(state: TrainState, loss_fn: Any) -> TrainState:
     nodes, names = [], dict[Path, Any]()
     for path, w in leaves_with_paths(frozen):
         adapter = adapters.get(path)
-        found = {(0,): dims.get(("variables", FROZEN, *path))}
+        found: dict[Path, Any] = {("weight",): dims.get(("variables", FROZEN, *path))}
         node = FrozenWeight(w)
         if adapter is not None:
             _check_stacked(path, adapter.stacked, w.shape, loss_fn)
             node = FrozenWeight(w, adapter_of(state.params, adapter), adapter.labels(RANK), kind.scale)
-            found |= {(1, i): dims.get(("params", *path, name)) for i, name in enumerate((A, B))}
+            found |= {("adapter", str(i)): dims.get(("params", *path, name)) for i, name in enumerate((A, B))}
         nodes.append(node)
-        names |= {("params", *path, *_ENDS[end]): own for end, own in found.items() if own is not None}
+        names |= {("params", *path, *end): own for end, own in found.items() if own is not None}
     params = jax.tree.unflatten(jax.tree.structure(frozen), nodes)
     metadata = replace(state.metadata, kind=StageKind(kind.kind), dims=tuple(names.items()))
     return replace(state, params=params, variables=state.variables[CARRIED], metadata=metadata)
-
-
-_ENDS: dict[tuple[int, ...], Path] = {(0,): ("weight",), (1, 0): ("adapter", "0"), (1, 1): ("adapter", "1")}
-"""The ends of the paths of a node's arrays."""
 
 
 def _check_stacked(path: Path, stacked: int, shape: tuple[int, ...], loss_fn: Any) -> None:
@@ -130,4 +126,5 @@ def _value(x: Any, layer: bool) -> Any:
     if not x.adapter or isinstance(x.weight, jax.ShapeDtypeStruct):
         return x.weight
     less = lambda labels: tuple(label - 1 if label > 0 else label for label in labels if label) if layer else labels
-    return low_rank(x.weight, *x.adapter, *map(less, x.labels), x.scale)
+    (a, b), (of_a, of_b) = x.adapter, map(less, x.labels)
+    return low_rank(x.weight, a, b, of_a, of_b, x.scale)
