@@ -43,7 +43,6 @@ from jaxpar.sharding.layout import Layout
 from jaxpar.training.from_params import state_from_params
 from jaxpar.training.model import build_shapes, leaves_with_paths, show
 from jaxpar.training.state import abstract_state
-from jaxpar.utils.checks import is_count
 from jaxpar.utils.durable import remove, sync_files, sync_folder, write_atomically
 from jaxpar.utils.multihost import settled
 
@@ -102,7 +101,7 @@ def read_config(
 def _further_tokens(root: Path, config: LlamaConfig) -> dict[str, Any]:
     """Returns how many further tokens a checkpoint has layers for: transformers writes the field, but no layers."""
     depth = read_fields(root).get("num_nextn_predict_layers")
-    if not isinstance(config, MoEConfig) or not is_count(depth) or depth > _MOST_DEPTHS:
+    if not isinstance(config, MoEConfig) or depth not in range(1, _MOST_DEPTHS + 1):
         return {}
     tensors = read_tensors(root)
     return {"mtp_depth": depth} if f"model.layers.{config.layers}.eh_proj.weight" in tensors else {}

@@ -14,7 +14,7 @@ Shape suffixes: B batch, S sequence, E embed, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,9 +29,6 @@ from jaxpar.models.moe.config import MoEConfig
 from jaxpar.models.moe.layers import RESIDUAL, MixtureBlock
 from jaxpar.parallel.zero.gather import gather_weight
 from jaxpar.training.remat import RematPolicy
-
-if TYPE_CHECKING:
-    from jaxpar.models.moe.model import MoEDecoder
 
 PREFIX = "mtp_"
 """The start of the names of the arrays that :func:`further_targets` adds to a batch."""
@@ -89,12 +86,12 @@ def further_targets(batch: Mapping[str, jax.Array], depth: int) -> dict[str, jax
 
 
 def further_loss(
-    model: MoEDecoder, h_BSE: jax.Array, batch: Mapping[str, jax.Array], tokens: TokenInfo
+    model: Any, h_BSE: jax.Array, batch: Mapping[str, jax.Array], tokens: TokenInfo
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Returns what the depths add to the loss, and the metric ``mtp_loss``, the mean of their cross entropies.
 
     Args:
-      model: its embedding, its depths and its output head.
+      model: a :class:`jaxpar.models.MoEDecoder`: its embedding, its depths and its output head.
       h_BSE: the normed output of its last layer, [batch, seq, embed].
       batch: ``targets``, optionally ``loss_mask``, and the result of :func:`further_targets`, in the order of ``h_BSE``.
       tokens: positions, order and documents of the tokens.
