@@ -18,8 +18,6 @@ from jaxpar.models.moe.multi_token import PredictionLayer, further_loss, further
 from jaxpar.parallel.attention.context import TokenOrder
 from jaxpar.parallel.pipeline.executor.layer_inputs import LayerScalars
 
-type TokenBatch = dict[str, jax.Array]
-
 DENSE_LAYERS = "dense_layers"
 """The logical dim of the stack of dense layers. In a pipeline they run before the first stage, on all devices."""
 
@@ -74,12 +72,12 @@ class MoEDecoder(Llama):
         x_BSE, first = self.run_dense(tokens, x_BSE), self.config.dense_layers
         return run_stack(self.blocks, self.config, tokens, x_BSE, first_layer=first)
 
-    def further_targets(self, batch: TokenBatch) -> TokenBatch:
+    def further_targets(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """Returns the arrays that :meth:`further_loss` needs, before the tokens are reordered; empty without depths."""
         return further_targets(batch, self.config.mtp_depth)
 
     def further_loss(
-        self, h_BSE: jax.Array, batch: TokenBatch, positions_BS: jax.Array | None, order: TokenOrder = None
+        self, h_BSE: jax.Array, batch: dict[str, jax.Array], positions_BS: jax.Array | None, order: TokenOrder = None
     ) -> tuple[jax.Array, LayerScalars]:
         """Returns what predicting further tokens adds to the loss, and its metrics.
 

@@ -35,7 +35,7 @@ from jaxpar.training.microbatches import GradientResult, StepConfig, counted, me
 from jaxpar.training.model import leaves_with_paths, show
 from jaxpar.training.pipeline import stage_functions
 from jaxpar.training.pipeline.adapters import adapter_grads, run_adapted, stage_state
-from jaxpar.training.pipeline.transfer import ModelSplit, StageTransfer
+from jaxpar.training.pipeline.transfer import ModelSplit, StageTransfer, check_synchronous
 from jaxpar.training.state import TrainState
 
 
@@ -151,6 +151,8 @@ def check_pipeline(layout: Layout, loss_fn: Any, state: TrainState, options: Pip
             "the layers. Remedy: use jaxpar.pipeline.PipelineLoss(layers=..., embed=..., layer=..., head=...), which "
             "defines the stack of layers and the parts before and after it."
         )
+    if isinstance(options, Asynchronous):
+        check_synchronous(state)
     _check_stack(loss_fn, state)
     stages = layout.sizes.get(AXIS, 1)
     if options.schedule.stages != stages:

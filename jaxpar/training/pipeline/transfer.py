@@ -254,7 +254,7 @@ class StageTransfer:
         return jax.shard_map(f, in_specs=in_specs, out_specs=out_specs, axis_names=manual, check_vma=False)
 
 
-def _check_synchronous(state: TrainState) -> None:
+def check_synchronous(state: TrainState) -> None:
     """Raises if the parameters are not those that stages hold: only a pipeline that is flushed prepares them so."""
     if isinstance(state.metadata.kind, RoundedKind):
         raise ConfigError(
@@ -276,7 +276,7 @@ class ModelSplit:
     """
 
     def __init__(self, state: TrainState, loss_fn: PipelineLoss):
-        _check_synchronous(state)
+        check_synchronous(state)
         self.state, self.loss_fn, self.path = state, loss_fn, loss_fn.path
         self.shapes = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, w.dtype), state.params)
         self.model = lambda params: state.metadata.kind.merge(params, state.variables)

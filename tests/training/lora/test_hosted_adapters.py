@@ -16,7 +16,7 @@ from jaxpar.models.losses import next_token_loss
 from jaxpar.utils.jaxprs import equations
 
 pytestmark = pytest.mark.filterwarnings("ignore:offload. simulated CPU devices use host memory:UserWarning")
-LLAMA = llama.LlamaConfig(vocab=32, embed=16, layers=3, heads=4, kv_heads=2, head_dim=4, mlp=32, remat="full")
+LLAMA = llama.LlamaConfig(vocab=40, embed=16, layers=3, heads=4, kv_heads=2, head_dim=4, mlp=32, remat="full")
 RULES = jp.Rules(
     batch="data", seq=None, residual_seq=None, embed=None, norm=None, heads="model", kv_heads="model", head_dim=None,
     mlp="model", vocab="model", layers=None, params={"embed": "data"}, optimizer={"embed": "data"},
