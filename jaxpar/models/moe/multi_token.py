@@ -93,7 +93,8 @@ def further_loss(
     Args:
       model: a :class:`jaxpar.models.MoEDecoder`: its embedding, its depths and its output head.
       h_BSE: the normed output of its last layer, [batch, seq, embed].
-      batch: ``targets``, optionally ``loss_mask``, and the result of :func:`further_targets`, in the order of ``h_BSE``.
+      batch: ``targets``, optionally ``loss_mask``, and the result of :func:`further_targets`, in the order of
+        ``h_BSE``.
       tokens: positions, order and documents of the tokens.
     """
     config, dtype = model.config, jnp.dtype(model.config.dtype)
