@@ -236,7 +236,7 @@ def next_token_loss(model: Any, batch: dict[str, jax.Array]) -> Any:
         scalars: ``loss`` is added to the loss and reported as ``aux_loss``, and the others are metrics. A model with a
         method ``reorder_tokens`` chooses the order of its tokens; the mean loss does not depend on the order. A number
         ``logit_softcap`` caps the logits; see :func:`linear_cross_entropy`. Methods ``further_targets`` and
-        ``further_loss`` predict further tokens; see :class:`jaxpar.models.MoEDecoder`.
+        ``further_loss`` predict further tokens; see :class:`jaxpar.models.moe.model.MoEDecoder`.
       batch: ``tokens`` and ``targets``, each [batch, seq] int; optionally ``loss_mask``, 0 for targets that do not
         count. For a model with ``reorder_tokens`` optionally ``segment_ids``, the document of each token, ``positions``
         within it, and ``order``, one token order for all rows; each [batch, seq] int.

@@ -91,7 +91,7 @@ def further_loss(
     """Returns what the depths add to the loss, and the metric ``mtp_loss``, the mean of their cross entropies.
 
     Args:
-      model: a :class:`jaxpar.models.MoEDecoder`: its embedding, its depths and its output head.
+      model: a :class:`jaxpar.models.moe.model.MoEDecoder`: its embedding, its depths and its output head.
       h_BSE: the normed output of its last layer, [batch, seq, embed].
       batch: ``targets``, optionally ``loss_mask``, and the result of :func:`further_targets`, in the order of
         ``h_BSE``.
