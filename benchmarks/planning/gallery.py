@@ -89,17 +89,17 @@ def estimated(recipe: Recipe) -> Figures:
     plan = next((plan for plan in found if has_values(plan, given)), None)
     if plan is None:
         raise PlanError(f"{recipe.name}: its layout is none of those that the planner estimates")
-    cost, memory = model.cost(plan), topology.accelerator.hbm_bytes
-    peak = traced_bytes(run_of(recipe, topology), topology) or cost.peak_bytes
+    run, cost, device = run_of(recipe, topology), model.cost(plan), topology.accelerator
+    peak, useful = traced_bytes(run, topology) or cost.peak_bytes, run.about.model_flops if run.about else 0.0
     return Figures(
         digest(recipe.file),
         "estimated",
-        peak <= memory,
+        peak <= device.hbm_bytes,
         cost.step,
         cost.wire_bytes,
         peak,
-        memory,
-        0.0,  # the estimate's FLOPs count attention without its mask
+        device.hbm_bytes,
+        useful / (cost.step * device.rate("bf16") * topology.devices),
         {"jax": version("jax")},
     )
 

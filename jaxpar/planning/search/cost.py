@@ -418,7 +418,9 @@ class CostModel:
         outside = self._held(plan, plan.remat) - layers
         residual = self._once(self._forward, plan).residual
         gathered = self.calibration.gathered_copies * residual * plan.sequence_parallel
-        staged = self.calibration.stage_copies * residual * (plan.pipeline > 1)
+        # Stages hand on what a device has of the residual stream, which sequence parallelism shards.
+        handed_on = residual / (plan.model if plan.sequence_parallel else 1)
+        staged = self.calibration.stage_copies * handed_on * (plan.pipeline > 1)
         return {
             "saved activations": layers * part * in_flight,
             "working": (max(self._one_layer(plan), outside) + gathered) * part + staged,

@@ -99,3 +99,29 @@ def test_tensor_parallelism_sends_activations() -> None:
 def test_a_pipeline_waits_for_its_first_microbatch() -> None:
     few, many = (model().cost(Plan(pipeline=2, data=4, microbatches=n)) for n in (2, 12))
     assert few.compute / many.compute == pytest.approx((3 / 2) / (13 / 12))
+
+
+def attend(model: dict[str, jax.Array], batch: dict[str, jax.Array]) -> jax.Array:
+    """Causal attention whose scores are one array."""
+    x = model["w"][batch["tokens"]]
+    q, k, v = (jnp.einsum("bse,ehd->bshd", x, model[name]) for name in ("q", "k", "v"))
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
+    scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -1e9)
+    return (jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v) ** 2).mean()
+
+
+def test_flops_are_those_of_the_compiled_program_and_its_mfu_halves_causal_attention() -> None:
+    batch, seq, embed, heads, size = 3, 26, 20, 2, 8
+    dims = {"w": ("vocab", "embed"), **dict.fromkeys("qkv", ("embed", "heads", "head_dim"))}
+    shapes = {"w": (50, embed), **dict.fromkeys("qkv", (embed, heads, size))}
+    make_model = lambda key: {name: jp.tag(jax.random.normal(key, shapes[name]), *dims[name]) for name in shapes}
+    tokens = jax.ShapeDtypeStruct((batch, seq), jnp.int32)
+    work = workload(make_model, attend, {"tokens": jp.tag(tokens, "batch", "seq")}, optax.adam(1e-3))
+    weights = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    program = jax.jit(jax.grad(attend)).lower(weights, {"tokens": tokens}).compile()
+    flops, topology = jp.audit(program).matmul_flops, Topology.parse("v5e:1x1")
+    cost = CostModel(work, topology).cost(Plan())
+    assert cost.compute * topology.accelerator.rate("bf16") == pytest.approx(flops)
+    projections, attention = 3 * 2 * batch * seq * embed * heads * size, 2 * 2 * batch * heads * seq * seq * size
+    assert flops == 3 * (projections + attention)
+    assert work.model_flops == 3 * projections + 1.5 * attention
