@@ -147,11 +147,19 @@ class PipelineConfig:
 
 @dataclass(frozen=True)
 class OverlapConfig:
-    """Into how many parts the layers split each device's rows or tokens; see
-    :func:`jaxpar.overlap.interleave_batches`."""
+    """How communication runs beside compute.
+
+    Attributes:
+      ways: into how many parts the layers split each device's rows or tokens; see
+        :func:`jaxpar.overlap.interleave_batches`.
+      dim: ``batch`` splits rows, ``seq`` tokens.
+      matmuls: whether matmuls overlap with the gathers and scatters of sequences beside them; see
+        :func:`jaxpar.overlap.gather_dot`.
+    """
 
     ways: int = 1
     dim: Literal["batch", "seq"] = "batch"
+    matmuls: bool = False
 
 
 @dataclass(frozen=True)
@@ -171,7 +179,7 @@ class ParallelConfig:
       pipeline: how layers are assigned to stages: ``{schedule: 1f1b, microbatches: 8}``.
       overlap: ``{ways: 2}`` runs the layers on two halves of each device's rows, one communicating while the other
         computes; see :func:`jaxpar.overlap.interleave_batches`. ``{ways: 2, dim: seq}`` halves each sequence, for
-        devices with a single row.
+        devices with a single row. ``{matmuls: true}`` overlaps sequence parallelism with the matmuls themselves.
       parameter_server: parameters are on servers, and workers train at their own pace (extra ray).
     """
 

@@ -21,7 +21,7 @@ CHECKPOINT, RUN = "checkpoint", "run.yaml"
 KEPT = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings", "model_type")
 """Fields of ``config.json`` that our configuration does not have, and that an export writes back."""
 _NOT_OF_THE_MODEL = {"remat", "reshard_after_forward", "context", "copies", "copies_dim", "dispatch", "pieces"}
-_NOT_OF_THE_MODEL |= {"capacity_factor"}
+_NOT_OF_THE_MODEL |= {"capacity_factor", "overlap_matmuls"}
 
 
 @dataclass(frozen=True)

@@ -367,7 +367,8 @@ def _with_overlap(config: RunConfig, model: llama.LlamaConfig) -> llama.LlamaCon
             "overlap: {ways: 2}, or leave overlap.dim out."
         )
     with _prefixed():
-        return replace(model, copies=parallel.overlap.ways, copies_dim=parallel.overlap.dim)
+        overlap = parallel.overlap
+        return replace(model, copies=overlap.ways, copies_dim=overlap.dim, overlap_matmuls=overlap.matmuls)
 
 
 def _loss(model: llama.LlamaConfig, pipeline: jp.Pipeline | jp.pipeline.Asynchronous | None) -> Callable[..., Any]:

@@ -136,7 +136,7 @@ def to_fields(config: LlamaConfig, family: str | None = None) -> Fields:
 
 _TRAINING_ONLY = {"dtype", "param_dtype", "remat", "reshard_after_forward", "context", "copies", "copies_dim"}
 _TRAINING_ONLY |= {"balance_loss", "balance_per", "z_loss", "bias_rate", "dispatch", "capacity_factor", "pieces"}
-_TRAINING_ONLY |= {"mtp_depth", "mtp_weight"}
+_TRAINING_ONLY |= {"mtp_depth", "mtp_weight", "overlap_matmuls"}
 """Fields of our configurations that do not change the logits."""
 
 

@@ -28,6 +28,8 @@ _PLUMBING = (
     "jaxpar/parallel/experts/exchange.py",
     "jaxpar/parallel/experts/experts.py",
     "jaxpar/parallel/experts/experts_local.py",
+    "jaxpar/parallel/overlap/permute_collectives.py",
+    "jaxpar/parallel/overlap/sequence_dot.py",
     "jaxpar/parallel/precision/fp8_matmul.py",
     "jaxpar/parallel/zero/gather.py",
     "jaxpar/parallel/zero/sharded_matmul.py",

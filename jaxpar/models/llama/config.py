@@ -78,11 +78,13 @@ class LlamaConfig:
       context: how attention splits the sequence over devices.
       copies: run the layers on this many parts of each device's batch (:func:`jaxpar.overlap.interleave_batches`).
       copies_dim: ``batch`` splits each device's rows into these parts, ``seq`` its tokens.
+      overlap_matmuls: the matmuls overlap with the gathers and scatters of sequences beside them, on TPUs and where
+        rules shard ``residual_seq``; see :func:`jaxpar.overlap.gather_dot`.
 
     Raises:
       ConfigError: ``heads`` is not a multiple of ``kv_heads``, ``head_dim`` is odd, ``window_pattern`` has no true,
-        ``remat`` does not fit the layers, ``copies`` is not 1 or 2, or ``copies`` does not fit ``gemma``, ``context``
-        or ``reshard_after_forward``.
+        ``remat`` does not fit the layers, ``copies`` is not 1 or 2, ``copies`` does not fit ``gemma``, ``context`` or
+        ``reshard_after_forward``, or ``overlap_matmuls`` does not fit ``gemma`` or ``copies``.
 
     After Touvron et al. 2023 (arXiv:2307.09288) and Llama 3.1 (arXiv:2407.21783).
 
@@ -114,6 +116,7 @@ class LlamaConfig:
     context: Context = AUTO
     copies: int = 1
     copies_dim: Cut = "batch"
+    overlap_matmuls: bool = False
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
@@ -136,6 +139,13 @@ class LlamaConfig:
                 f"overlap.ways is {self.copies}, but the norms after attention and MLP of a Gemma need sums over "
                 "devices before the next part's turn. Remedy: overlap: {ways: 1}."
             )
+        if self.overlap_matmuls and (self.gemma is not None or self.copies > 1):
+            why = (
+                f"overlap.ways is {self.copies}, which overlaps the same communication with the other half"
+                if self.gemma is None
+                else "the layers of a Gemma gather whole sequences for their norms"
+            )
+            raise ConfigError(f"overlap.matmuls is true, but {why}. Remedy: leave overlap.matmuls out.")
         RematPolicy.of(self.remat).segments(self.layers)
         check_count(self.copies, self.copies_dim)
         if halved(self) and self.context.load_balance is not None:

@@ -17,6 +17,7 @@ from jaxpar.models.llama.config import LlamaConfig
 from jaxpar.models.llama.rope import frequencies
 from jaxpar.nnx import axes
 from jaxpar.parallel.attention.context import TokenOrder
+from jaxpar.parallel.overlap.sequence_dot import dot_scatter, gather_dot
 from jaxpar.parallel.zero.gather import gather_weight, sharded_dot
 from jaxpar.training.remat import OUTPUT
 
@@ -147,7 +148,13 @@ class Attention(WindowedAttention):
         self.qk_norm, self.qkv_bias = c.qk_norm, c.qkv_bias
 
     def __call__(
-        self, x_BSE: jax.Array, tokens: TokenInfo, attend: Attend | None = None, *, half: bool = False
+        self,
+        x_BSE: jax.Array,
+        tokens: TokenInfo,
+        attend: Attend | None = None,
+        *,
+        half: bool = False,
+        residual: bool = False,
     ) -> jax.Array:
         """Apply attention to ``x_BSE`` [batch, seq, embed].
 
@@ -156,6 +163,7 @@ class Attention(WindowedAttention):
           tokens: positions, order and documents of the tokens.
           attend: replaces the attention itself, for example to use a cache.
           half: stop before the output projection, which :meth:`output` applies.
+          residual: ``x_BSE`` and the result are sharded as the residual stream, along ``residual_seq``.
 
         Returns:
           [batch, seq, embed]; with ``half`` the heads' outputs [batch, seq, heads, head_dim].
@@ -164,7 +172,8 @@ class Attention(WindowedAttention):
         weights = ((self.q[...], ("embed", "heads", "head_dim")), (self.k[...], kv_dims), (self.v[...], kv_dims))
         # Not joined: a single all-gather of the three weights would finish too late to overlap with the previous
         # matmul.
-        q, k, v = sharded_dot(x_BSE, *weights, joined=False, **self.options)
+        dot = gather_dot if residual else sharded_dot
+        q, k, v = dot(x_BSE, *weights, joined=False, **self.options)
         if self.qkv_bias:
             biases = ((self.q_bias, "heads"), (self.k_bias, "kv_heads"), (self.v_bias, "kv_heads"))
             dtype = self.options["dtype"]
@@ -177,8 +186,9 @@ class Attention(WindowedAttention):
         o_BSHD = attend(q, k, v) if attend else self.attend(q, k, v, tokens)
         if half:
             return o_BSHD
-        (y_BSE,) = sharded_dot(o_BSHD, (self.o[...], ("heads", "head_dim", "embed")), summed=2, **self.options)
-        return y_BSE
+        if residual:
+            return dot_scatter(o_BSHD, (self.o[...], ("heads", "head_dim", "embed")), summed=2, **self.options)
+        return self.output(o_BSHD)
 
     def output(self, o_BSHD: jax.Array) -> jax.Array:
         """Apply the output projection to ``o_BSHD`` [batch, seq, heads, head_dim]; returns [batch, seq, embed]."""
@@ -198,19 +208,21 @@ class SwiGLU(nnx.Module):
         self.down = _kernel(rngs.params(), (c.mlp, c.embed), ("mlp", "embed"), 2 * c.layers * c.mlp, c)
         self.options: dict[str, Any] = {"dtype": jnp.dtype(c.dtype), "reshard_after_forward": c.reshard_after_forward}
 
-    def __call__(self, x_BSE: jax.Array, *, half: bool = False) -> jax.Array:
+    def __call__(self, x_BSE: jax.Array, *, half: bool = False, residual: bool = False) -> jax.Array:
         """Apply the MLP to ``x_BSE`` [batch, seq, embed].
 
         With ``half`` stop before the down projection, which :meth:`output` applies, and return [batch, seq, mlp].
+        With ``residual``, ``x_BSE`` and the result are sharded as the residual stream, along ``residual_seq``.
         """
-        dims = ("embed", "mlp")
-        gate, up = sharded_dot(x_BSE, (self.gate[...], dims), (self.up[...], dims), **self.options)
+        dims, dot = ("embed", "mlp"), gather_dot if residual else sharded_dot
+        gate, up = dot(x_BSE, (self.gate[...], dims), (self.up[...], dims), **self.options)
         gate, up = hint(gate, "batch", "seq", "mlp"), hint(up, "batch", "seq", "mlp")
         hidden = checkpoint_name(self.activation(gate) * up, "mlp_hidden")
         if half:
             return hidden
-        (y_BSE,) = sharded_dot(hidden, (self.down[...], ("mlp", "embed")), **self.options)
-        return y_BSE
+        if residual:
+            return dot_scatter(hidden, (self.down[...], ("mlp", "embed")), **self.options)
+        return self.output(hidden)
 
     def output(self, hidden_BSF: jax.Array) -> jax.Array:
         """Apply the down projection to ``hidden_BSF`` [batch, seq, mlp]; returns [batch, seq, embed]."""
@@ -229,13 +241,16 @@ class Block(nnx.Module):
         self.attention = Attention(config, rngs)
         self.mlp_norm = RMSNorm(config)
         self.mlp = SwiGLU(config, rngs)
+        self.overlap_matmuls = config.overlap_matmuls
 
     def __call__(self, x_BSE: jax.Array, tokens: TokenInfo, attend: Attend | None = None) -> jax.Array:
         residual = ("batch", "residual_seq", "embed")
-        h_BSE = hint(self.attention_norm(x_BSE), "batch", "seq", "embed")
-        x_BSE += checkpoint_name(hint(self.attention(h_BSE, tokens, attend), *residual), OUTPUT)
-        h_BSE = hint(self.mlp_norm(x_BSE), "batch", "seq", "embed")
-        return x_BSE + checkpoint_name(hint(self.mlp(h_BSE), *residual), OUTPUT)
+        given = residual if self.overlap_matmuls else ("batch", "seq", "embed")
+        h_BSE = hint(self.attention_norm(x_BSE), *given)
+        y_BSE = self.attention(h_BSE, tokens, attend, residual=self.overlap_matmuls)
+        x_BSE += checkpoint_name(hint(y_BSE, *residual), OUTPUT)
+        h_BSE = hint(self.mlp_norm(x_BSE), *given)
+        return x_BSE + checkpoint_name(hint(self.mlp(h_BSE, residual=self.overlap_matmuls), *residual), OUTPUT)
 
 
 def layer_shapes(config: LlamaConfig, shape: tuple[int, ...]) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -80,13 +80,19 @@ _scatter.defvjp(
 
 
 @dataclass(frozen=True)
-class _Ring:
+class Ring:
     """The ``count`` devices of ``axes`` as rings of ``size`` devices; neighbours in a ring are ``stride`` apart."""
 
     axes: tuple[str, ...]
     count: int
     size: int
     stride: int
+
+    @classmethod
+    def of(cls, axes: Sequence[str]) -> Ring:
+        """Returns the ring of all devices of ``axes``, in a ``shard_map`` in which these are manual."""
+        count = jax.lax.axis_size(tuple(axes))
+        return cls(tuple(axes), count, count, 1)
 
     def index(self) -> jax.Array:
         """Returns this device's index in its ring."""
@@ -118,15 +124,21 @@ class _Ring:
 
     def gathered(self, x: jax.Array, dim: int) -> jax.Array:
         """Returns the pieces of all devices, in device order, sent around the ring in both directions."""
-        before, after = [x], [x]  # entry n is the piece of the device n places before, or after, this one
-        for _ in range((self.size - 1) // 2):
-            before.append(self.shifted(before[-1], 1))
-            after.append(self.shifted(after[-1], -1))
-        received = [*after, *reversed(before[1:])]
-        if self.size % 2 == 0:
-            received.insert(len(after), self._opposite(before[-1], after[-1], dim))
+        pieces = dict(self.pieces(x, dim))
         # One concatenation and a roll write no piece twice.
+        received = [pieces[distance] for distance in range(self.size)]
         return jnp.roll(jnp.concatenate(received, dim), self.index() * x.shape[dim], dim)
+
+    def pieces(self, x: jax.Array, dim: int) -> Iterator[tuple[int, jax.Array]]:
+        """Yields each device's piece as it arrives, with the number of places that the device is after this one."""
+        yield 0, x
+        before = after = x
+        for distance in range(1, (self.size - 1) // 2 + 1):
+            before, after = self.shifted(before, 1), self.shifted(after, -1)
+            yield self.size - distance, before
+            yield distance, after
+        if self.size % 2 == 0:
+            yield self.size // 2, self._opposite(before, after, dim)
 
     def _opposite(self, before: jax.Array, after: jax.Array, dim: int) -> jax.Array:
         """Returns the piece of the opposite device; each direction brings one half of it."""
@@ -138,24 +150,31 @@ class _Ring:
 
     def scattered(self, x: jax.Array, dim: int) -> jax.Array:
         """Returns this device's piece of the sum; two partial sums travel around the ring, one in each direction."""
-        size, wide = x.shape[dim] // self.size, jnp.promote_types(x.dtype, jnp.float32)
-        piece = lambda distance: self.piece(x, distance, dim).astype(wide)
-        narrow = lambda part: part.astype(x.dtype)
-        distance = (self.size - 1) // 2
-        up, down = [piece(n) for n in range(1, distance + 1)], [piece(-n) for n in range(1, distance + 1)]
-        if self.size == 2:
-            return narrow(piece(0) + self.shifted(narrow(piece(1)), 1).astype(wide))
-        if self.size % 2 == 0:
-            half = size // 2
-            first, second = jax.lax.split(piece(distance + 1), (half, size - half), dim)
-            up[-1] = _add_at_end(up[-1], self.shifted(narrow(first), 1).astype(wide), dim, last=False)
-            down[-1] = _add_at_end(down[-1], self.shifted(narrow(second), -1).astype(wide), dim, last=True)
+        return self.summed(lambda distance: self.piece(x, distance, dim), dim)
+
+    def summed(self, piece_of: Callable[[int], jax.Array], dim: int) -> jax.Array:
+        """Returns :meth:`scattered` of summands whose pieces are ``piece_of(distance)``, each asked for once."""
+        distance, dtype = (self.size - 1) // 2, None
+        narrow = lambda part: part.astype(dtype)
+        last = piece_of(distance + 1) if self.size % 2 == 0 else None
+        up = [piece_of(n) for n in range(1, distance + 1)]
+        down = [piece_of(-n) for n in range(1, distance + 1)]
+        own = piece_of(0)
+        dtype, wide = own.dtype, jnp.promote_types(own.dtype, jnp.float32)
+        up, down = [x.astype(wide) for x in up], [x.astype(wide) for x in down]
+        if self.size == 2 and last is not None:
+            return narrow(own.astype(wide) + self.shifted(last, 1).astype(wide))
+        if last is not None:
+            half = last.shape[dim] // 2
+            first, second = jax.lax.split(last, (half, last.shape[dim] - half), dim)
+            up[-1] = _add_at_end(up[-1], self.shifted(first, 1).astype(wide), dim, last=False)
+            down[-1] = _add_at_end(down[-1], self.shifted(second, -1).astype(wide), dim, last=True)
         total_up, total_down = up[-1], down[-1]
         for a, b in zip(reversed(up[:-1]), reversed(down[:-1]), strict=True):
             total_up = a + self.shifted(narrow(total_up), 1).astype(wide)
             total_down = b + self.shifted(narrow(total_down), -1).astype(wide)
         received = self.shifted(narrow(total_up), 1).astype(wide) + self.shifted(narrow(total_down), -1).astype(wide)
-        return narrow(piece(0) + received)
+        return narrow(own.astype(wide) + received)
 
 
 def _add_at_end(x: jax.Array, part: jax.Array, dim: int, *, last: bool) -> jax.Array:
@@ -166,9 +185,9 @@ def _add_at_end(x: jax.Array, part: jax.Array, dim: int, *, last: bool) -> jax.A
     return x + jax.lax.pad(part, jnp.zeros((), part.dtype), pads)
 
 
-def _rings(axes: tuple[str, ...], rings: tuple[int, ...]) -> list[_Ring]:
+def _rings(axes: tuple[str, ...], rings: tuple[int, ...]) -> list[Ring]:
     """Returns the rings, outermost first."""
     count = jax.lax.axis_size(axes)
     sizes = rings or (count,)
     strides = list(itertools.accumulate(reversed(sizes), lambda a, b: a * b, initial=1))[-2::-1]
-    return [_Ring(axes, count, size, stride) for size, stride in zip(sizes, strides, strict=True) if size > 1]
+    return [Ring(axes, count, size, stride) for size, stride in zip(sizes, strides, strict=True) if size > 1]

@@ -33,13 +33,13 @@ from jaxpar.sharding.layout import current_layout, hint, to_spec
 from jaxpar.sharding.resolve import num_shards_over
 from jaxpar.sharding.rules import Axes
 
-type _Dims = tuple[str | None, ...]
+type Dims = tuple[str | None, ...]
 type _Shapes = tuple[tuple[int, ...], ...]
 EXACT = "product_of_an_exact_weight"
 """The checkpoint name of products whose weight was gathered exactly."""
 
 
-class _Joined(NamedTuple):
+class Joined(NamedTuple):
     """Weights that are gathered as one.
 
     Attributes:
@@ -49,7 +49,7 @@ class _Joined(NamedTuple):
       exact: they are gathered in the compute dtype, whatever the precision's ``gather`` is.
     """
 
-    dims: _Dims
+    dims: Dims
     num_shards: int
     shapes: _Shapes
     exact: bool
@@ -83,12 +83,12 @@ def gather_weight(w: jax.Array, *dims: str | None, dtype: Any = None, exact: boo
     w = to_device(w)
     w = w if dtype is None else w.astype(dtype)
     exact = exact or is_exact(dims, current_precision())
-    return checkpoint_name(_gather(_Joined(dims, 0, (w.shape,), exact), w), GATHERED)
+    return checkpoint_name(gather_joined(Joined(dims, 0, (w.shape,), exact), w), GATHERED)
 
 
 def sharded_dot(
     x: jax.Array,
-    *weights: tuple[jax.Array | Int8 | QuantizedArray, _Dims],
+    *weights: tuple[jax.Array | Int8 | QuantizedArray, Dims],
     dtype: Any = None,
     summed: int = 1,
     reshard_after_forward: Regather = True,
@@ -177,18 +177,18 @@ def sharded_dot(
         return tuple(alone(one)[0] for one in weights)
     # A single matrix is gathered as it is stored.
     as_stored = summed > 1 or (len(ws) == 1 and ws[0].ndim == 2)
-    groups = [(0, [i]) for i in range(len(ws))] if as_stored else _alike([dims for _, dims in weights], ws)
+    groups = [(0, [i]) for i in range(len(ws))] if as_stored else joinable([dims for _, dims in weights], ws)
     precision, results = current_precision(), dict[int, jax.Array]()
     for num_shards, group in groups:
         alike, dims = [ws[i] for i in group], weights[group[0]][1]
-        columns = _Joined(dims, num_shards, tuple(w.shape for w in alike), exact or is_exact(dims, precision))
+        columns = Joined(dims, num_shards, tuple(w.shape for w in alike), exact or is_exact(dims, precision))
         products = _times(x, columns, alike, summed, reshard_after_forward)
         results |= zip(group, products, strict=True)
     return tuple(results[i] for i in range(len(ws)))
 
 
 def _times(
-    x: jax.Array, joined: _Joined, ws: Sequence[jax.Array], summed: int, reshard_after_forward: Regather
+    x: jax.Array, joined: Joined, ws: Sequence[jax.Array], summed: int, reshard_after_forward: Regather
 ) -> list[jax.Array]:
     """Returns the products with weights that form a matrix."""
     _, num_shards, shapes, exact = joined
@@ -203,18 +203,18 @@ def _times(
     elif wide is not None:
         y = _summed_wide((joined, summed, wide, precision), x, *ws)
     else:
-        y = times(x, checkpoint_name(_gather(joined, *ws), GATHERED), summed, precision)
+        y = times(x, checkpoint_name(gather_joined(joined, *ws), GATHERED), summed, precision)
     y = y if precision.gather is None and precision.reduce is None else checkpoint_name(y, PRODUCT)
     y = checkpoint_name(y, EXACT) if exact and precision.gather is not None else y
     if num_shards and ws[0].ndim > 2:
         # The barrier keeps the memory layout that heads prefer out of the matmuls, forward and backward.
         y = jax.lax.optimization_barrier(y)
-    parts = jnp.split(y, _ends(num_shards, shapes), -1) if num_shards else [y]
+    parts = jnp.split(y, ends(num_shards, shapes), -1) if num_shards else [y]
     lead = x.shape[: x.ndim - summed]
     return [part.reshape(*lead, *shape[summed:]) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def _scaled(x: jax.Array, w: Int8, dims: _Dims, summed: int) -> jax.Array:
+def _scaled(x: jax.Array, w: Int8, dims: Dims, summed: int) -> jax.Array:
     """Returns the product with an int8 weight."""
     if w.summed != tuple(range(-w.ndim, summed - w.ndim)):
         raise LayoutError(
@@ -226,7 +226,7 @@ def _scaled(x: jax.Array, w: Int8, dims: _Dims, summed: int) -> jax.Array:
     return (y * hint(w.scales, *dims[summed:])).astype(x.dtype)
 
 
-def _in_groups(x: jax.Array, w: QuantizedArray, dims: _Dims, summed: int) -> jax.Array:
+def _in_groups(x: jax.Array, w: QuantizedArray, dims: Dims, summed: int) -> jax.Array:
     """Returns the product with a weight whose scales differ along the dims that it sums over."""
     layout, names = current_layout(), w.names_of_scales(dims)
     axes = layout.resolve(names, role="activations").axes
@@ -239,7 +239,7 @@ def _in_groups(x: jax.Array, w: QuantizedArray, dims: _Dims, summed: int) -> jax
     return jnp.tensordot(x, full.astype(x.dtype), summed)
 
 
-def _gather_integers(values: jax.Array, dims: _Dims) -> jax.Array:
+def _gather_integers(values: jax.Array, dims: Dims) -> jax.Array:
     """Returns the integers of a weight as the compute shards them."""
     layout = current_layout()
     stored, used = (
@@ -270,7 +270,7 @@ _OF_GATHER = {
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gather(joined: _Joined, *ws: jax.Array) -> jax.Array:
+def gather_joined(joined: Joined, *ws: jax.Array) -> jax.Array:
     """Gathers one weight as it is stored, or several joined to an array."""
     return _gather_one(_join_columns(ws, joined.num_shards), joined.dims, exact=joined.exact)
 
@@ -285,7 +285,7 @@ def _join_columns(ws: Sequence[jax.Array], num_shards: int) -> jax.Array:
     return jax.lax.optimization_barrier(w_EWF)
 
 
-def _gather_one(w: jax.Array, dims: _Dims, *, exact: bool = False) -> jax.Array:
+def _gather_one(w: jax.Array, dims: Dims, *, exact: bool = False) -> jax.Array:
     """Gathers a weight: in rounds where the compiler would do worse, and in ``precision.gather`` if narrower."""
     layout, narrow = current_layout(), current_precision().for_weight(exact).gathering(w.dtype)
     stored, used = layout.resolve(dims, w.shape, role="params", dtype=w.dtype), used_sharding(w, dims)
@@ -308,22 +308,22 @@ def _gather_one(w: jax.Array, dims: _Dims, *, exact: bool = False) -> jax.Array:
     return hint_weight(gathered, *dims)
 
 
-def _backward(joined: _Joined, _: None, grad: jax.Array) -> tuple[jax.Array, ...]:
-    return _split_joined(joined.num_shards, joined.shapes, hint(grad, *joined.dims, role="gradients"))
+def _backward(joined: Joined, _: None, grad: jax.Array) -> tuple[jax.Array, ...]:
+    return split_joined(joined.num_shards, joined.shapes, hint(grad, *joined.dims, role="gradients"))
 
 
-def _split_joined(num_shards: int, shapes: _Shapes, grad: jax.Array) -> tuple[jax.Array, ...]:
+def split_joined(num_shards: int, shapes: _Shapes, grad: jax.Array) -> tuple[jax.Array, ...]:
     """Splits the gradient of joined weights into one gradient per weight."""
     if not num_shards:
         return (grad,)
     # Without the barrier the compiler splits before it scatters, and all-reduces full gradients on every device.
-    parts = jnp.split(jax.lax.optimization_barrier(grad), _ends(num_shards, shapes), 2)
+    parts = jnp.split(jax.lax.optimization_barrier(grad), ends(num_shards, shapes), 2)
     return tuple(part.reshape(shape) for part, shape in zip(parts, shapes, strict=True))
 
 
-_gather.defvjp(lambda joined, *ws: (_gather(joined, *ws), None), _backward)
+gather_joined.defvjp(lambda joined, *ws: (gather_joined(joined, *ws), None), _backward)
 
-type _WideSum = tuple[_Joined, int, Any, Precision]
+type _WideSum = tuple[Joined, int, Any, Precision]
 """The weights, the number of summed dims, the dtype of the sums, and the precision."""
 
 
@@ -335,7 +335,7 @@ def _summed_wide(how: _WideSum, x: jax.Array, *ws: jax.Array) -> jax.Array:
 
 def _forward_wide(how: _WideSum, x: jax.Array, *ws: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     joined, summed, _, precision = how
-    w = checkpoint_name(_gather(joined, *ws), GATHERED)
+    w = checkpoint_name(gather_joined(joined, *ws), GATHERED)
     return times(x, w, summed, precision), (x, w)
 
 
@@ -345,18 +345,18 @@ def _backward_wide(how: _WideSum, saved: tuple[jax.Array, jax.Array], dy: jax.Ar
     grad = weight_grad(x, dy, summed, precision, wide)
     # Without the barrier the compiler rounds before it sums.
     grad = jax.lax.optimization_barrier(hint(grad, *joined.dims, role="gradients"))
-    return dx, *_split_joined(joined.num_shards, joined.shapes, grad.astype(w.dtype))
+    return dx, *split_joined(joined.num_shards, joined.shapes, grad.astype(w.dtype))
 
 
 _summed_wide.defvjp(_forward_wide, _backward_wide)
 
 
-def _ends(num_shards: int, shapes: Sequence[tuple[int, ...]]) -> list[int]:
+def ends(num_shards: int, shapes: Sequence[tuple[int, ...]]) -> list[int]:
     """Returns the ends of all weights but the last among the joined columns."""
     return list(itertools.accumulate(math.prod(shape[1:]) // num_shards for shape in shapes))[:-1]
 
 
-def _alike(dims: Sequence[_Dims], ws: Sequence[jax.Array]) -> Iterator[tuple[int, list[int]]]:
+def joinable(dims: Sequence[Dims], ws: Sequence[jax.Array]) -> Iterator[tuple[int, list[int]]]:
     """Yields (number of column shards, indices) of the weights that can form one matrix; 0 for one taken as stored."""
     groups: dict[Any, list[int]] = {}
     for i, (names, w) in enumerate(zip(dims, ws, strict=True)):
@@ -368,7 +368,7 @@ def _alike(dims: Sequence[_Dims], ws: Sequence[jax.Array]) -> Iterator[tuple[int
         yield 0 if isinstance(key, int) else num_shards_over(key[2][1], sizes), group
 
 
-def _columns(dims: _Dims, w: jax.Array, role: str) -> tuple[Axes, Axes] | None:
+def _columns(dims: Dims, w: jax.Array, role: str) -> tuple[Axes, Axes] | None:
     """Returns the mesh axes of a weight's rows and columns as a matrix, or ``None`` if that would change its sharding.
 
     A shard that holds some heads in full is one block of columns of ``[embed, heads * head_dim]``; a part of every head
