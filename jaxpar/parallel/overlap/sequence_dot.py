@@ -23,9 +23,9 @@ from jaxpar.parallel.precision.fp8_matmul import PRODUCT, input_grad, weight_gra
 from jaxpar.parallel.precision.int8 import Int8
 from jaxpar.parallel.precision.policy import FP8, INT8, Precision
 from jaxpar.parallel.precision.quantized_array import is_quantized
-from jaxpar.parallel.tensor.route import is_live
+from jaxpar.parallel.tensor.route import WeightDims, is_live
 from jaxpar.parallel.tensor.weights import used_sharding
-from jaxpar.parallel.zero.gather import Dims, Joined, ends, gather_joined, joinable, sharded_dot, split_joined
+from jaxpar.parallel.zero.gather import Joined, ends, gather_joined, joinable, sharded_dot, split_joined
 from jaxpar.parallel.zero.sharded_matmul import GATHERED
 from jaxpar.sharding.hardware.topology import platform_of
 from jaxpar.sharding.layout import current_layout, hint, manual_axes
@@ -39,7 +39,7 @@ SEQ = 1
 """The dim of the sequence: arrays are ``[batch, seq, ...]``."""
 _SCATTERED = ("batch", "residual_seq", "embed")
 
-type Weight = tuple[jax.Array, Dims]
+type Weight = tuple[jax.Array, WeightDims]
 type _Multiply = Callable[[jax.Array, jax.Array], jax.Array]
 
 

@@ -27,13 +27,13 @@ from jaxpar.parallel.precision.int8 import Int8
 from jaxpar.parallel.precision.policy import Precision
 from jaxpar.parallel.precision.quantized_array import QuantizedArray, is_quantized
 from jaxpar.parallel.tensor.matmul import multiply, routes
+from jaxpar.parallel.tensor.route import WeightDims
 from jaxpar.parallel.tensor.weights import hint_weight, used_sharding
 from jaxpar.parallel.zero.sharded_matmul import GATHERED, Regather, product, route
 from jaxpar.sharding.layout import current_layout, hint, to_spec
 from jaxpar.sharding.resolve import num_shards_over
 from jaxpar.sharding.rules import Axes
 
-type Dims = tuple[str | None, ...]
 type _Shapes = tuple[tuple[int, ...], ...]
 EXACT = "product_of_an_exact_weight"
 """The checkpoint name of products whose weight was gathered exactly."""
@@ -49,7 +49,7 @@ class Joined(NamedTuple):
       exact: they are gathered in the compute dtype, whatever the precision's ``gather`` is.
     """
 
-    dims: Dims
+    dims: WeightDims
     num_shards: int
     shapes: _Shapes
     exact: bool
@@ -88,7 +88,7 @@ def gather_weight(w: jax.Array, *dims: str | None, dtype: Any = None, exact: boo
 
 def sharded_dot(
     x: jax.Array,
-    *weights: tuple[jax.Array | Int8 | QuantizedArray, Dims],
+    *weights: tuple[jax.Array | Int8 | QuantizedArray, WeightDims],
     dtype: Any = None,
     summed: int = 1,
     reshard_after_forward: Regather = True,
@@ -214,7 +214,7 @@ def _times(
     return [part.reshape(*lead, *shape[summed:]) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def _scaled(x: jax.Array, w: Int8, dims: Dims, summed: int) -> jax.Array:
+def _scaled(x: jax.Array, w: Int8, dims: WeightDims, summed: int) -> jax.Array:
     """Returns the product with an int8 weight."""
     if w.summed != tuple(range(-w.ndim, summed - w.ndim)):
         raise LayoutError(
@@ -226,7 +226,7 @@ def _scaled(x: jax.Array, w: Int8, dims: Dims, summed: int) -> jax.Array:
     return (y * hint(w.scales, *dims[summed:])).astype(x.dtype)
 
 
-def _in_groups(x: jax.Array, w: QuantizedArray, dims: Dims, summed: int) -> jax.Array:
+def _in_groups(x: jax.Array, w: QuantizedArray, dims: WeightDims, summed: int) -> jax.Array:
     """Returns the product with a weight whose scales differ along the dims that it sums over."""
     layout, names = current_layout(), w.names_of_scales(dims)
     axes = layout.resolve(names, role="activations").axes
@@ -239,7 +239,7 @@ def _in_groups(x: jax.Array, w: QuantizedArray, dims: Dims, summed: int) -> jax.
     return jnp.tensordot(x, full.astype(x.dtype), summed)
 
 
-def _gather_integers(values: jax.Array, dims: Dims) -> jax.Array:
+def _gather_integers(values: jax.Array, dims: WeightDims) -> jax.Array:
     """Returns the integers of a weight as the compute shards them."""
     layout = current_layout()
     stored, used = (
@@ -285,7 +285,7 @@ def _join_columns(ws: Sequence[jax.Array], num_shards: int) -> jax.Array:
     return jax.lax.optimization_barrier(w_EWF)
 
 
-def _gather_one(w: jax.Array, dims: Dims, *, exact: bool = False) -> jax.Array:
+def _gather_one(w: jax.Array, dims: WeightDims, *, exact: bool = False) -> jax.Array:
     """Gathers a weight: in rounds where the compiler would do worse, and in ``precision.gather`` if narrower."""
     layout, narrow = current_layout(), current_precision().for_weight(exact).gathering(w.dtype)
     stored, used = layout.resolve(dims, w.shape, role="params", dtype=w.dtype), used_sharding(w, dims)
@@ -356,7 +356,7 @@ def ends(num_shards: int, shapes: Sequence[tuple[int, ...]]) -> list[int]:
     return list(itertools.accumulate(math.prod(shape[1:]) // num_shards for shape in shapes))[:-1]
 
 
-def joinable(dims: Sequence[Dims], ws: Sequence[jax.Array]) -> Iterator[tuple[int, list[int]]]:
+def joinable(dims: Sequence[WeightDims], ws: Sequence[jax.Array]) -> Iterator[tuple[int, list[int]]]:
     """Yields (number of column shards, indices) of the weights that can form one matrix; 0 for one taken as stored."""
     groups: dict[Any, list[int]] = {}
     for i, (names, w) in enumerate(zip(dims, ws, strict=True)):
@@ -368,7 +368,7 @@ def joinable(dims: Sequence[Dims], ws: Sequence[jax.Array]) -> Iterator[tuple[in
         yield 0 if isinstance(key, int) else num_shards_over(key[2][1], sizes), group
 
 
-def _columns(dims: Dims, w: jax.Array, role: str) -> tuple[Axes, Axes] | None:
+def _columns(dims: WeightDims, w: jax.Array, role: str) -> tuple[Axes, Axes] | None:
     """Returns the mesh axes of a weight's rows and columns as a matrix, or ``None`` if that would change its sharding.
 
     A shard that holds some heads in full is one block of columns of ``[embed, heads * head_dim]``; a part of every head

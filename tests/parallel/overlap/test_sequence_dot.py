@@ -25,6 +25,7 @@ RULES = jp.Rules(
     batch="data", seq=None, residual_seq="model", embed=None, heads="model", head_dim=None, mlp="model",
     params={"embed": "data"},
 )  # fmt: skip
+TWO_AXES = {"seq": "context", "residual_seq": ("context", "model")}
 HEADS = ("embed", "heads", "head_dim")
 
 
@@ -96,7 +97,7 @@ def test_values_and_gradients_equal_one_device(data: int, model: int, seq: int, 
         ({"data": 2, "model": 4}, "h100:8", {}, False),
         ({"data": 2, "model": 8}, "v5e:4x4", {}, False),
         ({"data": 4, "model": 4}, "v5e:4x4", {"residual_seq": None}, False),
-        ({"data": 2, "model": 4, "context": 2}, "v5e:4x4", {"seq": "context", "residual_seq": ("context", "model")}, False),
+        ({"data": 2, "model": 4, "context": 2}, "v5e:4x4", TWO_AXES, False),
         ({"data": 4, "model": 4}, "v5e:4x4", {"mlp": None}, False),
     ],
 )  # fmt: skip
