@@ -25,6 +25,7 @@ SLOW = (
     "06_will_it_fit",
     "07_experts",
     "08_checkpoints",
+    "09_parameter_servers",
     "10_sliced_images",
     "11_pretrained_weights",
 )
@@ -53,7 +54,7 @@ def outlines(notebook: Any) -> list[tuple[list[list[str]], str]]:
 
 
 def test_there_are_notebooks() -> None:
-    assert len(NOTEBOOKS) == 10
+    assert len(NOTEBOOKS) == 11
 
 
 @pytest.mark.parametrize("path", EXECUTED, ids=lambda path: path.stem)

@@ -209,8 +209,8 @@ class RayCluster:
         return found
 
     def _again(self, number: int, steps: int, error: Exception) -> None:
-        """Let a worker that was killed go on: Ray restarts its process."""
-        self._restarts += 1
+        """Let a worker that was killed go on: Ray restarts its process, and until then calls it unavailable."""
+        self._restarts += not isinstance(error, self._ray.exceptions.ActorUnavailableError)
         if self._restarts > self._config.max_restarts:
             raise LaunchError(
                 f"workers were lost {self._restarts} times, the last one was worker {number}. Remedy: look into the "
