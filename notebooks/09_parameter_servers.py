@@ -17,8 +17,8 @@
 # # Parameter servers
 #
 # In one SPMD program all devices take each step together. With *parameter servers* they need not: servers hold the
-# parameters, and each worker pulls them, computes a step and pushes its gradient when it is ready. That suits workers of
-# unequal speed, slow links, and tables that no worker could hold.
+# parameters, and each worker pulls them, computes a step and pushes its gradient when it is ready. That suits workers
+# of unequal speed, slow links, and tables that no worker could hold.
 #
 # In this notebook you train with servers, slow one worker down, allow it to be stale, and let workers talk less often.
 # The notebook runs on a CPU, here or [in Colab](https://colab.research.google.com/github/jaxpar/jaxpar/blob/main/notebooks/09_parameter_servers.ipynb).
@@ -43,9 +43,9 @@ print(f"{jax.device_count()} device")
 # %% [markdown]
 # ## What to train
 #
-# A `TrainingProgram` names the model, the loss, the optimizer and the data as functions: on a cluster every worker calls
-# them in its own process. `batches(worker, workers)` returns the batch of each step, the same in each call, because a
-# worker that was killed computes its step again. The last worker takes four times as long as the others.
+# A `TrainingProgram` names the model, the loss, the optimizer and the data as functions: on a cluster every worker
+# calls them in its own process. `batches(worker, workers)` returns the batch of each step, the same in each call,
+# because a worker that was killed computes its step again. The last worker takes four times as long as the others.
 
 # %%
 WORKERS, STEPS, PAUSE, SLOWER = 4, 24, 0.03, 4
@@ -80,8 +80,8 @@ program = ps.TrainingProgram(
 # %% [markdown]
 # ## Synchronous: as on one device
 #
-# Two servers share the parameters. In this mode they wait for all workers, and apply the mean gradient once. The threads
-# of this process play servers and workers; leave `cluster` out to run them on Ray.
+# Two servers share the parameters. In this mode they wait for all workers, and apply the mean gradient once. The
+# threads of this process play servers and workers; leave `cluster` out to run them on Ray.
 
 
 # %%
@@ -118,8 +118,8 @@ assert difference < 1e-5
 # ## Do not wait for the slow one
 #
 # With `stale_synchronous`, servers apply each gradient when it arrives, and a worker waits only while it is more than
-# `staleness` steps ahead of the slowest one. `asynchronous` has no bound. All runs make the same number of pushes; what
-# changes is how old the parameters are from which a gradient was computed.
+# `staleness` steps ahead of the slowest one. `asynchronous` has no bound. All runs make the same number of pushes;
+# what changes is how old the parameters are from which a gradient was computed.
 
 # %%
 BOUNDS = (0, 2, 8, None)
@@ -154,15 +154,15 @@ for ax in axes:
 plt.show()
 
 # %% [markdown]
-# Fast workers gain their head start once; behind a worker that is always slower, only `asynchronous` keeps them at full
-# speed. The loss hardly changes here, because only the slow worker's few gradients are old. With a higher learning rate it
-# does (exercise 2).
+# Fast workers gain their head start once; behind a worker that is always slower, only `asynchronous` keeps them at
+# full speed. The loss hardly changes here, because only the slow worker's few gradients are old. With a higher
+# learning rate it does (exercise 2).
 #
 # ## Talk less often
 #
 # With `local_sgd`, each worker takes `sync_every` steps with an optimizer of its own and pushes how its parameters
-# changed. The servers apply the mean change with an outer optimizer (DiLoCo), here as it is: rate 1, no momentum. Eight
-# bits for each number make it smaller again.
+# changed. The servers apply the mean change with an outer optimizer (DiLoCo), here as it is: rate 1, no momentum.
+# Eight bits for each number make it smaller again.
 
 # %%
 EVERY = (1, 4, 12)
@@ -197,6 +197,6 @@ plt.show()
 # 2. Train with `optax.sgd(1.0, momentum=0.9)`. Is a bound of 4 still free?
 # 3. Add a worker during a run: use `ps.ServerRun` as in `train`, and call `run.add_worker()`.
 #
-# **Answers.** 1. Little: nobody waits for long, and all runs are nearly as fast as the asynchronous one. 2. No: the loss is
-# about 0.15 instead of 0.14. 3. The new worker joins at the next step; see
-# [the guide](../docs/guides/parameter_server.md), also for tables larger than the memory of a worker.
+# **Answers.** 1. Little: nobody waits for long, and all runs are nearly as fast as the asynchronous one. 2. No: the
+# loss is about 0.15 instead of 0.14. 3. The new worker joins at the next step; see [the
+# guide](../docs/guides/parameter_server.md), also for tables larger than the memory of a worker.
