@@ -192,9 +192,11 @@ def test_experts_of_arguments() -> None:
         qk_head_dim=16,
         qk_pos_emb_head_dim=8,
         v_head_dim=16,
+        mtp_num_layers=1,
     )
     found.report.check()
     model = found.config["model"]
+    assert (model["mtp_depth"], model["mtp_weight"]) == (1, 0.1)
     assert found.config["mesh"] == {"data": 2, "expert": 4} and model["family"] == "deepseek_v3"
     assert (model["experts"], model["k"], model["shared_experts"], model["dense_layers"]) == (8, 2, 2, 1)
     assert (model["balance_loss"], model["balance_per"], model["bias_rate"]) == (1e-4, "sequence", 0.001)

@@ -89,7 +89,6 @@ NEUTRAL: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("--cpu-offloading-num-layers", (0,), "offload_names of parallel.remat"),
     ("--optimizer-offload-fraction", (1, 1.0), "all of the state is offloaded"),
     ("--fp4-format", (), "not built"),
-    ("--mtp-num-layers", (0,), "only the next token is predicted"),
 )
 MODEL_NEUTRAL: tuple[tuple[str, tuple[Any, ...], Any, str], ...] = (
     ("--normalization", ("RMSNorm",), "LayerNorm", "norms are RMSNorms"),

@@ -20,6 +20,7 @@ _ARGUMENTS = (
     *("--moe-router-group-topk", "--moe-router-load-balancing-type", "--moe-aux-loss-coeff"),
     *("--moe-z-loss-coeff", "--moe-router-enable-expert-bias", "--moe-router-bias-update-rate"),
     *("--moe-expert-capacity-factor", "--rotary-scaling-factor"),
+    *("--mtp-num-layers", "--mtp-loss-scaling-factor"),
 )
 """Every argument that only the model has."""
 
@@ -44,6 +45,7 @@ def read_model(keys: ConfigKeys) -> dict[str, Any]:
     if latent:
         fields |= {"head_dim": latent.pop("head_dim"), "kv_heads": fields["heads"], "latent_attention": latent}
     experts = _experts(keys, fields)
+    fields |= _further_tokens(keys, with_experts=bool(experts))
     if not experts:
         if latent:
             keys.refuse("--multi-latent-attention", "latent attention is only built for models with experts")
@@ -51,6 +53,19 @@ def read_model(keys: ConfigKeys) -> dict[str, Any]:
         return {"family": "llama", **fields}
     family = "deepseek_v3" if latent else "qwen3_moe" if fields["qk_norm"] else "mixtral"
     return {"family": family, **fields, **experts}
+
+
+def _further_tokens(keys: ConfigKeys, *, with_experts: bool) -> dict[str, Any]:
+    """Multi-token prediction: the number of further tokens, and the weight of their losses."""
+    count = keys.take("--mtp-num-layers", "natural", 0, "model.mtp_depth")
+    if not count:
+        keys.ignore("--mtp-loss-scaling-factor", "no further tokens are predicted")
+        return {}
+    if not with_experts:
+        keys.refuse("--mtp-num-layers", "further tokens are only predicted by models with experts")
+        return {}
+    weight = keys.take("--mtp-loss-scaling-factor", "number", 0.1, "model.mtp_weight")
+    return {"mtp_depth": count, "mtp_weight": float(weight)}
 
 
 def _needed(keys: ConfigKeys, name: str, target: str) -> int:
