@@ -200,12 +200,11 @@ def test_options_of_an_export_that_need_adapters_are_errors(base: Path, capsys: 
 
 PLACES = {
     "stages": {
-        "layout": "../layouts/pp_tp.yaml",
-        "model.layers": 2,
+        "layout": RECIPE.parents[1] / "layouts" / "pp_tp.yaml",
         "parallel.pipeline": "{schedule: 1f1b, microbatches: 2}",
         "parallel.optimizer": "{stage: 1}",
     },
-    "host": {"model.layers": 2, "parallel.offload": "{parameters: host, optimizer: host, min_bytes: 0}"},
+    "host": {"parallel.offload": "{parameters: host, optimizer: host, min_bytes: 0}"},
 }
 
 
