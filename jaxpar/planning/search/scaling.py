@@ -201,7 +201,7 @@ def scale(
       space: what may be chosen.
       kind: of the accelerator, such as ``v5e``.
       options: the sizes, and which of them are compiled.
-      progress: is given a line for each size.
+      progress: is given a line for each program that is compiled, and for each size.
 
     Raises:
       MeshError: the kind is unknown.
@@ -209,7 +209,7 @@ def scale(
       PlanError: no plan fits any size.
     """
     points = []
-    for point in _points(planner, space, kind, options):
+    for point in _points(planner, space, kind, options, progress):
         points.append(point)
         progress(f"{point.chips} chips: {point.plan.describe() if point.plan else 'no plan fits'}")
     if all(point.plan is None for point in points):
@@ -219,13 +219,16 @@ def scale(
     return ScalingReport(tuple(points), options.scaling)
 
 
-def _points(planner: Planner, space: Space, kind: str, options: ScaleOptions) -> Iterator[ScalePoint]:
+def _points(
+    planner: Planner, space: Space, kind: str, options: ScaleOptions, progress: Callable[[str], None]
+) -> Iterator[ScalePoint]:
     own = planner.workload.sizes.get(BATCH, 1)
     for chips in options.chips:
         topology = topology_of(kind, chips)
         batch = own * chips // options.chips[0] if options.scaling == "weak" else own
         here = replace(space, slices=topology.slices, ragged=has_ragged_exchange(topology), batches=(batch,))
-        point = _best(planner, here, ScalePoint(topology, chips, batch), options)
+        of_size = lambda line, chips=chips: progress(f"{chips} chips, compiled: {line}")
+        point = _best(planner, here, ScalePoint(topology, chips, batch), options, of_size)
         if point.plan is not None:
             about = planner.run_of(point.plan).about
             if about is not None:
@@ -233,14 +236,17 @@ def _points(planner: Planner, space: Space, kind: str, options: ScaleOptions) ->
         yield point
 
 
-def _best(planner: Planner, space: Space, point: ScalePoint, options: ScaleOptions) -> ScalePoint:
+def _best(
+    planner: Planner, space: Space, point: ScalePoint, options: ScaleOptions, progress: Callable[[str], None]
+) -> ScalePoint:
     """The point with its fastest plan: compiled if its size is to be, and estimated if not."""
     model = CostModel(planner.workload, point.topology)
     if point.chips > options.compile_up_to:
         found = best_estimate(model, space)
         return point if found is None else replace(point, plan=found.plan, cost=found.cost)
     measures = CompilerMeasures(planner.run_of, point.topology)
-    searched = find(model, space, measures, SearchOptions(at_least=1, at_most=options.programs, traced=0))
+    search = SearchOptions(at_least=1, at_most=options.programs, traced=0)
+    searched = find(model, space, measures, search, progress=progress)
     if not searched.ranked:
         return point
     best = searched.ranked[0]

@@ -10,6 +10,7 @@ import pytest
 
 from jaxpar.analysis.checkup.findings import About
 from jaxpar.errors import MeshError, PlanError
+from jaxpar.planning.search import scaling
 from jaxpar.planning.search.compiled import CompiledPlan, PlannedRun
 from jaxpar.planning.search.plan import Plan
 from jaxpar.planning.search.scaling import ScaleOptions, ScalePoint, ScalingReport, scale, scale_sizes, topology_of
@@ -38,8 +39,21 @@ class Planned:
         return {}
 
 
-def scaled(*chips: int, scaling: Any = "weak", work: Workload = WORK) -> ScalingReport:
-    return scale(Planned(work), SPACE, "v5e", ScaleOptions(chips, scaling))
+@dataclass(frozen=True)
+class Instant:
+    """A compiler that has the same figures for every plan."""
+
+    figures: CompiledPlan
+
+    def traced_bytes(self, plan: Plan) -> int | None:
+        return None
+
+    def compiled(self, plan: Plan) -> CompiledPlan:
+        return self.figures
+
+
+def scaled(*chips: int, how: Any = "weak", work: Workload = WORK) -> ScalingReport:
+    return scale(Planned(work), SPACE, "v5e", ScaleOptions(chips, how))
 
 
 @pytest.mark.parametrize(
@@ -80,10 +94,24 @@ def test_weak_scaling_keeps_the_sequences_of_a_chip() -> None:
 
 
 def test_strong_scaling_keeps_the_batch_and_its_mfu_falls() -> None:
-    points = scaled(4, 16, 64, scaling="strong").points
+    points = scaled(4, 16, 64, how="strong").points
     assert {point.batch for point in points} == {16}
     assert points[0].mfu > points[1].mfu > points[2].mfu
     assert points[0].step_seconds > points[1].step_seconds > points[2].step_seconds
+
+
+def test_each_program_that_a_size_compiles_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs of other processes may keep the compiler for minutes."""
+    figures = CompiledPlan(True, 0.4, 0.3, 0.1, 0.0, (), 0.0, 0.0, 2.0**30)
+    monkeypatch.setattr(scaling, "CompilerMeasures", lambda run_of, topology: Instant(figures))
+    lines: list[str] = []
+    options = ScaleOptions((4, 8), compile_up_to=4, programs=2)
+    first, second = scale(Planned(WORK), SPACE, "v5e", options, progress=lines.append).points
+    assert first.compiled == figures and second.compiled is None
+    *programs, one, other = lines
+    assert 1 <= len(programs) <= 2
+    assert all(line.startswith("4 chips, compiled: ") and line.endswith(": 400.0 ms, 1.00 GiB") for line in programs)
+    assert one.startswith("4 chips: ") and other.startswith("8 chips: ")
 
 
 def test_the_table_marks_estimates_and_what_crosses_slices() -> None:
@@ -103,7 +131,7 @@ def test_a_size_that_no_plan_fits_stays_in_the_table() -> None:
 
 def test_no_size_that_fits_is_an_error() -> None:
     with pytest.raises(PlanError) as error:
-        scaled(1, 2, scaling="strong", work=llama_workload(batch=1, seq=2**22))
+        scaled(1, 2, how="strong", work=llama_workload(batch=1, seq=2**22))
     assert str(error.value) == "no plan fits v5e:1x1 to v5e:2x1. Remedy: more chips, or a smaller batch."
 
 
