@@ -34,15 +34,15 @@ def test_the_choice_is_nearly_the_best_of_all(found: exhaustive.Accuracy) -> Non
     assert found.chosen <= exhaustive.CHOSEN
 
 
-def test_estimates_rank_plans_as_compiled_programs_do(found: exhaustive.Accuracy, planner: RunPlanner) -> None:
-    deeper = exhaustive.accuracy(planner, exhaustive.Stored.read(), 2)
-    assert found.plans > deeper.plans and found.step >= exhaustive.STEP and deeper.memory >= exhaustive.MEMORY
+def test_estimates_rank_plans_as_compiled_programs_do(found: exhaustive.Accuracy) -> None:
+    assert found.step >= exhaustive.STEP and found.memory >= exhaustive.MEMORY
 
 
 def test_pipelines_of_one_layer_a_stage_copy_no_buffer() -> None:
     """Where XLA copies the buffer of residuals in every tick, the program moves twice as many bytes."""
     stored = exhaustive.Stored.read().compiled_plans
-    for name in ("PP 4 × Ulysses 2, 8 microbatches", "PP 4 × ring 2, 8 microbatches"):
+    names = [f"PP 4 × {split} 2{zero}, 8 microbatches" for split in ("Ulysses", "ring") for zero in ("", ", ZeRO 3")]
+    for name in names:
         (one,) = (figures for plan, figures in stored.items() if plan.describe() == name)
         assert isinstance(one, CompiledPlan) and one.hbm < 1.5 * one.compute
 
