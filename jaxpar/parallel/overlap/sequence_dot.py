@@ -272,7 +272,9 @@ def _multiply_and_scatter(
 
         def piece(distance: int) -> jax.Array:
             products = [multiply(ring.piece(x, distance, SEQ), w) for x, w in zip(xs, ws, strict=True)]
-            return functools.reduce(jnp.add, products)
+            total = functools.reduce(jnp.add, products)
+            # Without the barrier the compiler fuses the product with the addition of the half that is still arriving.
+            return jax.lax.optimization_barrier(total) if distance == (ring.size - 1) // 2 else total
 
         return ring.summed(piece, SEQ)
 
