@@ -48,14 +48,10 @@ def check_equal(got: Any, want: Any) -> None:
         np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-5 * max(1.0, np.abs(theirs).max()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "options"),
-    [
-        ("llama", {"grad_accum_steps": 2}),
-        pytest.param("llama", {}, marks=pytest.mark.slow),
-        pytest.param("nnx", {}, marks=pytest.mark.slow),
-        pytest.param("nnx", jp.Zero(1).step, marks=pytest.mark.slow),
-    ],
+    [("llama", {"grad_accum_steps": 2}), ("llama", {}), ("nnx", {}), ("nnx", jp.Zero(1).step)],
 )
 def test_adapters_of_weights_in_host_memory_are_trained_as_on_one_device(model: str, options: dict[str, Any]) -> None:
     tx = optax.sgd(0.1, momentum=0.9)
