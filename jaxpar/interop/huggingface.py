@@ -99,11 +99,14 @@ def read_config(
 
 
 def _further_tokens(root: Path, config: LlamaConfig) -> dict[str, Any]:
-    """Returns how many further tokens a checkpoint has layers for: transformers writes the field, but no layers."""
+    """Returns how many further tokens a checkpoint has layers for: transformers writes the field, but no layers.
+
+    A folder without weights has none.
+    """
     depth = read_fields(root).get("num_nextn_predict_layers")
     if not isinstance(config, MoEConfig) or depth not in range(1, _MOST_DEPTHS + 1):
         return {}
-    tensors = read_tensors(root)
+    tensors = read_tensors(root) if any(root.glob("*.safetensors")) else {}
     return {"mtp_depth": depth} if f"model.layers.{config.layers}.eh_proj.weight" in tensors else {}
 
 

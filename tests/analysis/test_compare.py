@@ -61,6 +61,7 @@ def test_adam_on_noise_is_no_difference_of_layouts() -> None:
     assert verdict.passed and verdict.gradients < 1e-5 and verdict.updates < 1e-6
 
 
+@pytest.mark.slow
 def test_a_gradient_that_cancels_out_is_held_against_what_a_last_bit_changes() -> None:
     """The gradient of ``c`` is about 1, a sum of terms of about 1e5."""
     large = np.random.default_rng(1).normal(size=(64, 16)) * 1e5

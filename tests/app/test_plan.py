@@ -34,6 +34,7 @@ def planner(tmp_path_factory: pytest.TempPathFactory) -> RunPlanner:
     return RunPlanner(file)
 
 
+@pytest.mark.slow
 def test_a_run_without_a_layout_is_planned_and_every_plan_builds(planner: RunPlanner, tmp_path: Path) -> None:
     space = replace(planner.space(), remat=("none", "full"))
     every = list(plans(planner.workload, 8, space, Counter()))

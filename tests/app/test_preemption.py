@@ -46,6 +46,7 @@ BAD = 5
 """The batch with a non-finite loss, which makes both processes roll back first."""
 
 
+@pytest.mark.slow
 def test_sigterm_to_one_process_ends_both_after_the_same_step(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(yaml.safe_dump({**RUN, "output": str(tmp_path / "out")}))
     with two_processes(__file__, tmp_path, flags="--xla_force_host_platform_device_count=4") as workers:

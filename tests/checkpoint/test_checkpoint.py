@@ -242,6 +242,7 @@ def test_what_cannot_be_saved_is_named(tmp_path: Path, mlp: Any) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_state_on_disk_is_saved_with_its_files(tmp_path: Path, mlp: Any) -> None:
     layout, batch = mlp.one_device, mlp.batch()
     first = jp.init(layout, mlp.make, jp.offload.to_disk(TX, path=tmp_path / "d", min_bytes=0))

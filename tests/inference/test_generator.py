@@ -40,6 +40,7 @@ def reference() -> Reference:
     return Reference(model, params, model.generate(params, PROMPTS, most=MOST))
 
 
+@pytest.mark.slow
 def test_a_cache_gives_what_a_plain_forward_gives(reference: Reference) -> None:
     state = jp.abstract_state(reference.model.layout, make_llama(CONFIG), optax.identity())
     forward = jax.jit(lambda params, tokens: state.metadata.kind.merge(params, {})(tokens))
@@ -103,6 +104,7 @@ def test_a_request_is_alone_beside_others(reference: Reference) -> None:
     assert [[step[row] for step in steps] for row in (0, 1)] == [made[0], made[1] + [-1] * 3]
 
 
+@pytest.mark.slow
 def test_drawn_with_each_requests_own_key_until_a_stop(reference: Reference) -> None:
     stop = range(0, 64, 8)
     model, params = (
@@ -202,6 +204,7 @@ def test_queries_find_their_keys_however_heads_are_sharded(case: str) -> None:
         np.testing.assert_array_equal(after[name], want)
 
 
+@pytest.mark.slow
 def test_what_is_drawn_from() -> None:
     logits = jnp.log(jnp.array([[0.02, 0.5, 0.08, 0.3, 0.1]]))
     many = jnp.broadcast_to(logits, (4000, 5))

@@ -187,6 +187,7 @@ def test_an_adapter_of_another_model_is_an_error_that_lists_all_tensors(tmp_path
     )
 
 
+@pytest.mark.slow
 def test_another_rank_or_alpha_is_an_error(tmp_path: Path) -> None:
     folder, _ = by_hand(tmp_path / "adapter")
     for name, value, own in (

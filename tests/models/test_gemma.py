@@ -166,6 +166,7 @@ def test_a_cache_gives_what_a_plain_forward_gives() -> None:
     assert len({token for own in made for token in own}) > 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh",
     [

@@ -65,6 +65,7 @@ def padded_losses() -> dict[tuple[int, ...], float]:
     return losses_of_documents(layout_of(RULES, {"data": 1}), CONFIG, alone=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "context"),
     [

@@ -40,6 +40,7 @@ def test_a_linen_model_and_workers_on_meshes_of_two_devices(tmp_path: Path) -> N
         assert same(result.params, one_process(program, 6, lambda step: [0, 1]))
 
 
+@pytest.mark.slow
 def test_servers_that_are_killed_lose_nothing(tmp_path: Path) -> None:
     """Servers are killed at random times; some start from a snapshot and a log, others from a log alone."""
     program = nnx_program(ADAMW)
@@ -194,6 +195,7 @@ def test_rows_have_optimizer_state_of_their_own_and_survive_a_restart(tmp_path: 
         assert np.array_equal(going.rows("params/items", touched), before)
 
 
+@pytest.mark.slow
 def test_workers_and_servers_join_and_leave(tmp_path: Path) -> None:
     """Synchronous, so the result is that of the workers that took part in each step."""
     program = nnx_program(ADAMW)

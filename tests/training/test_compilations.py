@@ -142,6 +142,7 @@ def test_a_generator_compiles_once() -> None:
     assert {"_prefill", "_decode"} <= set(first) and second == []
 
 
+@pytest.mark.slow
 def test_no_import_makes_a_jitted_function_trace_again() -> None:
     """The test covers the modules of jaxpar and the kernels that attention imports on first use."""
     assert fresh(IMPORTS) == "[]"

@@ -107,6 +107,7 @@ def test_routers_choose_the_same_experts_with_int8_gathers(name: str) -> None:
         assert 1e-4 < off < 0.02, path
 
 
+@pytest.mark.slow
 def test_rounded_routers_would_choose_others() -> None:
     gating = initial(jp.abstract_state(layout_of(RULES, {"data": 1}), make, SGD), make, RULES).params["layers"][
         "gating"

@@ -88,6 +88,7 @@ def test_the_smallest_numbers_are_pruned(share: float, dtype: str) -> None:
     assert sparsity_of(state)["w"] == pytest.approx((size <= limit).mean())
 
 
+@pytest.mark.slow
 def test_a_pattern_keeps_the_largest_of_neighbours_along_the_inputs() -> None:
     config = PruneConfig(pattern=(2, 4), targets=("up", "down"))
     state = trained(layout_of(2, 2), config, 3)

@@ -75,6 +75,7 @@ def test_loss_and_gradients_are_those_of_rounded_weights_in_every_layout() -> No
             assert new.params[name].sharding.is_equivalent_to(jp.init(here, make_model, TX).params[name].sharding, 2)
 
 
+@pytest.mark.slow
 def test_the_models_weights_are_what_quantize_gives(tmp_path: Path) -> None:
     here = layout(2, 2)
     state = jp.init(here, AWARE, TX)

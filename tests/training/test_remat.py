@@ -70,6 +70,7 @@ def gradients(compiled: Callable[[str], Any], layout_of: Any) -> Callable[[str],
     return functools.cache(run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", few([name for name in POLICIES if name != "none"], 1))
 def test_gradients_do_not_depend_on_what_is_computed_again(name: str, gradients: Callable[[str], Any]) -> None:
     assert max(gradient_gaps(gradients("none"), gradients(name)).values()) < 1e-5

@@ -227,6 +227,7 @@ def test_topology_and_devices_must_agree(capsys: pytest.CaptureFixture[str]) -> 
     )
 
 
+@pytest.mark.slow
 def test_the_compilers_options_are_part_of_what_is_cached(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[dict[str, object]] = []
     monkeypatch.setattr(ahead_of_time, "versions_of", lambda *_: {"jax": jax.__version__})
@@ -243,6 +244,7 @@ def test_the_compilers_options_are_part_of_what_is_cached(cache: Path, monkeypat
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 def test_sizes_of_collectives_and_the_hosts_memory_reach_the_compiler(
     cache: Path, monkeypatch: pytest.MonkeyPatch

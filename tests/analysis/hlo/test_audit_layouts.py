@@ -56,6 +56,7 @@ def test_data_parallelism_reduces_each_gradient_once():
     assert report.wire_bytes("all-reduce", "data") == 2 * 7 / 8 * 4 * (CONFIG.params + loss)
 
 
+@pytest.mark.slow
 def test_fully_sharded_gathers_each_layer_twice_and_scatters_it_once():
     report = audited("fsdp")
     assert report.wire_bytes("all-gather", "data") == 7 / 8 * 4 * (2 * BLOCKS + HEAD + TOKENS)
@@ -80,6 +81,7 @@ def test_hybrid_sharding_gathers_within_a_group_only():
     assert sum(c.result_bytes * c.count for c in between) == 4 * (BLOCKS + 2 * HEAD) / 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", few(["tp", "tp_sp", "fsdp_tp"], 2))
 def test_tensor_parallelism_never_gathers_logits(name):
     logits = BATCH // 4 * SEQ * CONFIG.vocab * 4

@@ -128,6 +128,7 @@ def test_the_same_run_twice_is_the_same_run(config: Path, model: str, monkeypatc
     assert losses[0] == losses[1]
 
 
+@pytest.mark.slow
 def test_metrics_of_the_loss_are_recorded_and_shown(
     config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

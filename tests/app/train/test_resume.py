@@ -294,6 +294,7 @@ def test_every_step_and_checkpoint_can_be_looked_at(
     assert "holds no complete checkpoint: manifest.json is missing." in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_on_other_devices_a_run_sees_the_same_batches_and_loses_the_same(mlp: Any, tmp_path: Path) -> None:
     """Fifty steps after a checkpoint.
 

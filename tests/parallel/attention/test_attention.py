@@ -181,6 +181,7 @@ def test_the_kernels_state_the_flops_of_the_blocks_they_visit(topology: str, sta
     assert f"attention_matmul_flops_{names}/" in text.as_text(debug_info=True)
 
 
+@pytest.mark.slow
 def test_a_devices_tokens_need_not_be_whole_blocks() -> None:
     """With seven tokens per device in blocks of four, the first device's padding is not taken for the second's."""
     q, k, v = inputs(1, 14, 2, 1, 4)

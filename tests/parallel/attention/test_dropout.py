@@ -167,6 +167,7 @@ CASES: dict[str, tuple[jp.Layout, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", few(CASES, 1))
 def test_one_key_drops_the_same_weights(name: str, one_device: tuple[float, Any]) -> None:
     layout, options = CASES[name]
@@ -188,6 +189,7 @@ def keyed_on_one_device() -> tuple[float, Any]:
     return stepped(on({"data": 1}), KEYED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", few(["microbatches 2", "ZeRO 1", "ring", "1f1b", "zb_h1, independent"], 1))
 def test_keys_of_rows_drop_the_same_weights(name: str, keyed_on_one_device: tuple[float, Any]) -> None:
     layout, options = CASES[name]
@@ -223,6 +225,7 @@ def test_one_bit_adam_drops_the_same_weights(one_device: tuple[float, Any]) -> N
     check_grads(grads, one_device[1], 1e-5)
 
 
+@pytest.mark.slow
 def test_an_evaluation_drops_the_same_weights(one_device: tuple[float, Any]) -> None:
     layout = on({"pipeline": 2, "data": 2})
     with jax.default_matmul_precision("highest"), layout:
@@ -262,7 +265,7 @@ LOCAL: dict[str, tuple[dict[str, int], P, bool, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "check"), few_pairs(LOCAL, [True, False], 5))
+@pytest.mark.parametrize(("name", "check"), few_pairs(LOCAL, [True, False], 2))
 def test_attention_local_drops_what_one_device_drops(name: str, check: bool) -> None:
     sizes, spec, ambient, options = LOCAL[name]
     layout = on(sizes)

@@ -35,7 +35,7 @@ def starts(length: int) -> st.SearchStrategy[int]:
 
 
 @given(masks(sizes), starts(7), starts(9))
-@examples(60)
+@examples(30)
 def test_a_mask_of_any_size_is_what_its_words_say_of_any_positions(mask: jp.Mask, first: int, other: int) -> None:
     """For Python's integers, and for numpy's of 32 and of 64 bits."""
     q, k = first + np.arange(7), other + np.arange(9)

@@ -241,6 +241,7 @@ EVERYTHING: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 def test_whole_queries_meet_split_keys() -> None:
     """All options together, as in decoding: caches of different lengths, and gradients."""
     want = decoded({"data": 1}, "dense", EVERYTHING)

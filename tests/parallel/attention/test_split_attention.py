@@ -119,6 +119,7 @@ def test_the_plain_form_takes_a_split_sequence_under_explicit_axes(
     assert gap(run(jp.Layout(mesh, RULES, explicit=True), "dense", arrays(kv_heads), options), wanted(case)) <= 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("impl", few(["ring", "hybrid"], 1))
 def test_a_split_sequence_under_explicit_axes(impl: str, wanted: Callable[[str], list[np.ndarray]]) -> None:
     case = "causal, documents, soft cap, sinks"
@@ -191,6 +192,7 @@ def in_16_bits() -> tuple[Callable[..., list[float]], list[float]]:
     return error, error(layout(data=1), "flash")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("impl", "sizes"),
     few(
@@ -229,6 +231,7 @@ def test_inside_a_shard_map_of_two_axes_that_keeps_count() -> None:
     assert gap([np.asarray(leaf) for leaf in (o, *grads)], want) <= 1e-5
 
 
+@pytest.mark.slow
 def test_heads_exchanged_around_the_tpu_kernel() -> None:
     """In the kernel's interpreter: four query heads, one key head, two devices, and tokens that fill no block."""
     shapes = ((1, 136, 4, 16), *((1, 136, 1, 16),) * 2)
@@ -280,6 +283,7 @@ def test_a_ring_sends_no_more_often_than_it_must(monkeypatch: pytest.MonkeyPatch
     assert traced("ring", True, order="zigzag").count("ppermute[") == 2 * 3 * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("impl", ["ring", "gather", "ulysses"])
 def test_an_audit_counts_the_tiles_that_devices_visit(impl: str) -> None:
     """Of 16 × 16 tiles of 16 tokens, 4 devices visit 136 in equal parts, with 7 matmuls for each of 4 heads."""
@@ -293,6 +297,7 @@ def test_an_audit_counts_the_tiles_that_devices_visit(impl: str) -> None:
     assert "LOWER BOUNDS" not in str(report)
 
 
+@pytest.mark.slow
 def test_the_backward_pass_takes_no_memory_before_it_begins() -> None:
     """The ring holds at most 13 arrays the size of a device's queries.
 

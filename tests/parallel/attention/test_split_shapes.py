@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from attention_reference import masks
 from hypothesis import HealthCheck, given, note
 from hypothesis import strategies as st
@@ -67,6 +68,7 @@ def run(sizes: dict[str, int], impl: str, x: tuple[np.ndarray, ...], options: di
     return [np.asarray(leaf) for leaf in jax.tree.leaves(found)]
 
 
+@pytest.mark.slow
 @given(problems())
 @examples(2, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 def test_any_size_mask_and_mesh_equals_the_plain_form(problem: Any) -> None:

@@ -141,6 +141,7 @@ def test_groups_that_keep_a_part_change_no_number(mesh: str, product_on_one_devi
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(b).max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", few(MESHES, 1))
 def test_products_in_int8_are_near_and_alike_whatever_is_kept(mesh: str, product_on_one_device: Any) -> None:
     _, grads = product_on_one_device

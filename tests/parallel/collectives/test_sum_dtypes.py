@@ -190,6 +190,7 @@ def test_rows_of_a_table_are_summed_wide_whichever_way_they_come(case: str) -> N
     np.testing.assert_allclose(found, want, rtol=0, atol=2e-2 * np.abs(want).max())
 
 
+@pytest.mark.slow
 def test_copies_of_layers_scatter_wide_too(layout_of: Any) -> None:
     layout = layout_of("fsdp_tp_sp", 8)
     model = preset("tiny", layers=1, dtype="bfloat16", copies=2)

@@ -182,6 +182,7 @@ CASES = {
 DEFAULT = ("ZeRO 1", "1f1b, context")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in DEFAULT else pytest.mark.slow) for n in CASES])
 def test_the_same_in_every_layout(name: str) -> None:
     """Loss, metrics and gradients are those of one device, computed by other code."""

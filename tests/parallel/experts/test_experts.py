@@ -180,6 +180,7 @@ def test_a_permutation_of_the_experts_changes_no_bit() -> None:
         assert (run(w, routing.experts) == run(permuted, place[routing.experts])).all()
 
 
+@pytest.mark.slow
 def test_a_token_of_nan_harms_no_other() -> None:
     w, x = problem(2, np.float32)
     logits = (x @ w["router"]).at[1, 2, 0].set(jnp.nan)
@@ -192,6 +193,7 @@ def test_a_token_of_nan_harms_no_other() -> None:
     assert np.isnan(y[1, 2]).all() and (np.asarray(y)[~bad] == np.asarray(expected)[~bad]).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dispatch", ["ragged", "gather", "all_to_all", "deduplicated"])
 def test_a_capacity_drops_the_last_choices_of_each_device_and_counts_them(dispatch: Any) -> None:
     w, x = problem(2, np.float32)

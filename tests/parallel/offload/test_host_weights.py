@@ -81,6 +81,7 @@ def near(found: Any, expected: Any, rtol: float) -> None:
         np.testing.assert_allclose(a, b, rtol=0, atol=rtol * max(1e-3, np.abs(b[np.isfinite(b)]).max(initial=0)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rules", "name", "options"),
     few(

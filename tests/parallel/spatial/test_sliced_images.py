@@ -101,6 +101,7 @@ def test_conv_of_volumes(slices: tuple[int, int, int]) -> None:
     check(sliced, whole, layout(*slices), x, w, up, dims=("depth", "height", "width"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slices", few(SLICES, 1))
 def test_pooling_equals_that_of_the_whole_image(slices: str) -> None:
     cases: list[tuple[tuple[int, int], tuple[int, int] | None, Any]] = [

@@ -99,6 +99,7 @@ def test_the_estimate_of_flops_is_that_of_the_compiled_program() -> None:
     assert measured["full"] - measured["none"] == pytest.approx(again, rel=0.5)
 
 
+@pytest.mark.slow
 def test_plans_have_the_policies() -> None:
     work = planner(False).workload
     space = Space(tensor=tensor_dims(work), remat=work.policies)

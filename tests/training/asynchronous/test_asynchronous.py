@@ -302,6 +302,7 @@ def test_a_saved_state_goes_on_to_the_bit(case: int) -> None:
     )
 
 
+@pytest.mark.slow
 def test_metrics_are_of_microbatches_whose_loss_was_made() -> None:
     first, later = done(0), done(2)
     pieces = [piece for number in range(2) for piece in microbatches(batch_of(number), 4, 1)]

@@ -164,6 +164,7 @@ def test_values_and_gradients_are_those_of_summed_weights(model: str, case: str)
     chex.assert_trees_all_equal(before, jax.tree.map(np.asarray, after.variables["frozen_params"]))
 
 
+@pytest.mark.slow
 def test_merged_weights_are_w_plus_alpha_over_rank_a_b() -> None:
     state, _, _ = reference(make_nnx, nnx_loss)
     merged = jp.lora.merge(state)
@@ -245,6 +246,7 @@ def test_given_weights_make_the_state_that_init_makes_with_them() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_the_adapters_alone_resumes_bitwise_in_another_layout(tmp_path: Path) -> None:
     make, tx = adapt(make_linen, CONFIG), optax.adam(1e-2)
     layout = layout_of(4, 2)

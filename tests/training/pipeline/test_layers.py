@@ -141,6 +141,7 @@ def evaluate(sizes: dict[str, int], pipeline: Any, loss: Any, batch: Any) -> tup
         return {name: float(value) for name, value in step(state, batch).items()}, step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("embedding", ["per_step", "per_microbatch"])
 def test_an_evaluation_goes_through_the_stages(embedding: Any, one_device: Any) -> None:
     sizes, schedule = {"pipeline": 2, "data": 2}, jp.pipeline.schedule("1f1b", stages=2, microbatches=PIECES // 2)

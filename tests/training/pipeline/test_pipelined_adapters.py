@@ -80,6 +80,7 @@ LINEN: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", ["residuals", *(pytest.param(case, marks=pytest.mark.slow) for case in LINEN if case != "residuals")]
 )
