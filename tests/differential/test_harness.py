@@ -127,6 +127,7 @@ def test_a_planted_wrong_attention_is_caught(monkeypatch: pytest.MonkeyPatch) ->
     assert found.kind == "differs" and "bound 1e-05" in found.text
 
 
+@pytest.mark.slow
 def test_a_planted_wrong_pipeline_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """The defect weights microbatches equally, though they hold different numbers of tokens."""
     case = pipelines.Case(stages=1, microbatches=2, layers=(1,), seq=3, width=2, weighted=True, seed=2)

@@ -183,6 +183,7 @@ def test_generated_tokens_are_those_of_one_device(mesh: dict[str, int]) -> None:
     assert model.generate(own, generators.PROMPTS, most=generators.MOST) == made
 
 
+@pytest.mark.slow
 def test_stages_generate_from_prompts_that_are_not_split() -> None:
     params, _ = generated()
     model = generators.generator(jp.MeshSpec(pipeline=2, context=2, data=2).build(), config=GENERATING)

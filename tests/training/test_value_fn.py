@@ -159,6 +159,7 @@ def one_step(mode: Mode, tx: Any, batches: list[Any]) -> tuple[Any, list[Any], A
     return first, found, state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", few(MODES, 2))
 def test_the_offered_function_is_the_one_whose_value_is_reported(name: str) -> None:
     mode = MODES[name]

@@ -19,6 +19,7 @@ SMALL = {"vocab": 208, "embed": 64, "layers": 3, "heads": 4, "kv_heads": 2, "hea
 FOUR_DIGITS = 5e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "remat"),
     few(

@@ -117,6 +117,7 @@ def test_a_run_that_diverges_skips_says_where_and_stops(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", few(["three matrices", "llama"], 1))
 def test_the_same_run_twice_is_the_same_run(config: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if model != "llama":

@@ -148,6 +148,7 @@ def routings(k: int) -> dict[str, np.ndarray]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", few([DISPATCHES[2], {}, *DISPATCHES[3:5]], 1), ids=str)
 def test_every_routing_is_exact(options: dict[str, Any]) -> None:
     k = 2
@@ -213,6 +214,7 @@ def test_a_capacity_drops_the_last_choices_of_each_device_and_counts_them(dispat
     np.testing.assert_allclose(y, expected, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_any_function_of_the_rows_can_be_the_experts() -> None:
     w, x = problem(2, np.float32)
 

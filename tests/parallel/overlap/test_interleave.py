@@ -67,6 +67,7 @@ def check_same(got: Found, want: Found) -> None:
     check_grads(got[1], want[1], BOUND)
 
 
+@pytest.mark.slow
 def test_two_copies_give_what_one_gives(two_copies: Found, one_copy: Found) -> None:
     check_same(two_copies, one_copy)
 

@@ -133,6 +133,7 @@ def test_what_attention_does_not_compute_is_left_as_it_is_and_says_why(function:
     assert f"scores of 4x24x4x5 and 4x24x4x5  1      left as it is: {reason}" in str(annotation)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("style", "context"), few_pairs(styles.STYLES, (8, 4), keep=3))
 def test_a_sharded_sequence_computes_what_one_device_computes(style: str, context: int) -> None:
     """Among 8 devices 4 heads cannot be exchanged: keys and values go around a ring."""

@@ -141,6 +141,7 @@ CASES: list[tuple[dict[str, int], int, int, Any, tuple[int, ...], Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", few(CASES, 1), ids=str)
 def test_chunks_give_the_gradients_of_one_device(case: Any, one_device: Any) -> None:
     sizes, microbatches, chunks, activation_checkpointing, layers, embedding = case
