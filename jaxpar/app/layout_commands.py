@@ -57,7 +57,7 @@ class Explain(_LayoutCommand):
             console.print(report) if console.is_terminal else print(report.to_text(), end="")
         else:
             print(report.summary(console.width if console.is_terminal else 80), end="")
-            print("\n--full lists every tensor with its dtype, its rule and the reasons, and the activations.")
+            print("\n--full lists dtypes, rules and reasons of every tensor, and the activations.")
         untraced = "" if report.memory is None else report.memory.untraced
         if untraced:
             print(f"the step cannot be traced: {untraced}", file=sys.stderr)

@@ -106,7 +106,7 @@ def test_explain_fits_a_terminal_of_80_columns(capsys: pytest.CaptureFixture[str
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines[:-1])) <= 80 and len(lines) < 60
     assert "blocks/mlp/gate              2×32×48    embed=data mlp=model           1.50 KiB" in lines
-    assert lines[-1].startswith("--full lists every tensor")
+    assert lines[-1] == "--full lists dtypes, rules and reasons of every tensor, and the activations."
 
 
 @pytest.mark.parametrize("command", COMMANDS)
