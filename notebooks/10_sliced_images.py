@@ -62,8 +62,8 @@ plt.show()
 # %% [markdown]
 # ## A convolution
 #
-# A Flax layer takes `jp.spatial.conv` in the place of its own convolution. Each device needs only two more rows and
-# columns: for a kernel of 5 × 5, two from each neighbour.
+# A Flax layer takes `jp.spatial.conv` instead of its own convolution. For a kernel of 5 × 5, each device needs only two
+# more rows or columns from each neighbour.
 
 
 # %%
