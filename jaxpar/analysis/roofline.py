@@ -28,9 +28,10 @@ from dataclasses import asdict, dataclass, replace
 
 from jaxpar.analysis.hlo.audit import Audit
 from jaxpar.analysis.hlo.collectives import Collective
-from jaxpar.analysis.units import aligned, html_table, show_bytes
+from jaxpar.analysis.units import html_table, show_bytes, table_lines
 from jaxpar.sharding.hardware.links import Links
 from jaxpar.sharding.hardware.topology import Topology
+from jaxpar.utils.terminal import fit
 
 _COLUMNS = ("resource", "time", "hidden", "stalled", "exposed", "what")
 
@@ -143,8 +144,13 @@ class Roofline:
             rows.append((f"links over {'+'.join(t.axes)}", *times, what))
         return rows
 
+    def to_text(self, width: int | None = None) -> str:
+        """Returns :meth:`headline` and :meth:`rows`, in lines of at most ``width`` columns."""
+        head = f"A model, not a measurement: {self.headline()}"
+        return fit("\n".join([head, *table_lines([_COLUMNS, *self.rows()], width), ""]), width)
+
     def __str__(self) -> str:
-        return "\n".join([f"A model, not a measurement: {self.headline()}", *aligned([_COLUMNS, *self.rows()]), ""])
+        return self.to_text()
 
     def _repr_html_(self) -> str:
         head = html.escape(f"A model, not a measurement: {self.headline()}")

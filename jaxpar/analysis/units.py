@@ -55,6 +55,24 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
+def table_lines(rows: Sequence[Sequence[str]], width: int | None = None) -> list[str]:
+    """Returns the rows of a table as lines; where they are wider than ``width``, the last cells stand below the others.
+
+    Args:
+      rows: the head first. The last cell of a row is text, the others are names and numbers.
+      width: the number of columns; ``None`` for any.
+
+    >>> table_lines([("kind", "count", "from"), ("all-gather", "2", "model.py:3")], 20)
+    ['kind        count', 'all-gather  2', '    model.py:3']
+    """
+    lines = aligned(rows)
+    if width is None or max(map(len, lines)) <= width:
+        return lines
+    first = aligned([row[:-1] for row in rows])
+    below = ["", *(row[-1] for row in rows[1:])]  # the text needs no head
+    return [line for pair in zip(first, below, strict=True) for line in (pair[0], pair[1] and f"    {pair[1]}") if line]
+
+
 def html_table(rows: Sequence[Sequence[str]], head: Sequence[str] = ()) -> str:
     """Returns an HTML table in a box that scrolls where the page is narrower; ``head`` is its first row.
 

@@ -32,6 +32,7 @@ from jaxpar import __version__
 from jaxpar.app.arguments import Address, Config, File, Flag, Folder, Number, Overrides, Texts
 from jaxpar.app.export import ExportCommand
 from jaxpar.app.gallery import GalleryCommand
+from jaxpar.app.help import help_in_terminal
 from jaxpar.app.huggingface import ImportCommand
 from jaxpar.app.import_configuration import ConfigurationCommands
 from jaxpar.app.launch import heartbeat
@@ -41,6 +42,7 @@ from jaxpar.app.schedule import ScheduleCommand
 from jaxpar.app.tensor import TensorCommand
 from jaxpar.app.tokenize import TokenCommands
 from jaxpar.errors import ConfigError, did_you_mean
+from jaxpar.utils.terminal import say
 
 if TYPE_CHECKING:
     from jaxpar.app.plan import PlanOutputs
@@ -171,9 +173,8 @@ class Verify:
     bound: float = 1e-5
 
     def run(self) -> int:
-        from rich.console import Console
-
         from jaxpar.app.config import load_run
+        from jaxpar.app.console import RunConsole
         from jaxpar.app.train.launch import set_up_devices
 
         loaded = load_run(self.config, self.set)
@@ -182,7 +183,7 @@ class Verify:
         from jaxpar.app.train.verify import verify
 
         job = make_job(loaded)
-        verdict = verify(job, steps=self.steps, bound=self.bound, console=Console(highlight=False, soft_wrap=True))
+        verdict = verify(job, steps=self.steps, bound=self.bound, console=RunConsole())
         return 0 if verdict.passed else 1
 
 
@@ -299,12 +300,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if given and not given[0].startswith("-") and given[0] not in COMMANDS:
         known = ", ".join(COMMANDS)
-        print(
+        say(
             f"unknown command {given[0]!r}.{did_you_mean(given[0], COMMANDS)} The commands are {known}.",
             file=sys.stderr,
         )
         return int(ExitCode.CONFIGURATION)
-    chosen: Any = tyro.cli(
+    with help_in_terminal():
+        chosen = _parse(arguments)
+    status, out = int(ExitCode.FAILED), sys.stderr
+    try:
+        status, out = int(chosen.run()), sys.stdout
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 (no command prints a raw traceback)
+        status = report(error)
+    if isinstance(chosen, Train) and not heartbeat.listened():
+        print(last_line(status), file=out)
+    return status
+
+
+def _parse(arguments: Sequence[str] | None) -> Any:
+    """Returns the command of a command line; exits after ``--help``, and with 2 if an argument is wrong."""
+    command: Any = tyro.cli(
         Train
         | Explain
         | Check
@@ -324,14 +339,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Explained and proven parallelism for Flax models.",
         args=arguments,
     )
-    status, out = int(ExitCode.FAILED), sys.stderr
-    try:
-        status, out = int(chosen.run()), sys.stdout
-    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 (no command prints a raw traceback)
-        status = report(error)
-    if isinstance(chosen, Train) and not heartbeat.listened():
-        print(last_line(status), file=out)
-    return status
+    return command
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from jaxpar.app.config_ranges import AboveOne, BatchSize, Count, Natural, Positi
 from jaxpar.app.data_config import DataConfig, check_blend
 from jaxpar.app.quantize_config import QuantizeSettings
 from jaxpar.app.server_config import ServerSettings
-from jaxpar.app.shipped_configs import find_config
+from jaxpar.app.shipped_configs import find_config, find_layout
 from jaxpar.errors import ConfigError
 from jaxpar.sharding.mesh import AxisSize, LayoutData
 from jaxpar.utils.checks import Range
@@ -359,7 +359,8 @@ class RunConfig:
         ``factory``, ``loss``, ``eval_loss``, ``decoder`` and ``args`` (:class:`jaxpar.app.factory.FactoryConfig`).
         ``lora: {rank: 8, alpha: 16, targets: [attention/q]}`` trains adapters (:class:`jaxpar.app.lora.LoraSettings`),
         ``quantize: {bits: 4, group: 32}`` rounds weights (:class:`jaxpar.app.quantize_config.QuantizeSettings`).
-      layout: a layout file, relative to the run's file; without one, ``mesh`` and ``rules`` are the layout.
+      layout: a layout file, relative to the run's file, or one that comes with jaxpar (``layouts/tp.yaml``); without
+        one, ``mesh`` and ``rules`` are the layout.
       mesh, rules: changes to that layout, key by key.
       parallel: parallelism that the layout does not describe.
       precision: a dtype such as ``bf16`` or ``fp8``, or ``{compute, gather, reduce, scale, matmul}``; by default the
@@ -417,7 +418,7 @@ def load_run(path: str | os.PathLike[str], settings: Sequence[str] = ()) -> Load
     check_blend(config.data, file)
     own = LayoutData(mesh=None, rules=None)
     if config.layout is not None:
-        source = file.parent / config.layout
+        source = find_layout(file, config.layout)
         own = build(LayoutData, {"mesh": None, "rules": None, **load_yaml(source)}, str(source))
     layout = {"mesh": merge(own.mesh or {}, config.mesh), "rules": merge(own.rules or {}, config.rules)}
     return Loaded(config, layout, file.stem)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxpar.app.arguments import Config, File, Flag, Fraction, Number, Overrides, TopologyName
 from jaxpar.errors import ConfigError
+from jaxpar.utils.terminal import say, terminal_width
 
 if TYPE_CHECKING:
     from jaxpar.analysis.checkup.checkup import Checkup
@@ -145,7 +146,7 @@ def _checked(command: Check, job: Job) -> Report:
     report = _explained(command, job)
     options: dict[str, Any] = {"strict": command.strict, "max_replicated": command.max_replicated}
     jp.check(_layout(command, job), job.make_model, job.tx, **_inputs(job), **options)
-    print(f"{report.headline()}: {len(report.rows)} tensors, no problems", *report.notes, sep="\n")
+    say(f"{report.headline()}: {len(report.rows)} tensors, no problems", *report.notes)
     return report
 
 
@@ -178,8 +179,8 @@ def _compiled(command: Check, topology: str) -> int:
     with Console(stderr=True).status(f"compiling for {topology}; a large model takes minutes ..."):
         found = check_up(parsed, *run, about=about, imbalance=command.imbalance, **options)
     if found.program is not None:
-        print(f"compiled for {topology} ({found.program.device_kind}) in {found.program.compile_cpu_seconds:.0f} CPU s")
-    print(found, end="")
+        say(f"compiled for {topology} ({found.program.device_kind}) in {found.program.compile_cpu_seconds:.0f} CPU s")
+    print(found.to_text(terminal_width()), end="")
     if command.json is not None:
         command.json.write_text(found.to_json(), encoding="utf-8")
     if command.html is not None:

@@ -24,6 +24,21 @@ def shipped_names() -> list[str]:
     return sorted(file.relative_to(folder).with_suffix("").as_posix() for file in files)
 
 
+def find_layout(file: Path, layout: str) -> Path:
+    """Returns the path of the layout that a configuration names: relative to it, else one that comes with jaxpar.
+
+    Args:
+      file: the configuration.
+      layout: the path, such as ``layouts/tp.yaml``.
+
+    >>> find_layout(Path("mine/run.yaml"), "layouts/tp.yaml").exists()
+    True
+    """
+    beside = file.parent / layout
+    shipped = shipped_folder() / layout
+    return shipped if not beside.exists() and layout.startswith("layouts/") and shipped.is_file() else beside
+
+
 def find_config(path: Path) -> Path:
     """Returns the path of a configuration: the file, or the one of this name that comes with jaxpar.
 

@@ -20,11 +20,12 @@ from jaxpar.analysis.hlo.audit import Audit, audit
 from jaxpar.analysis.hlo.liveness import peak
 from jaxpar.analysis.hlo.parser import parse
 from jaxpar.analysis.roofline import Roofline, roofline, time_each
-from jaxpar.analysis.units import aligned, show_bytes
+from jaxpar.analysis.units import show_bytes, table_lines
 from jaxpar.errors import CompileError
 from jaxpar.sharding.hardware.topology import Topology
 from jaxpar.sharding.layout import Layout
 from jaxpar.training.model import MakeModel
+from jaxpar.utils.terminal import fit
 
 WORST = 3
 """The number of findings that are printed. The JSON has all of them."""
@@ -98,16 +99,20 @@ class Checkup:
         return rows
 
     def __str__(self) -> str:
+        return self.to_text()
+
+    def to_text(self, width: int | None = None) -> str:
+        """Returns the report, in lines of at most ``width`` columns."""
         lines = [self.headline(), "", "memory of one device at the peak"]
         kept = f"  (parallel: {{reshard_after_forward: {str(self.reshard_after_forward).lower()}}})"
         notes = {} if self.reshard_after_forward is True else {KEPT: kept}
         lines += [f"  {name:<15} {_signed(size):>12}{notes.get(name, '')}" for name, size in self.categories()]
         if self.largest():
-            lines += ["", "largest tensors at the peak", *(f"  {line}" for line in aligned(self.largest()))]
+            lines += ["", "largest tensors at the peak", *(f"  {line}" for line in self._largest(width))]
         if self.audit is not None:
-            lines += ["", str(self.audit).rstrip()]
+            lines += ["", self.audit.to_text(width).rstrip()]
         if self.roofline is not None:
-            lines += ["", str(self.roofline).rstrip()]
+            lines += ["", self.roofline.to_text(width).rstrip()]
         if self.imbalance is not None:
             lines += ["", str(self.imbalance)]
         count = len(self.findings)
@@ -116,7 +121,11 @@ class Checkup:
         lines += [f"{i}. {f}".replace("\n", "\n ") for i, f in enumerate(self.findings[:WORST], 1)]
         if self.refused:
             lines += ["", f"the compiler: {self.refused}"]
-        return "\n".join(lines) + "\n"
+        return fit("\n".join(lines) + "\n", width)
+
+    def _largest(self, width: int | None) -> list[str]:
+        rows = [("", "", "", ""), *self.largest()]
+        return table_lines(rows, None if width is None else width - len("  "))[1:]
 
     def to_json(self) -> str:
         """Returns everything as JSON. The keys are those of ``Audit.to_json`` and those of this report."""

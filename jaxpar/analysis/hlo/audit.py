@@ -19,8 +19,9 @@ from jaxpar.analysis.hlo.collectives import KINDS, Collective
 from jaxpar.analysis.hlo.parser import Module, parse
 from jaxpar.analysis.hlo.slices import Slices, slices_named
 from jaxpar.analysis.hlo.walk import HloWalk
-from jaxpar.analysis.units import aligned, html_table, show_bytes
+from jaxpar.analysis.units import aligned, html_table, show_bytes, table_lines
 from jaxpar.errors import AuditError, did_you_mean, listing
+from jaxpar.utils.terminal import fit
 
 _COLUMNS = ("collective", "axes", "count", "dtype", "results", "on the wire", "notes", "from")
 
@@ -143,12 +144,19 @@ class Audit:
             rows.append((name, "+".join(axes), count, dtype, result, sent, notes, place))
         return rows
 
-    def table(self) -> str:
-        """Returns :meth:`rows` as a text table with a header."""
-        return "\n".join(aligned([_COLUMNS, *self.rows()])) + "\n"
+    def table(self, width: int | None = None) -> str:
+        """Returns :meth:`rows` as a text table with a header; in a narrow one, notes stand below their row."""
+        lines = aligned([_COLUMNS, *self.rows()])
+        if width is not None and max(map(len, lines)) > width:
+            lines = table_lines([(*_COLUMNS[:-2], ""), *map(_narrow, self.rows())], width)
+        return "\n".join(lines) + "\n"
+
+    def to_text(self, width: int | None = None) -> str:
+        """Returns the totals and :meth:`table`, in lines of at most ``width`` columns."""
+        return fit(f"{self.headline()}\n{self.table(width)}", width)
 
     def __str__(self) -> str:
-        return f"{self.headline()}\n{self.table()}"
+        return self.to_text()
 
     def headline(self) -> str:
         """Returns the totals in one line, which says so if they are lower bounds."""
@@ -194,6 +202,13 @@ class Audit:
         worst = {"matmul_flops": self.worst_matmul_flops, "wire_bytes": self.worst_wire_bytes()}
         derived |= {"worst_routing": worst if self.ragged else None}
         return json.dumps(dataclasses.asdict(self) | derived, indent=1)
+
+
+def _narrow(row: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns a row whose last cell says everything but names and numbers."""
+    name, *numbers, notes, place = row
+    kind, _, form = name.removesuffix(")").partition(" (")
+    return kind, *numbers, "; ".join(filter(None, (form and f"as {form}", notes, place and f"from {place}")))
 
 
 def _notes(c: Collective) -> str:

@@ -13,6 +13,7 @@ from jaxpar.analysis.layout.rows import Row, fold
 from jaxpar.analysis.layout.summary import number_lines, tensor_lines, wrap
 from jaxpar.analysis.units import html_table, show_bytes
 from jaxpar.errors import did_you_mean
+from jaxpar.utils.terminal import terminal_width
 
 if TYPE_CHECKING:
     from jaxpar.analysis.memory.estimate import Memory
@@ -113,7 +114,11 @@ class Report:
         return [self.total(part) for part in PARTS if any(row.part == part for row in self.rows)]
 
     def __str__(self) -> str:
-        return self.to_text()
+        """Returns the tables, or in a terminal that is too narrow for them the summary."""
+        text, width = self.to_text(), terminal_width()
+        if width is None or max(map(len, text.splitlines())) <= width:
+            return text
+        return f"{self.summary(width)}\nto_text() lists dtypes, rules and reasons of every tensor.\n"
 
     def __repr__(self) -> str:
         """Returns one line, such as ``Report(mesh: data 8 = 8 devices; 12 tensors, 2.50 MiB a device)``."""

@@ -76,13 +76,13 @@ def _explain(command: Any, loaded: Loaded) -> int:
 
 
 def _run_single(command: Any, loaded: Loaded) -> int:
-    from rich.console import Console
+    from jaxpar.app.console import RunConsole
 
     set_up_devices(loaded.config, None)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # the text may hold characters that the terminal cannot encode
     try:
-        return _generate(command, loaded, sys.stdout, Console(stderr=True, highlight=False, soft_wrap=True))
+        return _generate(command, loaded, sys.stdout, RunConsole(stderr=True))
     except BrokenPipeError:
         # The reader closed the pipe. Redirect stdout, because the interpreter flushes it once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -91,7 +91,7 @@ def _run_single(command: Any, loaded: Loaded) -> int:
 
 def _run_distributed(command: Any, loaded: Loaded, cluster: ProcessPlace | Cluster | None) -> int:
     """Generate in all processes; only process 0 prints."""
-    from rich.console import Console
+    from jaxpar.app.console import RunConsole
 
     with _reserve_stdout() as out:
         set_up_devices(loaded.config, cluster)
@@ -99,7 +99,7 @@ def _run_distributed(command: Any, loaded: Loaded, cluster: ProcessPlace | Clust
 
         silent = jax.process_index() > 0
         file: Any = io.StringIO() if silent else _Lines() if heartbeat.listened() else sys.stderr
-        console = Console(file=file, highlight=False, soft_wrap=True)
+        console = RunConsole(file=file)
         if cluster is not None:
             console.print(f"launch  {cluster}")
         try:

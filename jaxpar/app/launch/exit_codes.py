@@ -20,6 +20,7 @@ from jaxpar.errors import (
     UnsavedError,
     VerificationError,
 )
+from jaxpar.utils.terminal import say
 
 _LOST_PEER = ("coordination service", "Connection closed by peer", "Connection reset by peer", "Socket closed",
               "heartbeat timeout", "Gloo", "gloo", "UNAVAILABLE", "preempted")  # fmt: skip
@@ -147,7 +148,7 @@ def _shortened(text: str) -> str:
 
 def report(error: BaseException) -> ExitCode:
     """Print the error that ends a command to standard error; returns the exit status."""
-    print(describe(error), file=sys.stderr)
+    say(describe(error), file=sys.stderr)
     return exit_code(error)
 
 

@@ -21,13 +21,14 @@ from jaxpar.app.launch.join import ProcessPlace, place_of
 from jaxpar.app.launch.peers import Cause
 from jaxpar.app.launch.process_group import Command, Local, ProcessGroup
 from jaxpar.app.launch.supervisor import Policy, Supervisor
-from jaxpar.app.train.next_commands import next_commands
+from jaxpar.app.train.next_commands import next_commands, shown
 from jaxpar.app.train.options import LaunchOptions, set_up_devices
 from jaxpar.app.train.server_run import go as go_with_servers
 from jaxpar.app.train.server_run import with_servers
 from jaxpar.checkpoint.verify import steps_in
 from jaxpar.errors import ConfigError, JaxparError, LaunchError
 from jaxpar.parallel.zero.stages import Zero
+from jaxpar.utils.terminal import terminal_width
 
 if TYPE_CHECKING:
     from jaxpar.app.train.summary import Summary
@@ -95,7 +96,7 @@ def go(config: Path, settings: Sequence[str], options: LaunchOptions) -> int:
         status = _train(loaded, options)
         if status == ExitCode.FINISHED and options.process_count is None:
             lines = next_commands(config, settings, loaded.config)
-            print(*(f"{'' if i else 'next':<18}{line}" for i, line in enumerate(lines)), sep="\n")
+            print(shown(lines, terminal_width()))
         return status
     return supervise(config, settings, loaded, options, policy, 1 if count is None else count)
 
@@ -110,9 +111,9 @@ def _train(loaded: Loaded, options: LaunchOptions) -> int:
 
 
 def _train_here(loaded: Loaded, cluster: ProcessPlace | Cluster | None) -> int:
-    from rich.console import Console
+    from jaxpar.app.console import RunConsole
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = RunConsole()
     set_up_devices(loaded.config, cluster)
     from jaxpar.app.job import make_job
     from jaxpar.app.train.compile import leave

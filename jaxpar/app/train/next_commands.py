@@ -8,11 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxpar.app.config import RunConfig
+from jaxpar.utils.terminal import fit_command
 
 _PROMPTS = {"stdlib": "def "}
 """A beginning that suits a built-in text."""
 _OF_THIS_RUN = ("train.steps", "train.eval_", "train.profile", "trackers.", "output=", "supervise.")
 """Settings that change nothing in the commands."""
+_LABEL = 18
+"""The columns of the labels in the summary of a run."""
 _TOPOLOGIES = {4: "v5e:2x2", 8: "v5e:2x4", 16: "v5e:4x4"}
 """A topology with this number of chips."""
 
@@ -42,3 +45,19 @@ def next_commands(file: Path, settings: Sequence[str], config: RunConfig) -> lis
         extra = uv and f"{uv}--extra tpu "
         commands.append(f"{extra}jaxpar check {run} --topology {topology}{'' if extra else '  # extra tpu'}")
     return commands
+
+
+def shown(commands: Sequence[str], width: int | None) -> str:
+    """Returns command lines as a run ends with them; lines for a terminal of ``width`` columns can be pasted too.
+
+    >>> print(shown(["jaxpar explain my.yaml", "jaxpar check my.yaml"], None))
+    next              jaxpar explain my.yaml
+                      jaxpar check my.yaml
+    >>> print(shown(["jaxpar explain my.yaml --set mesh.model=4"], 36))
+    next:
+      jaxpar explain my.yaml \\
+          --set mesh.model=4
+    """
+    if width is None or _LABEL + max(map(len, commands)) <= width:
+        return "\n".join(f"{'' if i else 'next':<{_LABEL}}{line}" for i, line in enumerate(commands))
+    return "\n".join(["next:", *(fit_command(line, width, "  ") for line in commands)])

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 from rich.console import Console
 
 from jaxpar.app.config import Loaded, RunConfig, load_run
+from jaxpar.app.console import RunConsole
 from jaxpar.app.launch.exit_codes import ExitCode
 from jaxpar.app.server_config import ServerSettings, server_config
 from jaxpar.app.train.options import LaunchOptions, set_up_devices
@@ -56,7 +57,7 @@ def go(file: Path, settings: Sequence[str], loaded: Loaded, options: LaunchOptio
     table = loaded.config.parallel.parameter_server or ServerSettings()
     config: Any = server_config(table, options.servers, options.workers)
     check_run(loaded.config, config)
-    console = Console(highlight=False, soft_wrap=True)
+    console = RunConsole()
     with _in_cluster(table, config, console):
         return _train(file, settings, loaded, config, console)
 

@@ -26,16 +26,21 @@ class Tracker:
         try:
             self._package: Any = importlib.import_module(name)
         except ImportError as error:
+            missing = isinstance(error, ModuleNotFoundError) and error.name == name
+            why = "is not installed" if missing else f"cannot be imported ({type(error).__name__}: {error})"
             raise MissingExtraError(
-                f"trackers: the package {name!r} is not installed. Remedy: pip install {name}, or leave it out."
+                f"trackers: the package {name!r} {why}. Remedy: pip install --upgrade {name}, or leave it out."
             ) from error
         self._name, self._tell, self._works = name, tell, True
+        self._project = options.get("project")
         self._run = self._try(self._package.init, **options)
 
     @property
     def link(self) -> str:
-        """Where the run can be seen: its address if the service gives one, else the name of the service."""
-        return str(getattr(self._run, "url", None) or self._name)
+        """Where the run can be seen: its address if the service gives one, else the command that shows it."""
+        url = getattr(self._run, "url", None)
+        local = f"trackio show --project {self._project}" if self._name == "trackio" else self._name
+        return str(url or local)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Send the numbers of a step."""

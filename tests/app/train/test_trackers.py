@@ -71,7 +71,7 @@ def test_what_cannot_be_tracked(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MissingExtraError) as missing:
         open_trackers(RunConfig(model={}, trackers={"trackio": {}}), "run", print)
     assert str(missing.value) == (
-        "trackers: the package 'trackio' is not installed. Remedy: pip install trackio, or leave it out."
+        "trackers: the package 'trackio' is not installed. Remedy: pip install --upgrade trackio, or leave it out."
     )
     with pytest.raises(ConfigError) as own:
         open_trackers(RunConfig(model={}, trackers={"wandb": {"config": "x"}}), "run", print)
