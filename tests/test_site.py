@@ -12,9 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from browser import BROWSER, look_at
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
+PAGES = ("index", "start", "guides/which_parallelism", "guides/own_model", "reference/configuration",
+         "reference/api/jaxpar", "notebooks/03_pipelines", "measured/first_hour")  # fmt: skip
+"""Pages of each kind, which a browser shows at the widths of a phone and a desktop."""
 
 
 def build(builder: str, source: Path, target: Path, *, config: Path = DOCS) -> subprocess.CompletedProcess[str]:
@@ -56,6 +60,20 @@ def test_generated_pages_are_current(pytestconfig: pytest.Config) -> None:
     }
 
 
+def test_the_address_of_the_repository_is_written_once() -> None:
+    """In pyproject.toml; the site takes it from there, and docs/generate.py writes it into the notebooks."""
+    namespace = generator()
+    home = namespace["PROJECT"]["urls"]["Repository"]
+    kinds = (".md", ".py", ".toml", ".yaml", ".sh")
+    folders = [ROOT / name for name in ("jaxpar", "docs", "configs", "tests", "benchmarks")]
+    files = [*ROOT.glob("*"), *(file for folder in folders for file in folder.rglob("*") if file.suffix in kinds)]
+    texts = {file: file.read_text(encoding="utf-8") for file in files if file.suffix in kinds}
+    assert [file.name for file, text in texts.items() if home in text] == ["pyproject.toml"]
+    moved = namespace["notebooks"]("https://github.com/somebody/else")
+    assert len(moved) == 22 and all("github.com/somebody/else" in text and home not in text for text in moved.values())
+    assert all("colab.research.google.com/github/somebody/else/blob/main/notebooks/" in text for text in moved.values())
+
+
 def test_every_public_module_has_a_page() -> None:
     import jaxpar as jp
 
@@ -89,3 +107,8 @@ def test_the_site_is_written(tmp_path: Path) -> None:
     assert "Ten minutes" in (tmp_path / "start.html").read_text(encoding="utf-8")
     for notebook in (ROOT / "notebooks").glob("*.ipynb"):
         assert (tmp_path / "notebooks" / f"{notebook.stem}.html").is_file()
+    if BROWSER is not None:
+        for page in PAGES:
+            for width in (390, 1280):
+                seen = look_at(tmp_path / f"{page}.html", width, tmp_path)
+                assert (page, seen.console) == (page, []) and seen.content <= seen.window == width, (page, seen)

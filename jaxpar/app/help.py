@@ -19,11 +19,13 @@ _EMPTY = re.compile(r"│ *│")
 class _Help(io.StringIO):
     """Holds what is written, and says that it is the terminal that it is meant for."""
 
-    encoding = "utf-8"  # of a stream, by which tyro chooses its boxes
-
     def __init__(self, meant_for: TextIO):
         super().__init__()
         self._meant_for = meant_for
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]  # tyro draws boxes where the encoding has them
+        return getattr(self._meant_for, "encoding", None) or ""
 
     def isatty(self) -> bool:
         return self._meant_for.isatty()

@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tyro
 import yaml
 
+from jaxpar.app.cli import Train
+from jaxpar.app.config import load_run
 from jaxpar.app.launch.exit_codes import ExitCode
 from jaxpar.sharding.hardware.topology import Topology
 
@@ -39,6 +42,44 @@ def test_every_recipe_is_on_the_page() -> None:
     page = (ROOT / "docs" / "guides" / "launch.md").read_text(encoding="utf-8")
     files = {file.name for file in FOLDER.iterdir()}
     assert files == {name for name in files if f"(../../configs/schedulers/{name})" in page}
+
+
+def test_every_command_of_a_recipe_is_one_of_the_program(tmp_path: Path) -> None:
+    """Its options parse, and its settings are keys of a configuration."""
+    found = 0
+    for file in sorted(FOLDER.iterdir()):
+        for words in commands(file):
+            found += 1
+            chosen = tyro.cli(Train, args=["quickstart", *words])
+            load_run("quickstart", chosen.set)
+    assert found == 7
+
+
+def commands(file: Path) -> list[list[str]]:
+    """The options of each ``jaxpar train`` in a recipe, without those that its user adds."""
+    text = file.read_text(encoding="utf-8")
+    if file.suffix == ".yaml":
+        words: list[list[str]] = []
+        _collect(yaml.safe_load(text), words)
+        return words
+    text = re.sub(r"\\\n", " ", "\n".join(line for line in text.splitlines() if not line.startswith("#")))
+    lines = re.findall(r"jaxpar train (.*)", text)
+    plain = (re.sub(r"""\$words"|&$|'?\$\(.*?\)'?|"\$(config|@)\"""", "", line).split() for line in lines)
+    return [["1" if word.startswith('"$') else word for word in words] for words in plain]
+
+
+def _collect(node: Any, words: list[list[str]]) -> None:
+    """Appends the options of each command below a node of a manifest."""
+    if isinstance(node, list):
+        for item in node:
+            _collect(item, words)
+    elif isinstance(node, dict):
+        if node.get("command", [])[:2] == ["jaxpar", "train"]:
+            words.append([word.replace("$(JOB_COMPLETION_INDEX)", "3") for word in node["args"]])
+        if str(node.get("entrypoint", "")).startswith("jaxpar train"):
+            words.append(node["entrypoint"].split()[3:])
+        for item in node.values():
+            _collect(item, words)
 
 
 def test_a_tpu_slice_has_the_hosts_of_its_topology() -> None:

@@ -66,6 +66,24 @@ def test_a_failing_service_is_reported_once_and_the_file_is_whole(
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 4
 
 
+def test_trackio_on_this_machine_names_the_command_that_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    service = SimpleNamespace(init=lambda **options: SimpleNamespace(url=None))
+    monkeypatch.setitem(sys.modules, "trackio", service)  # type: ignore[arg-type]
+    (tracker,) = open_trackers(RunConfig(model={}, trackers={"trackio": {"project": "mine"}}), "run", print)
+    assert tracker.link == "trackio show --project mine"
+
+
+def test_a_tracker_whose_own_import_fails_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "trackio.py").write_text("import distutils_of_old\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(MissingExtraError) as broken:
+        open_trackers(RunConfig(model={}, trackers={"trackio": {}}), "run", print)
+    assert str(broken.value) == (
+        "trackers: the package 'trackio' cannot be imported (ModuleNotFoundError: No module named 'distutils_of_old'). "
+        "Remedy: pip install --upgrade trackio, or leave it out."
+    )
+
+
 def test_what_cannot_be_tracked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "trackio", None)
     with pytest.raises(MissingExtraError) as missing:
