@@ -256,9 +256,11 @@ class RunPlanner:
         names = [*(name for name in rules if name not in ROLES), *(n for n in self.workload.names if n not in rules)]
         kept = {name: rules[name] for name in ("indivisible", "unannotated") if name in rules}
         data["mesh"] = plan.mesh_data
-        data["rules"] = plan.rules(plan.names(name for name in names if name not in kept)) | kept
+        named, stored = plan.names(name for name in names if name not in kept), self.workload.stored
+        data["rules"] = plan.rules(named, stored) | kept
         own = isinstance(self.job.model, FactoryModel)
-        data["parallel"] = _parallel(data.get("parallel") or {}, plan, own_model=own, shards_embed="embed" in names)
+        stage = plan.own_stage(named, stored)
+        data["parallel"] = _parallel(data.get("parallel") or {}, plan, own_model=own, stage=stage)
         data["model"] = {key: value for key, value in data["model"].items() if own or key != "remat"}
         if plan.grad_accum_steps > 1 or "grad_accum_steps" in (data.get("train") or {}):
             data["train"] = {**(data.get("train") or {}), "grad_accum_steps": plan.grad_accum_steps}
@@ -286,12 +288,12 @@ def _batches(own: int, most: int) -> list[int]:
     return [own * 2**i for i in range(int(math.log2(most // own)) + 1)]
 
 
-def _parallel(own: Mapping[str, Any], plan: Plan, *, own_model: bool, shards_embed: bool) -> dict[str, Any]:
-    """The table ``parallel`` of a plan: what it decides, and what it leaves as it was."""
+def _parallel(own: Mapping[str, Any], plan: Plan, *, own_model: bool, stage: int) -> dict[str, Any]:
+    """The table ``parallel`` of a plan: what it decides, and what it leaves as it was; ``stage`` is that of ZeRO."""
     planned = ("optimizer", "remat", "context", "pipeline", "overlap")
     table = {key: value for key, value in own.items() if key not in planned}
-    if plan.zero in (1, 2) or (plan.zero == 3 and not shards_embed):
-        table["optimizer"] = {"stage": plan.zero, "axis": list(plan.zero_axes)}
+    if stage:
+        table["optimizer"] = {"stage": stage, "axis": list(plan.zero_axes)}
     if plan.remat:
         table["remat"] = plan.remat
     if plan.context_impl is not None and not own_model:

@@ -22,7 +22,7 @@ from jaxpar.planning.search.compiled import PlannedRun
 from jaxpar.planning.search.cost import CostModel
 from jaxpar.planning.search.experts import has_ragged_exchange
 from jaxpar.planning.search.pipeline import StagedModel, pipeline_of, pipeline_table
-from jaxpar.planning.search.plan import BATCH, EMBED, EXPERTS, SEQ, Plan
+from jaxpar.planning.search.plan import BATCH, EXPERTS, SEQ, Plan
 from jaxpar.planning.search.report import PlanReport
 from jaxpar.planning.search.search import FASTEST, CompilerMeasures, SearchOptions, find
 from jaxpar.planning.search.sequence import SequenceSharding
@@ -213,8 +213,10 @@ class ModelPlanner:
 
     def config_of(self, plan: Plan) -> dict[str, Any]:
         """Returns a plan as plain data, as a configuration's YAML file has it."""
-        own = plan.zero if plan.zero in (1, 2) or (plan.zero == 3 and EMBED not in self.workload.names) else 0
-        data: dict[str, Any] = {"mesh": plan.mesh_data, "rules": plan.rules(plan.names(self.workload.names))}
+        work = self.workload
+        names = plan.names(work.names)
+        own = plan.own_stage(names, work.stored)
+        data: dict[str, Any] = {"mesh": plan.mesh_data, "rules": plan.rules(names, work.stored)}
         parallel: dict[str, Any] = {"optimizer": {"stage": own, "axis": list(plan.zero_axes)}} if own else {}
         if plan.remat:
             parallel["remat"] = plan.remat
@@ -228,7 +230,7 @@ class ModelPlanner:
 
     def run_of(self, plan: Plan) -> PlannedRun:
         """Returns what a plan runs."""
-        layout, zero = plan.layout(self.workload.names, plan.devices)
+        layout, zero = plan.layout(self.workload.names, plan.devices, self.workload.stored)
         options = {**self.step, "grad_accum_steps": plan.grad_accum_steps, **zero.step}
         tx = to_host(self.tx) if plan.offload else self.tx
         w = self.workload

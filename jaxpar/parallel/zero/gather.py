@@ -360,9 +360,11 @@ def joinable(dims: Sequence[WeightDims], ws: Sequence[jax.Array]) -> Iterator[tu
     """Yields (number of column shards, indices) of the weights that can form one matrix; 0 for one taken as stored."""
     groups: dict[Any, list[int]] = {}
     for i, (names, w) in enumerate(zip(dims, ws, strict=True)):
-        resolved = [_columns(names, w, role) for role in ("activations", "gradients")]
-        key = (is_exact(names, current_precision()), w.dtype, *resolved)
-        groups.setdefault(i if None in resolved else key, []).append(i)
+        used, grad = (_columns(names, w, role) for role in ("activations", "gradients"))
+        key = (is_exact(names, current_precision()), w.dtype, used, grad)
+        # A gradient has as many blocks of columns as the matrix: it is sharded along these, or along none.
+        fits = used is not None and grad is not None and grad[1] in ((), used[1])
+        groups.setdefault(key if fits else i, []).append(i)
     sizes = current_layout().sizes
     for key, group in groups.items():
         yield 0 if isinstance(key, int) else num_shards_over(key[2][1], sizes), group

@@ -41,12 +41,14 @@ class ChosenLayout:
       name: what it is, in the words of the field.
       reason: who chose it, and why.
       search: the plans that were compared; ``None`` if none were.
+      sharded: how FSDP shards weights without a dim ``embed``; empty if there are none.
     """
 
     layout: Layout
     name: str
     reason: str
     search: Search | None = None
+    sharded: str = ""
 
 
 def choose(
@@ -73,7 +75,6 @@ def choose(
       PlanError: no plan fits.
     """
     devices = jax.devices()
-    names = step.annotation.names
     if isinstance(asked, Layout):
         return ChosenLayout(asked, "the given layout", "layout= names it")
     if isinstance(asked, Rules):
@@ -83,7 +84,7 @@ def choose(
     if isinstance(asked, str) and asked in _NAMED:
         asked = Plan(data=len(devices), zero=_NAMED[asked])
     if isinstance(asked, Plan):
-        return ChosenLayout(planned(asked, names, devices), asked.describe(), "layout= names it")
+        return planned(asked, step, "layout= names it")
     if asked not in (None, "auto"):
         hint = did_you_mean(asked, ("auto", *_NAMED)) if isinstance(asked, str) else ""
         raise ConfigError(
@@ -93,7 +94,7 @@ def choose(
     here = topology_of(devices) if topology is None else str(topology)
     if here is None:
         plan = Plan(data=len(devices), zero=3)
-        return ChosenLayout(planned(plan, names, devices), plan.describe(), _default_reason(devices))
+        return planned(plan, step, _default_reason(devices))
     return _searched(step, Topology.parse(here), devices, options, progress)
 
 
@@ -103,13 +104,16 @@ def topology_of(devices: Sequence[Any]) -> str | None:
     return None if links is None else links.name
 
 
-def planned(plan: Plan, names: Sequence[str], devices: Sequence[Any]) -> Layout:
+def planned(plan: Plan, step: NamedStep, reason: str, search: Search | None = None) -> ChosenLayout:
     """Returns a plan's layout, whose rules replicate what their axes do not divide, except for the batch."""
-    layout, _ = plan.layout(names if BATCH in names else (*names, BATCH), devices)
+    names, stored = step.annotation.names, step.stored
+    names = names if BATCH in names else (*names, BATCH)
+    layout, _ = plan.layout(names, jax.devices(), stored)
     rules = layout.rules.to_dict()
     others = {name: "replicate" for name in layout.rules.table if name != BATCH}
     rules["indivisible"] = {**others, **rules.get("indivisible", {})}
-    return Layout(layout.mesh, Rules.from_dict(rules))
+    sharded = plan.how_stored(names, stored)
+    return ChosenLayout(Layout(layout.mesh, Rules.from_dict(rules)), plan.describe(), reason, search, sharded)
 
 
 def _default_reason(devices: Sequence[Any]) -> str:
@@ -162,7 +166,7 @@ def _searched(
     reason = (
         f"the best of {len(result.candidates)} plans for {topology}, {how}: {best.step_seconds * 1e3:.3g} ms a step"
     )
-    return ChosenLayout(planned(best.plan, found.names, devices), best.plan.describe(), reason, result)
+    return planned(best.plan, step, reason, result)
 
 
 def _stand_in(step: NamedStep) -> optax.GradientTransformation:

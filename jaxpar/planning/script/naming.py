@@ -16,6 +16,7 @@ from jaxpar.planning.names.annotation import Annotation
 from jaxpar.planning.names.given import Given, Patterns
 from jaxpar.planning.names.program import NamedProgram
 from jaxpar.planning.script.trace import StepTrace, evaluate, is_key
+from jaxpar.planning.search.fsdp import StoredArray
 from jaxpar.sharding.names import Names
 from jaxpar.training.model import MakeModel
 
@@ -79,6 +80,13 @@ class NamedStep:
             dims = known[f"batch/{self.trace.call.paths[i]}"]
             found[i] = (BATCH if self.trace.shapes[i].shape[0] > 1 else None, *dims[1:])
         return found
+
+    @property
+    def stored(self) -> tuple[StoredArray, ...]:
+        """The parameters by their dims."""
+        shapes, paths, names = self.trace.shapes, self.trace.call.paths, self.loss_names
+        dims = {i: tuple(zip(names[i], shapes[i].shape, strict=True)) for i in self.params}
+        return tuple(StoredArray(paths[i], dims[i], shapes[i].dtype.itemsize) for i in self.params)
 
     def program(self) -> NamedProgram:
         """Returns the whole step with names for the dims of all its values."""

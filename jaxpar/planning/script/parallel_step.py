@@ -200,6 +200,7 @@ class ParallelStep:
         return [
             f"{self.choice.name} on {len(devices)} {kind} (mesh: {mesh})",
             f"why: {self.choice.reason}",
+            *([self.choice.sharded] if self.choice.sharded else []),
             f"state: {total(lambda a: a.bytes)}, of which a device has {total(lambda a: a.device_bytes(self.layout))}",
         ]
 

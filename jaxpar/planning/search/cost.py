@@ -328,11 +328,12 @@ class CostModel:
         yield self._transfer(plan, f"gather in {where}", "all-gather", first, size * w.compute_bytes * gathers)
         yield self._transfer(plan, f"scatter in {where}", "reduce-scatter", first, size * w.reduce_bytes * runs)
         yield self._transfer(plan, "reduce", "all-reduce", axes[len(first) :], size * w.reduce_bytes)
+        yield self._transfer(plan, "reduce", "all-reduce", group.summed, group.stored * w.reduce_bytes * runs)
         yield self._transfer(plan, "reduce", "all-reduce", across, group.stored * w.reduce_bytes * runs)
 
     def _groups(self, plan: Plan) -> tuple[WeightGroup, ...]:
         """The weights of a plan."""
-        key = "weights", plan.mesh_sizes, plan.tensor, plan.zero > 0
+        key = "weights", plan.mesh_sizes, plan.tensor, plan.zero
         if key not in self._known:
             self._known[key] = weight_groups(plan, self.workload)
         found: tuple[WeightGroup, ...] = self._known[key]

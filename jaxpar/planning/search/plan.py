@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from jaxpar.parallel.zero.stages import Zero
+from jaxpar.planning.search.fsdp import Axes, FsdpDims, StorageAxes, StoredArray, fsdp_dims, over_all, replicated
 from jaxpar.sharding.layout import Layout
 from jaxpar.sharding.mesh import AXES, MeshSpec
 from jaxpar.sharding.rules import Rules
@@ -25,8 +26,8 @@ class Plan:
       pipeline, replica, data, expert, context, ulysses, model: sizes of the mesh axes.
       tensor: the logical dims that are sharded over ``model``.
       sequence_parallel: whether the residual stream is sharded over ``model`` along the sequence.
-      zero: the ZeRO stage. Stage 3 shards the weights where they are used, along ``embed`` if they have it (FSDP), else
-        along ``latent``.
+      zero: the ZeRO stage. Stage 3 shards the weights where they are used (FSDP), along ``embed`` if they have it, else
+        along ``latent`` or the dims that :meth:`fsdp` chooses.
       remat: the recomputation policy of the layers, or "" for what the model itself does.
       grad_accum_steps: microbatches that are run one after the other, without a pipeline.
       microbatches: of a pipeline.
@@ -97,13 +98,29 @@ class Plan:
             return "hybrid" if self.ulysses > 1 else "ring"
         return "ulysses" if self.ulysses > 1 else None
 
-    def rules(self, names: Iterable[str]) -> dict[str, Any]:
+    def rules(self, names: Iterable[str], stored: Sequence[StoredArray] = ()) -> dict[str, Any]:
         """Returns the rules of a model with these logical dims, as plain data.
+
+        Args:
+          names: of the model.
+          stored: its weights. Without them FSDP shards those alone that have ``embed`` or ``latent``.
 
         >>> Plan(data=4, model=2, tensor=("mlp",), zero=3).rules(("batch", "embed", "mlp"))
         {'batch': ['replica', 'data'], 'embed': None, 'mlp': 'model', 'params': {'embed': ['data']}}
         """
         names = tuple(names)
+        axes = self._axes(names)
+        table: dict[str, Any] = {name: axes.get(name) for name in names}
+        if self.zero == 3 and EMBED in table:
+            chosen = self.fsdp(names, stored)
+            if chosen is None:
+                table["params"] = {name: self._stored(name) for name in (EMBED, LATENT) if name in table}
+            elif chosen.rules is not None:
+                table["params"] = dict(chosen.rules)
+        return table
+
+    def _axes(self, names: Collection[str]) -> dict[str, Any]:
+        """Dim name → its rule in weights and activations, of all dims that the plan shards."""
         axes: dict[str, Any] = {BATCH: ["replica", "data"], SEQ: ["context", "ulysses"]}
         if EXPERTS in names:
             axes[BATCH], axes[EXPERTS] = ["replica", "data", "expert"], "expert"
@@ -112,10 +129,67 @@ class Plan:
         if self.pipeline > 1:
             axes[LAYERS] = "pipeline"
             axes[VOCAB] = ["pipeline", *(["model"] if VOCAB in self.tensor else [])]
-        table: dict[str, Any] = {name: axes.get(name) for name in names}
-        if self.zero == 3 and EMBED in table:
-            table["params"] = {name: self._stored(name) for name in (EMBED, LATENT) if name in table}
-        return table
+        return axes
+
+    def storage(self, names: Iterable[str]) -> StorageAxes:
+        """Returns the axes over which ZeRO stores the weights of a model with these logical dims."""
+        names = tuple(names)
+        rules = {name: (axes,) if isinstance(axes, str) else axes for name, axes in self._axes(names).items()}
+        used: dict[str | None, Axes] = {
+            name: tuple(axis for axis in axes if self.mesh[axis] > 1) for name, axes in rules.items()
+        }
+        never = {BATCH, SEQ, RESIDUAL_SEQ, EXPERTS, *(name for name in names if LAYERS in name)}
+        first = tuple(name for name in (EMBED, LATENT) if name in names)
+        never |= {name for name in used if name is not None and used[name]}
+        return StorageAxes(self.mesh, self.zero_axes, used, never, first)
+
+    def fsdp(self, names: Iterable[str], stored: Sequence[StoredArray]) -> FsdpDims | None:
+        """Returns the dims along which FSDP shards the weights; ``None`` for ``embed`` and ``latent``, which suffice.
+
+        Args:
+          names: of the model.
+          stored: its weights.
+        """
+        return fsdp_dims(stored, self.storage(names)) if self.zero_axes else None
+
+    def how_stored(self, names: Iterable[str], stored: Sequence[StoredArray]) -> str:
+        """Returns how FSDP shards weights that have no dim ``embed``, and which weights ZeRO leaves replicated, if any.
+
+        Args:
+          names: of the model.
+          stored: its weights.
+        """
+        names = tuple(names)
+        chosen = self.fsdp(names, stored) if self.zero == 3 and EMBED in names else None
+        found = self.stored_over(names, stored)
+        whole = replicated([array for array in stored if found.get(array.path) == ()])
+        return "; ".join(text for text in ("" if chosen is None else chosen.reason, whole) if text)
+
+    def stored_over(self, names: Collection[str], stored: Sequence[StoredArray]) -> Mapping[str, Axes]:
+        """Returns the path of each weight that the axes of ZeRO may not all shard → those that do.
+
+        Args:
+          names: of the model.
+          stored: its weights.
+        """
+        if not self.zero_axes:
+            return {}
+        chosen = self.fsdp(names, stored) if self.zero == 3 and EMBED in names else None
+        if chosen is not None:
+            return chosen.found
+        return over_all(stored, self.storage(names)) if self.own_stage(names) else {}
+
+    def own_stage(self, names: Collection[str], stored: Sequence[StoredArray] = ()) -> int:
+        """Returns the ZeRO stage that the step needs beside the rules: 0 where rules alone shard the weights (FSDP).
+
+        Args:
+          names: of the model.
+          stored: its weights.
+        """
+        if self.zero < 3 or EMBED not in names:
+            return self.zero
+        chosen = self.fsdp(names, stored)
+        return 3 if chosen is not None and chosen.rules is None else 0
 
     def _stored(self, name: str) -> Any:
         """The rule for a dim of stored weights: over all axes of ZeRO; of experts, over those but ``expert``."""
@@ -136,16 +210,22 @@ class Plan:
         """The axes of more than one device, as a configuration has them."""
         return {axis: size for axis, size in self.mesh.items() if size > 1} or {"data": 1}
 
-    def layout(self, names: Iterable[str], devices: Sequence[Any] | int | None = None) -> tuple[Layout, Zero]:
+    def layout(
+        self,
+        names: Iterable[str],
+        devices: Sequence[Any] | int | None = None,
+        stored: Sequence[StoredArray] = (),
+    ) -> tuple[Layout, Zero]:
         """Returns the plan's layout of a model with these logical dims, and its ZeRO stage.
 
         Args:
           names: of the model.
           devices: of the mesh; by default all of this machine, and for a number an abstract mesh of so many.
+          stored: the model's weights, as for :meth:`rules`.
         """
         names = self.names(names)
-        zero = Zero(self.zero if self.zero < 3 or EMBED not in names else 0, self.zero_axes or "data")
-        rules = zero.rules(Rules.from_dict(self.rules(names)))
+        zero = Zero(self.own_stage(names, stored), self.zero_axes or "data")
+        rules = zero.rules(Rules.from_dict(self.rules(names, stored)))
         spec = MeshSpec(**self.mesh_data)
         return Layout(spec.abstract(devices) if isinstance(devices, int) else spec.build(devices), rules), zero
 

@@ -81,7 +81,8 @@ class PlanReport:
         Raises:
           MeshError: there are more or fewer of them than the plan is for.
         """
-        return self.best.plan.layout(self.planner.workload.names, devices)[0]
+        work = self.planner.workload
+        return self.best.plan.layout(work.names, devices, work.stored)[0]
 
     def why(self) -> str:
         """Returns why the best plan beats the next one of another kind, in one sentence."""
@@ -130,8 +131,11 @@ class PlanReport:
         """Returns how the search went: what was compiled, what failed, and what was left out."""
         found, compiled = self.search, len(self.search.ranked)
         left = found.waiting()
+        work, plan = self.planner.workload, found.ranked[0].plan if compiled else Plan()
+        stored = plan.how_stored(plan.names(work.names), work.stored)
         lines = [
             *found.notes,
+            *([f"{plan.describe()}: {stored}"] if stored else []),
             f"{len(found.candidates):,} plans fit by their estimate, {found.too_large:,} do not; {compiled} compiled",
         ]
         if left:

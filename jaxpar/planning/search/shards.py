@@ -66,6 +66,7 @@ class WeightGroup:
       elements: those that a device uses; gathered, but without those of other stages, experts and parts of tensors.
       axes: the axes of ZeRO that shard them where they are stored.
       others: the number of devices along these axes.
+      summed: the other axes of ZeRO, which shard none of their dims: they are whole along these, as their gradients.
     """
 
     layered: bool
@@ -73,6 +74,7 @@ class WeightGroup:
     elements: float
     axes: Axes
     others: int
+    summed: Axes = ()
 
     @property
     def stored(self) -> float:
@@ -86,12 +88,16 @@ def weight_groups(plan: Plan, workload: Workload) -> tuple[WeightGroup, ...]:
 
 
 def _groups(plan: Plan, workload: Workload) -> Iterator[WeightGroup]:
-    shards, sums = Shards(plan), dict[tuple[bool, bool], float]()
+    shards, sums = Shards(plan), dict[tuple[bool, bool, Axes], float]()
+    found = plan.stored_over(plan.names(workload.names), workload.stored)
+    # Along `expert` devices have other experts, so those are neither gathered nor summed over it.
+    every = {of: tuple(axis for axis in plan.zero_axes if axis != "expert" or not of) for of in (False, True)}
     for p in workload.params:
         names = dict(p.factors)
-        kind = LAYERS in names, EXPERTS in names
+        experts = EXPERTS in names
+        kind = LAYERS in names, experts, found.get(p.path, every[experts])
         sums[kind] = sums.get(kind, 0.0) + shards.local(p.factors)
-    for (layered, experts), elements in sums.items():
-        # Along `expert` devices have other experts, so those are neither gathered nor summed over it.
-        axes = tuple(axis for axis in plan.zero_axes if axis != "expert" or not experts)
-        yield WeightGroup(layered, experts, elements, axes, math.prod(plan.mesh[axis] for axis in axes))
+    for (layered, experts, axes), elements in sums.items():
+        others = math.prod(plan.mesh[axis] for axis in axes)
+        summed = tuple(axis for axis in every[experts] if axis not in axes)
+        yield WeightGroup(layered, experts, elements, axes, others, summed)

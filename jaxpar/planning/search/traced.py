@@ -16,11 +16,13 @@ from jaxpar.planning.layers.remat import applicable, recomputed
 from jaxpar.planning.names.annotate import trace_loss
 from jaxpar.planning.names.program import NamedProgram
 from jaxpar.planning.names.propagate import TracedValue, Visited
+from jaxpar.planning.search.fsdp import StoredArray
 from jaxpar.planning.search.plan import LAYERS
 from jaxpar.planning.search.workload import Backward, ExpertLayers, Factor, Factors, KeptArray, Matmul, Workload
 from jaxpar.training.loss import LossFn, LossProgram
-from jaxpar.training.model import MakeModel, build_shapes
+from jaxpar.training.model import MakeModel, ModelParts, build_shapes, leaves_with_paths, show
 from jaxpar.training.remat import RematPolicy
+from jaxpar.utils.arrays import itemsize
 from jaxpar.utils.jaxprs import opened
 
 _PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
@@ -89,7 +91,8 @@ def workload(
             name, size = program.names.of(dim).name, program.names.classes.size(dim)
             if name is not None:
                 sizes[name] = max(sizes.get(name, 1), size)
-    shapes = build_shapes(make_model).params
+    parts = build_shapes(make_model)
+    shapes = parts.params
     state = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(tx.init, shapes)))
     kept = next(iter(backward.values())).kept
     items = compute_bytes or max((2, 4), key=lambda n: sum(h.bytes for h in kept if h.itemsize == n))
@@ -116,6 +119,16 @@ def workload(
         reduce_bytes=reduce_bytes,
         experts=experts,
         in_pieces=in_pieces,
+        stored=stored_arrays(parts),
+    )
+
+
+def stored_arrays(parts: ModelParts) -> tuple[StoredArray, ...]:
+    """Returns the parameters of a model by their dims; one that is not annotated has dims without names."""
+    names = dict(parts.dims)
+    arrays = ((path, x, names.get(("params", *path), (None,) * x.ndim)) for path, x in leaves_with_paths(parts.params))
+    return tuple(
+        StoredArray(show(path), tuple(zip(own, x.shape, strict=True)), itemsize(x.dtype)) for path, x, own in arrays
     )
 
 

@@ -13,7 +13,8 @@ from functools import cached_property
 
 from jaxpar.parallel.experts.options import ExpertCall
 from jaxpar.planning.layers.find import RepeatedLayers
-from jaxpar.planning.search.plan import BATCH, EMBED, SEQ
+from jaxpar.planning.search.fsdp import StoredArray
+from jaxpar.planning.search.plan import BATCH, SEQ
 
 type Factor = tuple[str | None, int]
 """A factor of a dim: its name, if it has one, and its size."""
@@ -134,6 +135,7 @@ class Workload:
       experts: the layers with experts.
       in_pieces: as ``backward``, where devices process the tokens of experts in pieces, which are computed again in the
         backward pass; empty without experts.
+      stored: the parameters again, by their dims as rules see them.
     """
 
     matmuls: tuple[Matmul, ...]
@@ -149,6 +151,7 @@ class Workload:
     reduce_bytes: int = 4
     experts: tuple[ExpertLayers, ...] = ()
     in_pieces: Mapping[str, Backward] = field(default_factory=dict)
+    stored: tuple[StoredArray, ...] = ()
 
     @cached_property
     def param_bytes(self) -> int:
@@ -202,12 +205,6 @@ class Workload:
         )
         sizes = {**self.sizes, BATCH: batch}
         return replace(self, matmuls=matmuls, backward=backward, in_pieces=in_pieces, sizes=sizes)
-
-    @property
-    def embed_share(self) -> float:
-        """The fraction of the parameters' bytes that has the dim ``embed``."""
-        have = sum(p.bytes for p in self.params if any(name == EMBED for name, _ in p.factors))
-        return have / max(self.param_bytes, 1)
 
 
 def count(*factors: Factors) -> int:

@@ -119,6 +119,28 @@ def test_each_gradient_lies_as_its_rules_say() -> None:
         assert grad.sharding.is_equivalent_to(want, 3)
 
 
+def test_weights_whose_columns_are_sharded_where_they_are_stored() -> None:
+    """FSDP along the last dim: the gradient of a joined matrix would have blocks that the matrix does not have."""
+    rng = np.random.default_rng(0)
+    x, up, gate = (rng.normal(size=shape).astype(np.float32) for shape in ((8, 6), (6, 8), (6, 16)))
+    layout = jp.Layout(
+        jp.MeshSpec(data=8).build(), jp.Rules(batch="data", mlp=None, embed=None, params={"embed": "data"})
+    )
+    dims = ("mlp", "embed")
+
+    def loss(x: Any, *ws: Any, parallel: bool) -> Any:
+        found = jp.sharded_dot(x, *((w, dims) for w in ws)) if parallel else [x @ w for w in ws]
+        return sum((y**3).sum() for y in found)
+
+    expected = jax.grad(lambda *ws: loss(x, *ws, parallel=False), (0, 1))(up, gate)
+    with layout:
+        stored = [jax.device_put(w, layout.sharding(dims, w.shape, role="params")) for w in (up, gate)]
+        grads = jax.jit(jax.grad(lambda *ws: loss(x, *ws, parallel=True), (0, 1)))(*stored)
+    for found, own, w in zip(grads, expected, stored, strict=True):
+        np.testing.assert_allclose(found, own, rtol=1e-5, atol=1e-4)
+        assert found.sharding.is_equivalent_to(w.sharding, 2)
+
+
 def test_weights_of_different_dtypes_meet_in_the_compute_dtype() -> None:
     x, (q, k, v) = inputs(4)
     pairs = ((q, Q), (jnp.asarray(k, jnp.bfloat16), KV), (v, KV))
