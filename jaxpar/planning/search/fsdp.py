@@ -17,7 +17,6 @@ from jaxpar.analysis.units import show_bytes
 from jaxpar.parallel.zero.stages import Zero
 from jaxpar.sharding.rules import Axes, over
 
-
 SMALL = over("data", Zero().min_bytes).min_bytes
 """Smaller weights need not be sharded; as for ``Zero``."""
 NEGLIGIBLE = 1 / 1024
