@@ -177,7 +177,7 @@ def listed(recipes: Iterable[Recipe]) -> str:
     text += [
         "fits, peak: whether a step fits into a device's memory, and its peak in bytes",
         "step: by the roofline of the program that the chips' compiler made; sent: bytes",
-        "that a device sends in a step.  ~: estimated, there is no such compiler.",
+        "that a device sends in a step.  ~: estimated, not compiled.",
         "jaxpar gallery NAME shows a recipe and the commands that run it.",
     ]
     return "\n".join(text) + "\n"
@@ -213,11 +213,11 @@ def shown(recipe: Recipe, *, full: bool = False) -> str:
         text = comments + yaml.safe_dump(merged(recipe.file), sort_keys=False, default_flow_style=None, width=120)
     name = f"gallery/{recipe.name}"
     commands = [
-        (f"jaxpar explain {name} --topology {recipe.chips}", "how each tensor is sharded"),
+        (f"jaxpar explain {name} --topology {recipe.chips}", "how each tensor is sharded, and why"),
         (f"jaxpar check {name} --topology {recipe.chips}", "compile it without the chips (extra tpu or gpu)"),
         (f"jaxpar train {name}", "on those chips"),
     ]
-    lines = ["", *_figure_lines(recipe), *(f"#   {line}" for line in aligned(commands))]
+    lines = ["", *_figure_lines(recipe), *(line for text, why in commands for line in (f"# {why}:", f"#   {text}"))]
     if merged(recipe.file)["data"].get("source") == "synthetic":
         lines += ["# on text of your own, add", "#   --set data.source=FOLDER --set data.tokenizer=tokenizer.json"]
     return text + "\n".join(lines) + "\n"
@@ -228,9 +228,9 @@ def _figure_lines(recipe: Recipe) -> list[str]:
     if found is None:
         return [f"# {recipe.chips}: not measured"]
     fits, step, wire = _cells(found)
-    how = "compiled" if found.source == "compiled" else "estimated, because there is no compiler for these chips"
+    how = "compiled" if found.source == "compiled" else "estimated, not compiled"
     memory = show_bytes(round(found.memory_bytes))
-    return [f"# {recipe.chips}, {how}: fits: {fits} of {memory}; step {step}; a device sends {wire}"]
+    return [f"# {recipe.chips}, {how}:", f"#   fits: {fits} of {memory}; step {step}; a device sends {wire}"]
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ def test_the_list_fits_80_columns_and_imports_no_jax() -> None:
 def test_a_recipe_is_shown_with_its_commands(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["gallery", "pretrain_8b_v5p", "--full"]) == 0
     text = capsys.readouterr().out
-    assert "jaxpar check " in text and " --topology v5p:2x4x4 " in text
+    assert "jaxpar check " in text and " --topology v5p:2x4x4\n" in text
     alone = tmp_path / "pretrain_8b_v5p.yaml"
     alone.write_text(text, encoding="utf-8")
     assert gallery.digest(alone) == gallery.digest(gallery.find_recipe(alone.stem, RECIPES).file)

@@ -22,6 +22,7 @@ from jaxpar.app.launch import heartbeat
 from jaxpar.app.train import spikes
 from jaxpar.app.train.checkpointing import Saver, for_all_processes, naming, resume
 from jaxpar.app.train.compile import run_until_signal
+from jaxpar.app.train.compiler_log import shorter_log
 from jaxpar.app.train.goodput import Goodput
 from jaxpar.app.train.metrics import MetricsWriter, loss_metrics, peak_flops
 from jaxpar.app.train.process_sync import ProcessStatus, StatusExchange, Stragglers
@@ -136,7 +137,8 @@ class Run:
         self._heldout = [self._put(batch) for batch in self._data.heldout]
         self._take_batch()
         heartbeat.begin("compile")
-        with self._console.status("compiling the step ..."), account.spend("compile"):
+        tell = lambda line: self._console.print(escape(line))
+        with shorter_log(tell), self._console.status("compiling the step ..."), account.spend("compile"):
             started = time.perf_counter()
             summary.signal = run_until_signal(lambda quiet: self._compile(found, quiet), self._exchange, self._stop)
             summary.compile_seconds = time.perf_counter() - started
