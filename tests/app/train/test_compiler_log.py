@@ -10,7 +10,7 @@ import sys
 PROGRAM = """
 import os, sys
 from jaxpar.app.train.compiler_log import shorter_log
-warning = b"W1126 [SPMD] Involuntary full rematerialization. From {a} to {b} for HLO operation %p.2 = f32[4,8]{1,0} ...\\n"
+warning = b"W1126 [SPMD] Involuntary full rematerialization. From {a} for HLO operation %p.2 = f32[4,8]{1,0} ...\\n"
 with shorter_log(print):
     os.write(2, warning + b"another line\\n" + warning)
 os.write(2, b"after it\\n")
