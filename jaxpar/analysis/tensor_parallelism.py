@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from jaxpar.analysis.roofline import show_time
-from jaxpar.analysis.units import aligned, show_bytes
+from jaxpar.analysis.units import show_bytes, table_lines
 from jaxpar.errors import JaxparError
 from jaxpar.parallel.tensor.grid import KINDS, grid, rules
 from jaxpar.parallel.tensor.traffic import Matmuls
@@ -23,6 +23,7 @@ from jaxpar.training.loss import loss_of
 from jaxpar.training.model import MakeModel
 from jaxpar.training.state import abstract_state
 from jaxpar.utils.contexts import matmul_observer
+from jaxpar.utils.terminal import fit
 
 _COLUMNS = ("kind", "mesh", "sent forward", "sent in all", "links", "compute", "step", "weights", "inputs")
 
@@ -90,8 +91,12 @@ class TensorPlans:
         return min(possible, key=lambda plan: plan.seconds, default=None)
 
     def __str__(self) -> str:
+        return self.to_text()
+
+    def to_text(self, width: int | None = None) -> str:
+        """Returns the report, in lines of at most ``width`` columns."""
         whole = [plan.cells() for plan in self.plans if not plan.problem]
-        lines = aligned([_COLUMNS, *whole])
+        lines = table_lines([_COLUMNS, *whole], width, below=(4, 5, 7, 8), labels=True)
         lines += [": ".join(plan.cells()[::2]) for plan in self.plans if plan.problem]
         best, others = self.best, [plan for plan in self.plans if not plan.problem and plan is not self.best]
         if best is not None:
@@ -99,7 +104,7 @@ class TensorPlans:
             verdict = f"{best.name} wins with {show_time(best.seconds)} a layer"
             lines.append(f"{verdict}, against {against}." if against else f"{verdict}.")
         head = f"Matmuls of one layer, forward and backward, on {self.topology}: a model, not a measurement."
-        return "\n".join([head, *lines, ""])
+        return fit("\n".join([head, *lines, ""]), width)
 
     def to_json(self) -> str:
         """Returns every field as JSON."""

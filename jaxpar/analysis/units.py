@@ -55,12 +55,16 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
-def table_lines(rows: Sequence[Sequence[str]], width: int | None = None) -> list[str]:
-    """Returns the rows of a table as lines; where they are wider than ``width``, the last cells stand below the others.
+def table_lines(
+    rows: Sequence[Sequence[str]], width: int | None = None, *, below: Sequence[int] = (-1,), labels: bool = False
+) -> list[str]:
+    """Returns the rows of a table as lines; where they are wider than ``width``, some cells stand below the others.
 
     Args:
-      rows: the head first. The last cell of a row is text, the others are names and numbers.
+      rows: the head first.
       width: the number of columns; ``None`` for any.
+      below: the columns that stand below, if necessary.
+      labels: whether their heads stand before them there.
 
     >>> table_lines([("kind", "count", "from"), ("all-gather", "2", "model.py:3")], 20)
     ['kind        count', 'all-gather  2', '    model.py:3']
@@ -68,9 +72,14 @@ def table_lines(rows: Sequence[Sequence[str]], width: int | None = None) -> list
     lines = aligned(rows)
     if width is None or max(map(len, lines)) <= width:
         return lines
-    first = aligned([row[:-1] for row in rows])
-    below = ["", *(row[-1] for row in rows[1:])]  # the text needs no head
-    return [line for pair in zip(first, below, strict=True) for line in (pair[0], pair[1] and f"    {pair[1]}") if line]
+    head, *others = rows
+    last = [i % len(head) for i in below]
+    first, *narrow = aligned([[cell for i, cell in enumerate(row) if i not in last] for row in rows])
+    found = [first]
+    for line, row in zip(narrow, others, strict=True):
+        cells = (f"{head[i]} {row[i]}" if labels else row[i] for i in last if row[i])
+        found += [line, *([f"    {text}"] if (text := ", ".join(cells)) else [])]
+    return found
 
 
 def html_table(rows: Sequence[Sequence[str]], head: Sequence[str] = ()) -> str:

@@ -37,6 +37,7 @@ from jaxpar.planning.search.workload import Workload
 from jaxpar.sharding.hardware.topology import Topology
 from jaxpar.sharding.rules import ROLES
 from jaxpar.training.remat import RematPolicy
+from jaxpar.utils.terminal import say, terminal_width
 from jaxpar.utils.yaml_config import build, load_yaml, override
 
 _REMAT = ("none", "save_outputs", "save_attention", "dots", "full")
@@ -90,11 +91,11 @@ def go(config: Path, settings: Sequence[str], topology: str, options: PlanOption
         chosen.space,
         CompilerMeasures(planner.run_of, parsed),
         SearchOptions(options.objective, at_most=options.programs, given=planner.given(parsed.devices)),
-        progress=lambda line: print(line, flush=True),
+        progress=say,
     )
     searched.notes = (*chosen.notes, *searched.notes, *planner.notes)
     report = PlanReport(searched, planner)
-    print(f"\n{report}", end="")
+    print(f"\n{report.to_text(terminal_width())}", end="")
     if outputs.json is not None:
         outputs.json.write_text(report.to_json(), encoding="utf-8")
     write_best(report, planner, outputs)

@@ -10,6 +10,7 @@ from jaxpar.errors import PlanError
 from jaxpar.planning.search.scaling import ScaleOptions, scale
 from jaxpar.planning.search.topologies import Goals, compare_topologies
 from jaxpar.sharding.hardware.topology import Topology
+from jaxpar.utils.terminal import say, terminal_width
 
 
 def go_topologies(
@@ -25,9 +26,9 @@ def go_topologies(
     parsed = [Topology.parse(name) for name in topologies.split(",")]
     planner = RunPlanner(config, settings)
     report = compare_topologies(
-        planner, lambda topology: planner.space(max_batch, topology), parsed, goals, progress=_print
+        planner, lambda topology: planner.space(max_batch, topology), parsed, goals, progress=say
     )
-    print(f"\n{report}", end="")
+    print(f"\n{report.to_text(terminal_width())}", end="")
     if outputs.json is not None:
         outputs.json.write_text(report.to_json(), encoding="utf-8")
     write_best(report.best, planner, outputs)
@@ -43,14 +44,10 @@ def go_scale(config: Path, settings: Sequence[str], kind: str, options: ScaleOpt
     if outputs.yaml is not None:
         raise PlanError("--scale plans many sizes, but --output writes one. Remedy: plan one topology for --output.")
     planner = RunPlanner(config, settings)
-    report = scale(planner, planner.space(), kind.partition(":")[0], options, progress=_print)
-    print(f"\n{report}", end="")
+    report = scale(planner, planner.space(), kind.partition(":")[0], options, progress=say)
+    print(f"\n{report.to_text(terminal_width())}", end="")
     if outputs.json is not None:
         outputs.json.write_text(report.to_json(), encoding="utf-8")
     if outputs.picture is not None:
         report.draw().savefig(outputs.picture)
     return 0
-
-
-def _print(line: str) -> None:
-    print(line, flush=True)

@@ -9,6 +9,7 @@ from typing import Annotated
 from tyro.conf import Positional, UseAppendAction, arg
 
 from jaxpar.errors import ConfigError
+from jaxpar.utils.terminal import terminal_width
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class TensorCommand:
         batch = jax.tree.map(lambda leaf: leaf.value, job.batch_spec(), is_leaf=lambda leaf: isinstance(leaf, Tagged))
         run = (job.make_model, job.tx, job.loss_fn, batch)
         found = jp.tensor.compare_tensor(*run, topology=self.topology, layouts=rules, devices=self.devices)
-        print(found, end="")
+        print(found.to_text(terminal_width()), end="")
         if self.json is not None:
             self.json.write_text(found.to_json(), encoding="utf-8")
         return 0 if found.best is not None else 1

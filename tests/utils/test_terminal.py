@@ -127,3 +127,12 @@ def test_a_report_in_a_narrow_terminal_is_its_summary(monkeypatch: pytest.Monkey
     assert max(map(len, narrow.splitlines())) <= 60 and narrow.startswith(report.summary(60))
     monkeypatch.setenv("COLUMNS", "300")
     assert str(report) == report.to_text()
+
+
+def test_the_cells_of_a_plan_stand_below_its_numbers() -> None:
+    rows = [("", "plan", "step", "peak", ""), ("1", "data 4 × model 2", "2 ms", "3 MiB", "as given")]
+    assert table_lines(rows, 24, below=(1, -1)) == ["   step  peak", "1  2 ms  3 MiB", "    data 4 × model 2, as given"]
+    assert table_lines(rows, 24, below=(1, 3), labels=True)[1:] == [
+        "1  2 ms  as given",
+        "    plan data 4 × model 2, peak 3 MiB",
+    ]

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from jaxpar.analysis.roofline import show_time
-from jaxpar.analysis.units import aligned, html_table, show_bytes
+from jaxpar.analysis.units import html_table, show_bytes, table_lines
 from jaxpar.errors import PlanError
 from jaxpar.planning.search.compiled import PlannedRun
 from jaxpar.planning.search.pareto import draw_front, seconds
@@ -18,6 +18,7 @@ from jaxpar.planning.search.search import TOLERANCE, Candidate, Search
 from jaxpar.planning.search.workload import Workload
 from jaxpar.sharding.hardware.links import Links
 from jaxpar.sharding.layout import Layout
+from jaxpar.utils.terminal import fit
 
 _COLUMNS = ("", "plan", "step", "MFU", "sends", "exposed", "peak", "")
 _MOST_SHOWN = 8
@@ -150,9 +151,13 @@ class PlanReport:
         return lines
 
     def __str__(self) -> str:
+        return self.to_text()
+
+    def to_text(self, width: int | None = None) -> str:
+        """Returns the report, in lines of at most ``width`` columns."""
         lines = [self.headline(), f"why: {self.why()}", ""]
-        lines += [*aligned([self.columns, *self.rows()]), "", *self.remarks()]
-        return "\n".join(lines) + "\n"
+        lines += [*table_lines([self.columns, *self.rows()], width, below=(1, -1)), "", *self.remarks()]
+        return fit("\n".join(lines) + "\n", width)
 
     def _repr_html_(self) -> str:
         notes = "".join(f"<li>{html.escape(line)}</li>" for line in self.remarks())

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from jaxpar.analysis.roofline import show_time
-from jaxpar.analysis.units import aligned, show_bytes
+from jaxpar.analysis.units import show_bytes, table_lines
 from jaxpar.errors import PlanError
 from jaxpar.planning.search.best_estimate import best_estimate
 from jaxpar.planning.search.compiled import CompiledPlan
@@ -25,6 +25,7 @@ from jaxpar.sharding.hardware.accelerators import ACCELERATORS
 from jaxpar.sharding.hardware.links import Links, likely_shape
 from jaxpar.sharding.hardware.topology import Topology
 from jaxpar.utils.plotting import new_figure
+from jaxpar.utils.terminal import fit
 
 type Scaling = Literal["weak", "strong"]
 _COLUMNS = ("chips", "topology", "batch", "plan", "step", "MFU", "tokens/s", "efficiency", "peak", "network", "")
@@ -111,7 +112,12 @@ class ScalingReport:
         ]
 
     def __str__(self) -> str:
-        return "\n".join([*aligned([_COLUMNS, *self.rows()]), "", *self.remarks()]) + "\n"
+        return self.to_text()
+
+    def to_text(self, width: int | None = None) -> str:
+        """Returns the report, in lines of at most ``width`` columns."""
+        table = table_lines([_COLUMNS, *self.rows()], width, below=(3, -2, -1))
+        return fit("\n".join([*table, "", *self.remarks()]) + "\n", width)
 
     def to_json(self) -> str:
         """Returns every point as JSON."""

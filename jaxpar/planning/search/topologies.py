@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jaxpar.analysis.roofline import show_time
-from jaxpar.analysis.units import aligned, show_bytes
+from jaxpar.analysis.units import show_bytes, table_lines
 from jaxpar.errors import PlanError, listing
 from jaxpar.planning.search.best_estimate import Estimate, best_estimate
 from jaxpar.planning.search.cost import CostModel
@@ -19,6 +19,7 @@ from jaxpar.planning.search.report import Planner, PlanReport
 from jaxpar.planning.search.search import TOLERANCE, CompilerMeasures, Objective, SearchOptions, find
 from jaxpar.planning.search.space import Space
 from jaxpar.sharding.hardware.topology import Topology
+from jaxpar.utils.terminal import fit
 
 Goal = Literal["time", "memory", "chips", "price"]
 
@@ -172,7 +173,12 @@ class TopologyReport:
         return ("", "topology", "chips", "plan", "step", "peak", *dollars, "")
 
     def __str__(self) -> str:
-        return "\n".join([*aligned([self.columns, *self.rows()]), "", str(self.best)])
+        return self.to_text()
+
+    def to_text(self, width: int | None = None) -> str:
+        """Returns the report, in lines of at most ``width`` columns."""
+        table = table_lines([self.columns, *self.rows()], width, below=(3, -1))
+        return fit("\n".join([*table, "", self.best.to_text(width)]), width)
 
     def to_json(self) -> str:
         """Returns the topologies, and the plans of the best one, as JSON."""
