@@ -15,4 +15,13 @@ def call_site() -> str:
     frame = sys._getframe()
     while frame.f_back is not None and _LIBRARIES.match(frame.f_globals.get("__name__", "")):
         frame = frame.f_back
-    return f"{frame.f_code.co_qualname} ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"
+    return f"{short_name(frame.f_code.co_qualname)} ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"
+
+
+def short_name(qualified: str) -> str:
+    """Returns a function's qualified name without the functions around it; of a lambda, the function around it.
+
+    >>> short_name("Attention.__call__"), short_name("block.<locals>.attend.<locals>.<lambda>")
+    ('Attention.__call__', 'attend')
+    """
+    return next((name for name in reversed(qualified.split(".<locals>.")) if name != "<lambda>"), qualified)

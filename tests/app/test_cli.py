@@ -124,8 +124,7 @@ def test_check_groups_problems_by_their_cause(capsys: pytest.CaptureFixture[str]
     assert cause == (
         "1. the dim 'batch' has size 6, which is not a multiple of data=4 (rule batch = (replica, data)). Remedy: "
         "change the size, the rule or the mesh, or leave such dims "
-        "unsharded: indivisible={'batch': 'replicate'} (YAML: "
-        "indivisible: {batch: replicate})."
+        "unsharded: rules: {indivisible: {batch: replicate}}."
     )
     assert tensors.startswith("   14 tensors: batch/targets [6, 16] (batch, seq); ") and tensors.endswith("11 more")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import re
 import signal
 import sys
 import tempfile
@@ -126,7 +127,7 @@ def describe(error: BaseException) -> str:
         return "stopped by Ctrl-C"
     text = "".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in str(error)).strip()
     if isinstance(error, JaxparError):
-        return f"{type(error).__name__}: {'\n'.join(map(_shortened, text.split('\n')))}"
+        return f"{type(error).__name__}: {'\n'.join(map(_shortened, in_yaml(text).split('\n')))}"
     text = _shortened(text)
     frame = traceback.extract_tb(error.__traceback__)[-1:]
     where = f"raised at {frame[0].filename}:{frame[0].lineno}, in {frame[0].name}. " if frame else ""
@@ -139,6 +140,16 @@ def describe(error: BaseException) -> str:
     except OSError:
         return f"{''.join(traceback.format_exception(error))}{head}"
     return f"{head}The full traceback is in {file.name}."
+
+
+def in_yaml(text: str) -> str:
+    """Returns an error's text for a person who writes YAML: of a remedy in Python and in YAML, only the second.
+
+    >>> in_yaml("leave it unsharded: indivisible={'batch': 'replicate'} (YAML: indivisible: {batch: replicate}).")
+    'leave it unsharded: rules: {indivisible: {batch: replicate}}.'
+    """
+    text = re.sub(r"indivisible=\{[^}]*\} \(YAML: (indivisible: \{[^}]*\})\)", r"rules: {\1}", text)
+    return re.sub(r"(\w+)=(?:(?! \(YAML: )[^\n])* \(YAML: (\1: [^\n]*?[]}])\)", r"\2", text)
 
 
 def _shortened(text: str) -> str:

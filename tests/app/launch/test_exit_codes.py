@@ -13,7 +13,7 @@ import pytest
 
 from jaxpar import errors
 from jaxpar.app.cli import main
-from jaxpar.app.launch.exit_codes import ExitCode, exit_code, last_line
+from jaxpar.app.launch.exit_codes import ExitCode, exit_code, in_yaml, last_line
 from jaxpar.parallel.pipeline.schedules import describe
 
 
@@ -116,3 +116,9 @@ def test_an_error_of_ours_is_short_too_and_keeps_its_remedy(failing: Any) -> Non
 
 def test_ctrl_c_ends_a_command_in_one_line(failing: Any) -> None:
     assert failing(KeyboardInterrupt()) == (130, "stopped by Ctrl-C\n")
+
+
+def test_a_remedy_on_the_command_line_is_in_yaml() -> None:
+    text = "stages differ. Remedy: layers_per_stage=(2, 1), one number per piece (YAML: layers_per_stage: [2, 1]), or more."
+    assert in_yaml(text) == "stages differ. Remedy: layers_per_stage: [2, 1], or more."
+    assert in_yaml("axis=3 is wrong. Remedy: a=1.") == "axis=3 is wrong. Remedy: a=1."
