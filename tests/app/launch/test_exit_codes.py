@@ -119,6 +119,6 @@ def test_ctrl_c_ends_a_command_in_one_line(failing: Any) -> None:
 
 
 def test_a_remedy_on_the_command_line_is_in_yaml() -> None:
-    text = "stages differ. Remedy: layers_per_stage=(2, 1), one number per piece (YAML: layers_per_stage: [2, 1]), or more."
-    assert in_yaml(text) == "stages differ. Remedy: layers_per_stage: [2, 1], or more."
+    text = "uneven. Remedy: layers_per_stage=(2, 1), one number a piece (YAML: layers_per_stage: [2, 1]), or more."
+    assert in_yaml(text) == "uneven. Remedy: layers_per_stage: [2, 1], or more."
     assert in_yaml("axis=3 is wrong. Remedy: a=1.") == "axis=3 is wrong. Remedy: a=1."
