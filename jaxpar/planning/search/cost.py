@@ -200,7 +200,10 @@ class CostModel:
         return passes_in_tiles(plan, self.topology.platform, back.attention_passes)
 
     def _expert_traffic(self, plan: Plan, once: _Forward, passes: float) -> float:
-        """Bytes through main memory of experts: rows, with room for another routing, and weights in each piece."""
+        """Bytes through main memory of experts: rows, with room for another routing, and weights in each piece.
+
+        Weights that several devices share are also written where they are gathered, and their gradients reduced.
+        """
         fitted, found = self.calibration, self._exchanges(plan)
         if not found:
             return 0.0
@@ -209,7 +212,9 @@ class CostModel:
         steps = plan.microbatches if plan.pipeline > 1 else plan.grad_accum_steps
         traffic = passes * plan.ticks * fitted.expert_traffic * once.rows * room
         traffic += passes * plan.ticks * fitted.expert_weight_traffic * once.expert_weights * pieces * steps
-        return traffic + fitted.rows_traffic * rows
+        shared = (group for group in self._groups(plan) if group.experts and group.others > 1)
+        gathered = sum(group.elements * _gathers(plan, group) for group in shared) * self.workload.compute_bytes
+        return traffic + fitted.rows_traffic * rows + fitted.expert_gather_traffic * gathered
 
     def _gradient_sums(self, plan: Plan) -> float:
         """Bytes through main memory of the sums of gradients over microbatches, in fp32."""
@@ -320,8 +325,7 @@ class CostModel:
         # gathers them whole, some of them twice, and reduces whole gradients over one axis and then the others.
         whole = plan.model > 1 and (plan.zero < 3 or axes != ("data",)) and not (group.experts and in_layers)
         size = group.elements * (plan.model * self.calibration.whole_traffic if whole else 1.0)
-        runs = plan.grad_accum_steps if in_layers else 1
-        gathers = runs * (2 if group.layered and in_layers else 1)
+        runs, gathers = plan.grad_accum_steps if in_layers else 1, _gathers(plan, group)
         where = ("experts" if group.experts else "layer") if group.layered else "outside"
         where = where if in_layers else "step"
         first = axes if in_layers or plan.pipeline > 1 else axes[:1]
@@ -468,6 +472,12 @@ def _exchanged(once: _Forward, back: Backward) -> float:
     results, again = once.queries / 2, is_recomputed(back.attention_passes)
     inputs = results + once.keys
     return inputs * (2 + (again or back.weight_passes > 3.0)) + results * (2 + again)
+
+
+def _gathers(plan: Plan, group: WeightGroup) -> int:
+    """How often a step gathers a group's weights: in both passes of each microbatch, if its layers gather them."""
+    in_layers = _gathers_in_layers(plan)
+    return (plan.grad_accum_steps if in_layers else 1) * (2 if group.layered and in_layers else 1)
 
 
 def _gathers_in_layers(plan: Plan) -> bool:
