@@ -11,6 +11,7 @@ import pytest
 
 from jaxpar.parallel.experts.options import ExpertCall
 from jaxpar.planning.search.best_estimate import best_estimate
+from jaxpar.planning.search.calibration import Calibration
 from jaxpar.planning.search.cost import CostModel
 from jaxpar.planning.search.experts import ExpertExchange, exchanges
 from jaxpar.planning.search.plan import Plan
@@ -134,6 +135,22 @@ def test_weights_are_divided_among_the_devices() -> None:
     assert sent["scatter in experts"] == pytest.approx(experts.elements * 4 * 3 / 4)
     held = sum(group.stored for group in groups.values())
     assert cost.memory["parameters"] == 4 * held and cost.memory["optimizer"] == 8 * held
+
+
+@pytest.mark.parametrize(
+    ("plan", "gathers"), [(Plan(data=4, expert=4, zero=3), 2), (Plan(data=4, expert=4, zero=1), 1)]
+)
+def test_gathered_weights_of_experts_go_through_main_memory(plan: Plan, gathers: int) -> None:
+    """In both passes where layers gather them, once a microbatch; not where a device has its experts alone."""
+    none = Calibration(expert_gather_traffic=0.0)
+    for accumulated in (1, 2):
+        run = replace(plan, remat="full", grad_accum_steps=accumulated)
+        more = CostModel(mixture(), V5E).cost(run).hbm - CostModel(mixture(), V5E, none).cost(run).hbm
+        elements = 2 * LAYERS * EXPERTS * EMBED * INNER / 4
+        times = gathers * (accumulated if plan.zero == 3 else 1)
+        assert more * V5E.accelerator.hbm_bandwidth == pytest.approx(4.4 * times * 2 * elements)
+    alone = Plan(expert=8, context=2, zero=0, remat="full")
+    assert CostModel(mixture(), V5E).cost(alone).hbm == CostModel(mixture(), V5E, none).cost(alone).hbm
 
 
 def test_gradients_of_experts_are_not_summed_over_expert() -> None:
