@@ -136,6 +136,7 @@ class Report:
         if self.memory is not None:
             title, cells = self.memory_table()
             lines += ["", *wrap(title, width), *number_lines([("part", "bytes/device"), *cells], width)]
+            lines += [line for text in self._why_no_memory() for line in wrap(text, width)]
         lines += tensor_lines(self.rows, width)
         if remarks := self.remarks():
             lines += ["", *(line for text in remarks for line in wrap(text, width))]
@@ -163,7 +164,7 @@ class Report:
             for cells in rows:
                 table.add_row(*map(escape, cells), style="red" if cells[-1].startswith("ERROR ") else None)
             yield table
-        yield from map(escape, self.remarks())
+        yield from map(escape, [*self._why_no_memory(), *self.remarks()])
 
     def _tables(self) -> Iterator[tuple[str, Sequence[str], Sequence[tuple[str, ...]]]]:
         """Yields the title, the columns and the rows of each table."""
@@ -186,6 +187,10 @@ class Report:
         target = f" on a {self.memory.target}" if self.memory.target else ""
         return f"memory at the peak of a step{target}, estimated", self.memory.cells(show_bytes)
 
+    def _why_no_memory(self) -> list[str]:
+        """Why there is no estimate of memory, as a line below its table."""
+        return [self.memory.reason] if self.memory is not None and self.memory.reason else []
+
     def headline(self) -> str:
         """Returns the mesh in one line."""
         axes = " × ".join(f"{axis} {size}" for axis, size in self.mesh.items()) or "one device"
@@ -202,7 +207,7 @@ class Report:
     def _repr_html_(self) -> str:
         first = sorted(self._tables(), key=lambda table: table[1] is _COLUMNS)  # totals and memory, then tensors
         tables = (f"<h4>{html.escape(title)}</h4>{html_table(rows, columns)}" for title, columns, rows in first)
-        notes = "".join(f"<p>{html.escape(line)}</p>" for line in self.remarks())
+        notes = "".join(f"<p>{html.escape(line)}</p>" for line in (*self._why_no_memory(), *self.remarks()))
         return f"<div><b>{html.escape(self.headline())}</b>{''.join(tables)}{notes}</div>"
 
     def to_json(self) -> str:

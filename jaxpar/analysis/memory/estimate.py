@@ -81,14 +81,19 @@ class Memory:
         """The sum of all parts in bytes; ``None`` if the step cannot be estimated."""
         return None if self.unknown else sum(self.parts.values())
 
+    @property
+    def reason(self) -> str:
+        """Why the step cannot be estimated, as a line below the table; empty if it can."""
+        return f"memory is not estimated: {', '.join(self.unknown)}" if self.unknown else ""
+
     def cells(self, show: Callable[[int], str]) -> list[tuple[str, str]]:
-        """Returns the parts and the total as rows of a table, or the parts and why there is no estimate.
+        """Returns the parts and the total as rows of a table; :attr:`reason` tells why there is no total.
 
         Args:
           show: formats a number of bytes.
 
         >>> Memory("cpu", {"parameters": 8}, ("the layout has problems",)).cells(str)
-        [('parameters', '8'), ('not estimated', 'the layout has problems')]
+        [('parameters', '8'), ('total', 'not estimated')]
         >>> Memory("cpu", {"parameters": 8, "gradients": 0, "working": 9}, gradients=8).cells(str)[1:]
         [('gradients alive at the peak (of 8)', '0'), ('working', '9'), ('total', '17')]
         """
@@ -97,7 +102,7 @@ class Memory:
             named["gradients"] = f"gradients alive at the peak (of {show(self.gradients)})"
         known = [(named.get(part, part), show(size)) for part, size in self.parts.items() if size or part != KEPT]
         if self.unknown:
-            return [*known, ("not estimated", ", ".join(self.unknown))]
+            return [*known, ("total", "not estimated")]
         return [*known, ("total, at most" if self.assumed else "total", show(self.total or 0))]
 
 

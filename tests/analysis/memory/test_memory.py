@@ -183,11 +183,19 @@ def test_a_step_that_does_not_trace_is_a_reason_not_an_exception(mlp: Any) -> No
     def endless(model: Any, batch: jax.Array) -> jax.Array:
         return jax.lax.while_loop(lambda loss: loss < 0, lambda loss: loss + 1, mlp.loss(model, batch))
 
-    memory = explained(mlp.make, endless, batch, mlp.layout())
-    assert memory.unknown[0].startswith(
+    explanation = jp.explain(mlp.layout(), mlp.make, optax.sgd(0.1), batch=batch, loss_fn=endless)
+    memory = explanation.memory
+    assert memory is not None and memory.unknown[0].startswith(
         "the step cannot be traced: Reverse-mode differentiation does not work for lax.while"
     )
     assert memory.total is None
+    for text, width in ((explanation.summary(80), 80), (explanation.to_text(120), 120)):
+        lines = text.splitlines()
+        (last,) = (i for i, line in enumerate(lines) if line.split() == ["total", "not", "estimated"])
+        assert len(lines[last]) <= 80, "the reason is no cell of the table"
+        assert lines[last + 1].startswith("memory is not estimated: the step cannot be traced: Reverse-mode")
+        assert max(map(len, lines)) <= width
+    assert "<p>memory is not estimated: the step cannot be traced" in explanation._repr_html_()
     bad = jp.tag(jax.ShapeDtypeStruct((6, 16), np.float32), "batch", None)
     report = jp.explain(mlp.layout(), mlp.make, optax.sgd(0.1), batch=bad, loss_fn=mlp.loss)
     assert report.memory == Memory("", {}, ("the layout has problems",))
