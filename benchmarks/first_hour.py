@@ -168,6 +168,9 @@ def main() -> int:
     for name in ("VIRTUAL_ENV", "UV_RUN_RECURSION_DEPTH", "PYTHONPATH"):
         environment.pop(name, None)
     sections, missed, total = [], 0, 0.0
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, check=True, capture_output=True, text=True
+    )
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / "jaxpar"
         subprocess.run(["git", "clone", "-q", str(ROOT), str(folder)], check=True)
@@ -185,8 +188,8 @@ def main() -> int:
             sections.append(text)
     head = f"""# The first hour
 
-A fresh clone, a machine with {os.cpu_count()} CPU cores and no accelerator, packages in uv's cache, a terminal of
-{COLUMNS} × {ROWS}. Each command's whole output as it stood on the screen, without that of pip and uv, and the time that
+A fresh clone of commit {commit.stdout.strip()}, a machine with {os.cpu_count()} CPU cores and no accelerator, packages
+in uv's cache, a terminal of {COLUMNS} × {ROWS}. Each command's whole output as it stood on the screen, without that of pip and uv, and the time that
 it took; {spent(total)} in all. Written by `uv run --with pyte python benchmarks/first_hour.py`.
 """
     PAGE.write_text("\n".join([head, *sections]), encoding="utf-8")
