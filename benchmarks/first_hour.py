@@ -190,7 +190,8 @@ def main() -> int:
 
 A fresh clone of commit {commit.stdout.strip()}, a machine with {os.cpu_count()} CPU cores and no accelerator, packages
 in uv's cache, a terminal of {COLUMNS} × {ROWS}. Each command's whole output as it stood on the screen, without that of
-pip and uv, and the time that it took; {spent(total)} in all. Written by `uv run --with pyte python benchmarks/first_hour.py`.
+pip and uv, and the time that it took; {spent(total)} in all.
+Written by `uv run --with pyte python benchmarks/first_hour.py`.
 """
     PAGE.write_text("\n".join([head, *sections]), encoding="utf-8")
     return missed
