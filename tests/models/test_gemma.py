@@ -129,6 +129,7 @@ def test_stages_that_differ_do_not_share_a_sequence() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:offload. simulated CPU devices")
 def test_weights_in_host_memory_run_in_one_program() -> None:
     layout = layout_of(LLAMA_RULES, {"data": 2, "model": 2})
     tx = jp.offload.to_host(optax.sgd(0.1), parameters=True, min_bytes=0)
