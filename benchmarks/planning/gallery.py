@@ -20,7 +20,6 @@ from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
-from jaxpar.analysis.checkup.findings import About
 from jaxpar.analysis.units import show_bytes
 from jaxpar.app.config import load_run
 from jaxpar.app.gallery import (
@@ -35,6 +34,7 @@ from jaxpar.app.gallery import (
     write_figures,
 )  # fmt: skip
 from jaxpar.app.job import make_job
+from jaxpar.app.model_facts import about
 from jaxpar.app.plan import RunPlanner
 from jaxpar.errors import JaxparError, MissingExtraError, PlanError
 from jaxpar.planning.search.compiled import CompiledPlan, PlannedRun, compile_plan, traced_bytes
@@ -42,7 +42,6 @@ from jaxpar.planning.search.cost import CostModel
 from jaxpar.planning.search.search import has_values
 from jaxpar.planning.search.space import plans
 from jaxpar.sharding.hardware.topology import Topology
-from jaxpar.training.remat import RematPolicy
 
 PAGE = Path(__file__).parents[2] / "docs" / "measured" / "gallery.md"
 MARKS = ("<!-- table -->", "<!-- end of table -->")
@@ -51,13 +50,9 @@ MARKS = ("<!-- table -->", "<!-- end of table -->")
 def run_of(recipe: Recipe, topology: Topology) -> PlannedRun:
     """Returns what a recipe runs on its chips."""
     job = make_job(load_run(recipe.file))
-    tokens = job.tokens or 0
-    seq = tokens // job.config.data.batch
-    flops, policy = tokens * job.model.flops_per_token(seq), RematPolicy.of(job.model.remat).policy
-    about = About(tokens, flops, job.model.vocab or 0, seq, policy, job.config.parallel.reshard_after_forward)
     compiler = {str(platform): options for platform, options in job.config.compiler.items()}
     run = (job.layout(topology.devices), job.make_model, job.tx, job.loss_fn, job.batch_spec())
-    return PlannedRun(*run, job.step_options(), compiler, about)
+    return PlannedRun(*run, job.step_options(), compiler, about(job))
 
 
 def compiled(recipe: Recipe) -> Figures:

@@ -81,6 +81,11 @@ class FactoryModel:
         """``module:function`` of its factory."""
         return self.config.factory
 
+    @property
+    def matmul_params(self) -> int:
+        """An estimate: all parameters."""
+        return self.params
+
     def flops_per_token(self, seq: int) -> float:
         """Returns an estimate: 6 FLOPs for each parameter and token, without those of attention."""
         return 6.0 * self.params

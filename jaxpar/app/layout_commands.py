@@ -166,18 +166,13 @@ def _compiled(command: Check, topology: str) -> int:
     layout = _checked(dataclasses.replace(command, devices=parsed.devices, json=None, html=None), job)
 
     from jaxpar.analysis.checkup.checkup import check_up
-    from jaxpar.analysis.checkup.findings import About
     from jaxpar.analysis.checkup.html import page
-    from jaxpar.training.remat import RematPolicy
+    from jaxpar.app.model_facts import about
 
-    tokens = job.tokens or 0  # 0: the batch has no tokens, so neither FLOPs nor seq are known
-    seq = tokens // job.config.data.batch
-    flops, policy = tokens * job.model.flops_per_token(seq), RematPolicy.of(job.model.remat).policy
-    about = About(tokens, flops, job.model.vocab or 0, seq, policy, job.config.parallel.reshard_after_forward)
     options = job.step_options() | {"compiler_options": job.compiler_options(parsed.platform)}
     run = (job.layout(parsed.devices), job.make_model, job.tx, job.loss_fn, job.batch_spec())
     with Console(stderr=True).status(f"compiling for {topology}; a large model takes minutes ..."):
-        found = check_up(parsed, *run, about=about, imbalance=command.imbalance, **options)
+        found = check_up(parsed, *run, about=about(job), imbalance=command.imbalance, **options)
     if found.program is not None:
         say(f"compiled for {topology} ({found.program.device_kind}) in {found.program.compile_cpu_seconds:.0f} CPU s")
     print(found.to_text(terminal_width()), end="")

@@ -12,10 +12,10 @@ from typing import Any, cast
 import jax
 import yaml
 
-from jaxpar.analysis.checkup.findings import About
 from jaxpar.app.config import Loaded, OverlapConfig, RunConfig, load_run
 from jaxpar.app.factory import FactoryModel
 from jaxpar.app.job import Job, make_job
+from jaxpar.app.model_facts import about
 from jaxpar.errors import JaxparError, PlanError
 from jaxpar.models.moe.config import MoEConfig
 from jaxpar.models.moe.model import make_decoder
@@ -274,12 +274,9 @@ class RunPlanner:
         data = self.config_of(plan)
         config = build(RunConfig, data, self.loaded.name)
         job = make_job(Loaded(config, {"mesh": config.mesh, "rules": config.rules}, self.loaded.name))
-        tokens, seq = job.tokens or 0, config.data.seq
-        policy = RematPolicy.of(job.model.remat).policy
-        about = About(tokens, tokens * job.model.flops_per_token(seq), job.model.vocab or 0, seq, policy)
         run = (job.layout(plan.devices), job.make_model, job.tx, job.loss_fn, job.batch_spec())
         compiler = {str(platform): options for platform, options in config.compiler.items()}
-        return PlannedRun(*run, job.step_options(), compiler, about)
+        return PlannedRun(*run, job.step_options(), compiler, about(job))
 
 
 def _batches(own: int, most: int) -> list[int]:

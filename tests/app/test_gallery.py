@@ -20,6 +20,7 @@ from jaxpar.app import gallery
 from jaxpar.app.cli import main
 from jaxpar.app.config import load_run
 from jaxpar.app.job import make_job
+from jaxpar.app.model_facts import step_flops
 from jaxpar.errors import ConfigError
 from jaxpar.sharding.hardware.topology import Topology
 
@@ -117,3 +118,13 @@ def test_what_is_no_recipe_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
     (tmp_path / gallery.FIGURES).write_text("[1]")
     with pytest.raises(ConfigError, match=r"figures\.json: no figures of recipes: .*\. Remedy: measure them again\."):
         gallery.read_recipes(tmp_path)
+
+
+def test_frozen_weights_have_no_gradient_in_the_flops_of_a_step() -> None:
+    file = gallery.find_recipe("lora_8b_v5e", RECIPES).file
+    whole, adapted = (make_job(load_run(file, settings)) for settings in (["model.lora=null"], []))
+    tokens, seq = 16 * 2048, 2048
+    attention = 12 * 32 * 32 * 128 * seq / 2  # 32 layers of 32 heads; a query sees half of the keys
+    weights = 32 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14_336) + 4096 * 128_256
+    assert step_flops(whole) == tokens * (6 * weights + attention)
+    assert step_flops(adapted) == tokens * (4 * weights + attention)

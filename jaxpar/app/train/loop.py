@@ -19,6 +19,7 @@ from jaxpar.analysis.divergence import first_nonfinite
 from jaxpar.app.adapted import check_digest
 from jaxpar.app.job import Job
 from jaxpar.app.launch import heartbeat
+from jaxpar.app.model_facts import step_flops
 from jaxpar.app.train import spikes
 from jaxpar.app.train.checkpointing import Saver, for_all_processes, naming, resume
 from jaxpar.app.train.compile import run_until_signal
@@ -429,7 +430,7 @@ def _rates(job: Job, layout: jp.Layout) -> Callable[[float], tuple[float, float 
     """A function from the seconds of a step to tokens (or else examples) per second, and MFU if the FLOPs are known."""
     data, model, peak = job.config.data, job.model, peak_flops(jax.devices()[0].device_kind)
     count = data.batch if job.tokens is None else job.tokens
-    flops = model.flops_per_token(data.seq) * count if isinstance(model, LlamaConfig) else None
+    flops = step_flops(job) if isinstance(model, LlamaConfig) else None
 
     def rate(seconds: float) -> tuple[float, float | None]:
         return count / seconds, flops / seconds / (peak * layout.mesh.size) if peak and flops else None
