@@ -58,7 +58,8 @@ def run_of(recipe: Recipe, topology: Topology) -> PlannedRun:
 def compiled(recipe: Recipe) -> Figures:
     """Returns the figures of a recipe's step, compiled for its chips."""
     topology = Topology.parse(recipe.chips)
-    found: CompiledPlan = compile_plan(run_of(recipe, topology), topology)
+    run = run_of(recipe, topology)
+    found: CompiledPlan = compile_plan(run, topology)
     if not found.fits:
         raise PlanError(f"{recipe.name} does not fit {recipe.chips}: {found.peak_bytes / 2**30:.2f} GiB at the peak")
     return Figures(
@@ -69,7 +70,7 @@ def compiled(recipe: Recipe) -> Figures:
         found.wire_bytes,
         found.peak_bytes,
         topology.accelerator.hbm_bytes,
-        found.mfu or 0.0,
+        (found.mfu or 0.0) if run.about and run.about.model_flops else 0.0,  # else it is of the program's FLOPs
         {name: version(name) for name in ("jax", "libtpu")},
     )
 
