@@ -19,6 +19,7 @@ import jupytext
 FOLDER = ROOT / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 SLOW = (
+    "01_layouts",
     "02_long_context",
     "03_pipelines",
     "05_your_model",

@@ -287,7 +287,7 @@ def test_the_first_number_that_is_not_finite_is_found() -> None:
     state = trained(jp.init(layout, adapt(make, CONFIG), optax.sgd(0.1)))
     loss = lambda model, batch: jnp.sum(jp.hint(batch["x"] @ model["up"], "batch", None, "mlp"))
     found = first_nonfinite(layout, state, {"x": X * np.nan}, loss)
-    assert "<lambda> (test_adapters.py" in found and found.endswith("(batch, None, mlp), call 1")
+    assert "is_found (test_adapters.py" in found and found.endswith("(batch, None, mlp), call 1")
 
 
 def error_of(*targets: str, **options: Any) -> str:
