@@ -23,7 +23,6 @@ from jaxpar.app.model_facts import step_flops
 from jaxpar.app.train import spikes
 from jaxpar.app.train.checkpointing import Saver, for_all_processes, naming, resume
 from jaxpar.app.train.compile import run_until_signal
-from jaxpar.app.train.compiler_log import shorter_log
 from jaxpar.app.train.goodput import Goodput
 from jaxpar.app.train.metrics import MetricsWriter, loss_metrics, peak_flops
 from jaxpar.app.train.process_sync import ProcessStatus, StatusExchange, Stragglers
@@ -138,8 +137,7 @@ class Run:
         self._heldout = [self._put(batch) for batch in self._data.heldout]
         self._take_batch()
         heartbeat.begin("compile")
-        tell = lambda line: self._console.print(escape(line))
-        with shorter_log(tell), self._console.status("compiling the step ..."), account.spend("compile"):
+        with self._console.status("compiling the step ..."), account.spend("compile"):
             started = time.perf_counter()
             summary.signal = run_until_signal(lambda quiet: self._compile(found, quiet), self._exchange, self._stop)
             summary.compile_seconds = time.perf_counter() - started
