@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os.path
 from pathlib import Path
 
 from jaxpar.errors import ConfigError, did_you_mean
@@ -36,7 +37,9 @@ def find_layout(file: Path, layout: str) -> Path:
     """
     beside = file.parent / layout
     shipped = shipped_folder() / layout
-    return shipped if not beside.exists() and layout.startswith("layouts/") and shipped.is_file() else beside
+    # Unlike Path.exists, os.path says of a name that is too long for a file that there is none.
+    comes_with_jaxpar = layout.startswith("layouts/") and os.path.isfile(shipped) and not os.path.exists(beside)
+    return shipped if comes_with_jaxpar else beside
 
 
 def find_config(path: Path) -> Path:
@@ -48,7 +51,7 @@ def find_config(path: Path) -> Path:
     >>> find_config(Path("runs/mine.yaml")).name, find_config(Path("quickstart")).name
     ('mine.yaml', 'quickstart.yaml')
     """
-    if path.suffix or path.exists() or path.is_absolute():
+    if path.suffix or os.path.exists(path) or path.is_absolute():
         return path
     names = shipped_names()
     if path.as_posix() in names:

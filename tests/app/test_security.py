@@ -24,7 +24,7 @@ from profiles import examples
 
 import jaxpar as jp
 from jaxpar.analysis.compile.ahead_of_time import cache_folder
-from jaxpar.app.config import RunConfig
+from jaxpar.app.config import RunConfig, load_run
 from jaxpar.checkpoint.manifest import NAME, Manifest, read
 from jaxpar.checkpoint.manifest import write as write_manifest
 from jaxpar.checkpoint.verify import problems_of
@@ -298,6 +298,11 @@ def test_a_configuration_that_is_no_plain_file_is_refused(tmp_path: Path) -> Non
             load_yaml(path)
     with pytest.raises(ConfigError, match=r": cannot be read: File name too long\.$"):
         load_yaml(tmp_path / ("x" * 5000))
+    (tmp_path / "long.yaml").write_text(f"model: {{family: llama, preset: tiny}}\nlayout: {'x' * 5000}\n")
+    with pytest.raises(ConfigError, match=r"x: cannot be read: File name too long\.$"):
+        load_run(tmp_path / "long.yaml")
+    with pytest.raises(ConfigError, match="^x+: no such file, and no configuration of this name comes with jaxpar"):
+        load_run(Path("x" * 5000))
     (tmp_path / "large.yaml").write_bytes(b"a: 1\n" * 100_000)
     with pytest.raises(ConfigError, match=r"large\.yaml: more than 262,144 bytes, the limit for a configuration\.$"):
         load_yaml(tmp_path / "large.yaml")

@@ -21,6 +21,7 @@ from jaxpar.analysis.memory.low_precision_sums import narrow_sums
 from jaxpar.analysis.memory.walk import MemoryWalk, Moment, Value
 from jaxpar.errors import JaxparError
 from jaxpar.parallel.collectives.gather_reduce import SMALL
+from jaxpar.parallel.pipeline.options import Asynchronous
 from jaxpar.parallel.precision.policy import INT8, Precision
 from jaxpar.sharding.layout import Layout, to_spec
 from jaxpar.training.disk_step import gradient_step
@@ -120,7 +121,7 @@ def estimate(
       options: keyword arguments of :func:`jaxpar.train_step`.
 
     Returns:
-      The estimate. If the step cannot be traced, ``unknown`` has the reason.
+      The estimate. If the step cannot be traced, or its pipeline is asynchronous, ``unknown`` has the reason.
     """
     device = layout.mesh.abstract_mesh.abstract_device
     target = "cpu" if device is None else str(device.device_kind)
@@ -130,6 +131,8 @@ def estimate(
         jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(layout.mesh, to_spec(tensor.resolved)))
         for leaf, tensor in zip(leaves, tensors, strict=True)
     ]
+    if isinstance(options.get("pipeline"), Asynchronous):
+        return Memory(target, known, ("an asynchronous pipeline is known only when it is compiled",))
     reader = Reader(layout.sizes)
     try:
         # With the optimizer state on disk, the program that computes the gradients is the larger of the two.

@@ -116,7 +116,8 @@ def _changes(kind: str, rows: tuple[str, ...]) -> dict[str, Any]:
     if kind == "2.5d":
         either = first_of("x", "y")
         stored = {"embed": either, **dict.fromkeys(outer, either), "kv_heads": first_of("x", "y", None)}
-        return {"batch": (*rows, "z", "x"), "embed": "y", **columns, "params": stored}
+        # In the mesh's order: XLA's partitioner gives plain matmuls wrong gradients with (z, x).
+        return {"batch": (*rows, "x", "z"), "embed": "y", **columns, "params": stored}
     return {
         "batch": first_of((*rows, "z", "y"), (*rows, "z", "x")),
         "embed": "x",

@@ -8,7 +8,7 @@ Each mesh axis has one part in the local matmul ``y[rows, columns] = x[rows, con
 - ``WHOLE``: none of these. Input and weight are gathered over it, and the result is sliced.
 
 The rules give the shardings; the parts follow. With weights ``(x, y)`` and activations ``(None, (x, y))``, ``x`` is
-contracted and ``y`` has columns: two dimensions, in which only activations are sent. With rows over ``(z, x)``, weights
+contracted and ``y`` has columns: two dimensions, in which only activations are sent. With rows over ``(x, z)``, weights
 ``(x, y)`` and activations of embed over ``y``, both operands are gathered: 2.5 dimensions, or SUMMA (van de Geijn and
 Watts 1997) where ``z`` has size 1. With activations ``((z, y), x)`` and weights ``((x, z), y)``, everything is sharded
 over every axis: three dimensions (Agarwal et al. 1995).

@@ -139,7 +139,7 @@ def test_summa_has_the_bandwidth_of_colossal_ai(depth: int) -> None:
     layout = layout_of("2.5d", {"x": q, "y": q, "z": depth, "data": 8 // (q * q * depth)})
     x = np.ones((size, 1, size), np.float32)
     w = np.ones((size, size), np.float32)
-    rules = layout.rules.replace(batch=("z", "x"))
+    rules = layout.rules.replace(batch=("x", "z"))
     layout = jp.Layout(layout.mesh, rules)
     with layout:
         inputs = put(layout, (x, ("batch", None, "embed"), "activations"), (w, UP, "params"))

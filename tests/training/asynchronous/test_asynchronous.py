@@ -514,3 +514,15 @@ def test_names_sizes_and_places_for_them_are_told() -> None:
     for make, error, text in cases:
         with pytest.raises(error, match=f"^{re.escape(text)}"):
             make()
+
+
+def test_a_check_says_that_memory_is_known_only_when_compiled() -> None:
+    """No synchronous step can run the schedule, and this is no problem of the layout."""
+    layout = jp.Layout(jp.MeshSpec(pipeline=2, data=2, model=2).abstract(), RULES)
+    words = jp.tag(jax.ShapeDtypeStruct((ROWS, 2), jnp.int32), "batch", "seq")
+    targets = jp.tag(jax.ShapeDtypeStruct((ROWS, 2, WORDS), jnp.float64), "batch", "seq", "vocab")
+    step = {"pipeline": jp.pipeline.Asynchronous("pipedream_2bw", stages=2, microbatches=4)}
+    batch = {"tokens": words, "targets": targets}
+    report = jp.check(layout, make_model, optax.adam(1e-3), batch=batch, loss_fn=LOSS, step=step, strict=False)
+    assert report.memory is not None
+    assert report.memory.reason == "memory is not estimated: an asynchronous pipeline is known only when it is compiled"
