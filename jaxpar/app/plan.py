@@ -151,6 +151,15 @@ class RunPlanner:
     @cached_property
     def workload(self) -> Workload:
         """What one step of the run computes and keeps."""
+        return replace(self._traced, compiler_options=self._compiler_options)
+
+    @property
+    def _compiler_options(self) -> dict[str, dict[str, Any]]:
+        """Platform → the options that its compiler is given."""
+        return {str(platform): options for platform, options in self.loaded.config.compiler.items()}
+
+    @property
+    def _traced(self) -> Workload:
         job, model = self.job, self.job.model
         if isinstance(model, FactoryModel):
             return cast(ModelPlanner, self._own).workload
@@ -275,8 +284,7 @@ class RunPlanner:
         config = build(RunConfig, data, self.loaded.name)
         job = make_job(Loaded(config, {"mesh": config.mesh, "rules": config.rules}, self.loaded.name))
         run = (job.layout(plan.devices), job.make_model, job.tx, job.loss_fn, job.batch_spec())
-        compiler = {str(platform): options for platform, options in config.compiler.items()}
-        return PlannedRun(*run, job.step_options(), compiler, about(job))
+        return PlannedRun(*run, job.step_options(), self._compiler_options, about(job))
 
 
 def _batches(own: int, most: int) -> list[int]:

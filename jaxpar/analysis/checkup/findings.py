@@ -13,6 +13,7 @@ from functools import partial
 
 from jaxpar.analysis.checkup.footprint import KEPT, Footprint, HeldTensor
 from jaxpar.analysis.checkup.recognize import is_logits, is_scores
+from jaxpar.analysis.compile.gathers import GATHER_OPTIONS
 from jaxpar.analysis.compile.warnings import Rematerialised
 from jaxpar.analysis.hlo.audit import Audit
 from jaxpar.analysis.hlo.collectives import Collective, wire_bytes
@@ -217,6 +218,13 @@ def _for_exposed(c: Collective, e: Evidence) -> str:
             f"{'+'.join(sorted(batch_axes))}."
         )
     if c.kind == "all-gather" and set(c.axes) <= batch_axes & _axes_of(e.held, "parameters"):
+        options = GATHER_OPTIONS.get(e.roofline.topology.partition(":")[0])
+        if options and c.exposed_bytes == c.wire_bytes:
+            named = ", ".join(f"{name}: true" for name in options)
+            return (
+                f"{axes} shards parameters that are gathered for use, and this compiler runs gathers beside compute "
+                f"only if it is told to: compiler: {{tpu: {{{named}}}}}."
+            )
         return (
             f"{axes} shards parameters that are gathered for use: increase the tokens per device to overlap the "
             f"gathers with more compute (data.batch), make {axes} smaller, or, if memory allows, remove it from "

@@ -17,8 +17,12 @@ from jaxpar.analysis.hlo.trip_counts import trip_count
 # Instructions that only name or group values, or whose work is counted in the computations that they call.
 _FREE = frozenset(
     ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "opt-barrier", "partition-id", "replica-id")
-    + ("after-all", "add-dependency", "while", "conditional", "call", "call-start", "async-start")
+    + ("after-all", "add-dependency", "while", "conditional", "call", "call-start", "call-update", "async-start")
 )
+
+
+# Inside a fusion, these compute only the elements that are read of their result.
+_VIEWS = frozenset(("bitcast", "copy", "convert", "reduce-precision"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,10 +148,12 @@ class Costs:
             return user.bytes
         if user.opcode == "dynamic-update-slice" and first:
             return 0  # updated in place
-        if user.opcode == "bitcast":
-            return self._read(user, inner)
+        if user.opcode in _VIEWS and not user.root:
+            return self._read(user, inner) * value.bytes // max(user.bytes, 1)
         if user.opcode in FUSIONS:  # a nested fusion may read only a tile
             within = self.module[user.called("calls")[0]]
+            if all(i.opcode in _VIEWS or i.opcode == "parameter" for i in within):
+                return self._read(user, inner) * value.bytes // max(user.bytes, 1)
             taken = zip(user.operands, within.parameters, strict=False)
             return sum(self._read(parameter, within) for name, parameter in taken if name == value.name)
         return 0 if user.opcode == "tuple" and user.root else value.bytes

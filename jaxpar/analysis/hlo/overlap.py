@@ -16,6 +16,8 @@ _COMPUTE = frozenset(
     + ("reduce", "reduce-window", "sort", "scatter", "select-and-scatter")
 )
 
+_BEGINS = ("-start", "call-update")
+
 _Mark = tuple[str, str | None, str | None]
 
 
@@ -50,7 +52,7 @@ class HloOrder:
         mark = self._fused_mark(start)
         if mark is None and not start.opcode.endswith("-start") and not crosses(start):
             return Work()
-        work = Work()
+        work, start = Work(), _sent(start, where)
         for instruction in _after(start, where):
             if self._ends_it(instruction, start, mark, where):
                 break
@@ -60,10 +62,11 @@ class HloOrder:
 
     def span(self, start: Instruction, where: Computation) -> tuple[int, int]:
         """Returns the places in a computation's schedule between which an asynchronous collective is in flight."""
+        start = _sent(start, where)
         later = list(_after(start, where))
         steps = next((n for n, i in enumerate(later, 1) if self._ends_it(i, start, None, where)), len(later))
         begin = where.places[start.name]
-        return begin, begin + (steps if start.opcode.endswith("-start") else 0)
+        return begin, begin + (steps if start.opcode.endswith(_BEGINS) else 0)
 
     def _fused_mark(self, start: Instruction) -> _Mark | None:
         """Returns the mark of the collective that a fusion starts asynchronously."""
@@ -85,8 +88,16 @@ class HloOrder:
 
     def _only_sends(self, instruction: Instruction) -> bool:
         """Whether a fusion has a collective and no matmul: another transfer, not compute."""
-        inner = [i for name in instruction.called("calls") for i in self._module[name]]
+        inner = [i for name in instruction.called("calls", "to_apply") for i in self._module[name]]
         return any(kind_of(i) for i in inner) and not any(i.opcode in ("dot", "convolution", "fusion") for i in inner)
+
+
+def _sent(start: Instruction, where: Computation) -> Instruction:
+    """Returns the instruction that begins a transfer: on a SparseCore, the update that gives the start its operands."""
+    if start.opcode != "call-start":
+        return start
+    updates = (i for i in _after(start, where) if i.opcode == "call-update" and start.name in i.operands)
+    return next(updates, start)
 
 
 def _mark(instruction: Instruction) -> _Mark:

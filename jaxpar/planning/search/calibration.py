@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any, Self
+
+from jaxpar.analysis.compile.gathers import overlaps_gathers
+from jaxpar.sharding.hardware.topology import Topology
 
 _HIDDEN = {
     "gather in layer": 1.0, "scatter in layer": 1.0, "gather in outside": 0.3, "scatter in outside": 0.0,
@@ -54,3 +58,10 @@ class Calibration:
     beside_ring: float = 0.4
     hidden: Mapping[str, float] = field(default_factory=lambda: dict(_HIDDEN))
     stalled: Mapping[str, float] = field(default_factory=lambda: dict(_STALLED))
+
+    @classmethod
+    def of(cls, topology: Topology, compiler_options: Mapping[str, Mapping[str, Any]]) -> Self:
+        """Returns the constants for the compiler of a topology; the options are by platform."""
+        if overlaps_gathers(topology.accelerator.kind, compiler_options.get(topology.platform)):
+            return cls()
+        return cls(hidden={what: 0.0 if what.startswith("gather") else share for what, share in _HIDDEN.items()})

@@ -129,12 +129,12 @@ class CostModel:
     Args:
       workload: the step.
       topology: the hardware.
-      calibration: what the compiler does.
+      calibration: what the compiler does; by default with the workload's options.
     """
 
     def __init__(self, workload: Workload, topology: Topology, calibration: Calibration | None = None):
         self.workload, self.topology = workload, topology
-        self.calibration = calibration or Calibration()
+        self.calibration = calibration or Calibration.of(topology, workload.compiler_options)
         self._known: dict[object, Any] = {}
 
     def cost(self, plan: Plan) -> StepCost:

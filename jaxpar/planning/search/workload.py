@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from jaxpar.parallel.experts.options import ExpertCall
 from jaxpar.planning.layers.find import RepeatedLayers
@@ -136,6 +137,7 @@ class Workload:
       in_pieces: as ``backward``, where devices process the tokens of experts in pieces, which are computed again in the
         backward pass; empty without experts.
       stored: the parameters again, by their dims as rules see them.
+      compiler_options: platform, such as ``tpu`` → the options that its compiler is given.
     """
 
     matmuls: tuple[Matmul, ...]
@@ -152,6 +154,7 @@ class Workload:
     experts: tuple[ExpertLayers, ...] = ()
     in_pieces: Mapping[str, Backward] = field(default_factory=dict)
     stored: tuple[StoredArray, ...] = ()
+    compiler_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @cached_property
     def param_bytes(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -55,6 +56,23 @@ def test_a_gather_of_weights_with_nothing_beside_it() -> None:
         "data shards parameters that are gathered for use: increase the tokens per device to overlap the gathers "
         "with more compute (data.batch), make data smaller, or, if memory allows, remove it from the rules of "
         "params."
+    )
+
+
+@pytest.mark.parametrize(
+    ("chips", "options"),
+    [
+        ("v6e:4x4", "{PREFIX}all_gather: true"),
+        ("v5p:2x2x4", "{PREFIX}all_gather: true, {PREFIX}2d_all_gather: true, {PREFIX}3d_all_gather: true"),
+    ],
+)
+def test_a_gather_that_the_compiler_leaves_alone_unless_told(chips: str, options: str) -> None:
+    plain = evidence(collective("all-gather", ("data",), 50e6, tensor="params/up", source="f (m.py:3)"))
+    found = only(replace(plain, roofline=roofline(plain.audit, chips), times=time_each(plain.audit, chips)))
+    named = options.replace("{PREFIX}", "xla_tpu_enable_sparse_core_collective_offload_")
+    assert found.remedy == (
+        "data shards parameters that are gathered for use, and this compiler runs gathers beside compute only if it "
+        f"is told to: compiler: {{tpu: {{{named}}}}}."
     )
 
 

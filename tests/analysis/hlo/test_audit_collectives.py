@@ -320,6 +320,32 @@ def test_a_collective_on_the_sparsecore_has_no_operands_but_counts():
     assert report.wire_bytes() == 7 / 8 * 32 * 4
 
 
+def updated(*beside: str) -> str:
+    """The same gather, which an update gives its operand; the instructions are before the update, or beside it."""
+    square = "f32[64,64]{1,0} dot(%m, %m), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+    compute = {name: f"  %{name} = {square}\n" if name in beside else "" for name in ("before", "within")}
+    return (
+        SPARSECORE.replace("(x: f32[4])", "(x: f32[4], m: f32[64,64])")
+        .replace("  %start", "  %m = f32[64,64]{1,0} parameter(1)\n  %start")
+        .replace(
+            "  ROOT %done = f32[32]{0} call-done(%start)\n",
+            f"{compute['before']}  %update = (f32[4]{{0}}, f32[32]{{0}}) call-update(%start, %x)\n{compute['within']}"
+            "  %done = f32[32]{0} call-done(%update)\n"
+            "  %last = f32[64,64]{1,0} dot(%m, %m), lhs_contracting_dims={1}, rhs_contracting_dims={0}\n"
+            "  ROOT %both = (f32[32]{0}, f32[64,64]{1,0}) tuple(%done, %last)\n",
+        )
+    )
+
+
+def test_a_collective_on_the_sparsecore_is_in_flight_from_its_update() -> None:
+    square, gather = 3 * 4 * 64 * 64, 4 * (4 + 32)
+    for beside, flops in (((), 0), (("before",), 0), (("within",), 2 * 64**3)):
+        report = jp.audit(updated(*beside))
+        (found,) = report.collectives
+        assert found.beside_flops == flops and found.exposed_bytes == (0 if flops else found.wire_bytes)
+        assert report.hbm_bytes == gather + square * (1 + len(beside))
+
+
 SHIFT = "channel_id=1, source_target_pairs={{0,1},{1,2},{2,3},{3,0},{4,5},{5,6},{6,7},{7,4}}"
 BOTH_WAYS = f"""HloModule ring, is_scheduled=true, num_partitions=8
 

@@ -186,3 +186,48 @@ def test_a_slice_reads_what_it_takes():
     text = jax.jit(slice_rows).lower(jnp.ones((1024, 256)), jnp.uint32(3)).compile().as_text()
     offsets = 2 * 4
     assert jp.audit(text).hbm_bytes == 2 * 4 * 256 * 4 + offsets
+
+
+_NESTED = """HloModule nested, is_scheduled=true
+
+%view (a: bf16[16,128]) -> bf16[1,16,128] {
+  %a = bf16[16,128]{1,0} parameter(0)
+  ROOT %b = bf16[1,16,128]{2,1,0} bitcast(%a)
+}
+
+%tiles (c: bf16[64,128]) -> bf16[64,128] {
+  %c = bf16[64,128]{1,0:T(16,128)(2,1)} parameter(0)
+  ROOT %d = bf16[64,128]{1,0:T(8,128)(2,1)} copy(%c)
+}
+
+%multiply (x: bf16[16,128], w: bf16[128,128], stack: bf16[64,128], i: s32[]) -> (f32[1,16,128], bf16[64,128]) {
+  %x = bf16[16,128]{1,0} parameter(0)
+  %w = bf16[128,128]{1,0} parameter(1)
+  %stack = bf16[64,128]{1,0} parameter(2)
+  %i = s32[] parameter(3)
+  %seen = bf16[1,16,128]{2,1,0} fusion(%x), kind=kLoop, calls=%view
+  %kept = bf16[64,128]{1,0} fusion(%stack), kind=kLoop, output_to_operand_aliasing={{}: (0, {})}, calls=%tiles
+  %zero = s32[] constant(0)
+  %row = bf16[1,128]{1,0} slice(%w), slice={[0:1], [0:128]}
+  %put = bf16[64,128]{1,0} dynamic-update-slice(%kept, %row, %i, %zero)
+  %wide = f32[128,128]{1,0} convert(%w)
+  %one = f32[1,128]{1,0} dynamic-slice(%wide, %i, %zero), dynamic_slice_sizes={1,128}
+  %out = f32[1,16,128]{2,1,0} dot(%seen, %one), lhs_contracting_dims={2}, rhs_contracting_dims={1}
+  ROOT %both = (f32[1,16,128]{2,1,0}, bf16[64,128]{1,0}) tuple(%out, %put)
+}
+
+ENTRY %main (x: bf16[16,128], w: bf16[128,128], stack: bf16[64,128], i: s32[]) -> (f32[1,16,128], bf16[64,128]) {
+  %x = bf16[16,128]{1,0} parameter(0)
+  %w = bf16[128,128]{1,0} parameter(1)
+  %stack = bf16[64,128]{1,0} parameter(2)
+  %i = s32[] parameter(3)
+  ROOT %run = (f32[1,16,128]{2,1,0}, bf16[64,128]{1,0}) fusion(%x, %w, %stack, %i), kind=kOutput, calls=%multiply
+}
+"""
+
+
+def test_a_view_in_a_nested_fusion_is_read_by_those_who_use_it() -> None:
+    """A matmul reads all of it, an update in place none of it, and a slice of a converted array its own elements."""
+    row = 2 * 128
+    operand, taken, offset, written = 16 * row, 2 * row, 4, 4 * 16 * 128 + row
+    assert jp.audit(_NESTED).hbm_bytes == operand + taken + offset + written

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxpar as jp
+from jaxpar.analysis.compile.gathers import GATHER_OPTIONS
 from jaxpar.planning.search.cost import CostModel
 from jaxpar.planning.search.plan import Plan
 from jaxpar.planning.search.traced import workload
@@ -125,3 +127,14 @@ def test_flops_are_those_of_the_compiled_program_and_its_mfu_halves_causal_atten
     projections, attention = 3 * 2 * batch * seq * embed * heads * size, 2 * 2 * batch * heads * seq * seq * size
     assert flops == 3 * (projections + attention)
     assert work.model_flops == 3 * projections + 1.5 * attention
+
+
+@pytest.mark.parametrize(("chips", "alone"), [("v5e:2x4", False), ("v6e:2x4", True), ("v5p:2x2x2", True)])
+def test_gathers_of_weights_beside_compute(chips: str, alone: bool) -> None:
+    """A compiler that leaves gathers alone exposes them, until its options are set."""
+    topology, plan = Topology.parse(chips), Plan(data=8, zero=3)
+    options = dict.fromkeys(GATHER_OPTIONS.get(topology.accelerator.kind, ()), True)
+    told = CostModel(replace(stack(), compiler_options={"tpu": options}), topology).cost(plan)
+    cost = CostModel(stack(), topology).cost(plan)
+    gathers = sum(t.seconds for t in cost.transfers if t.what == "gather in layer")
+    assert gathers > 0 and (cost.exposed - told.exposed >= gathers if alone else cost == told)
