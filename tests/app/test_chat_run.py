@@ -45,7 +45,7 @@ def settings(folder: Path, output: Path, **changes: Any) -> list[str]:
     values |= {"model.vocab": 300, "data.source": folder / "chat.jsonl", "data.seq": 96, "data.batch": 8}
     values |= {"data.tokenizer": folder / "tokenizer.json", "data.chat_template": folder / "tokenizer.json"}
     values |= {"data.heldout_fraction": 0.2, "train.init_from": "null", "train.steps": 4, "train.eval_every": 2}
-    values |= {"train.eval_batches": 1, "checkpoint.save_interval_steps": 2, "output": output}
+    values |= {"train.eval_batches": 1, "checkpoint.save_interval_steps": 2, "checkpoint.keep": 2, "output": output}
     return [f"{key}={value}" for key, value in (values | changes).items()]
 
 

@@ -48,7 +48,12 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def settings(base: Path, output: Path, **changes: Any) -> list[str]:
     values = {f"model.{name}": value for name, value in SIZES.items()}
     values |= {"data.source": "synthetic", "data.batch": 8, "data.seq": 16, "train.steps": 4}
-    values |= {"train.eval_every": 4, "train.eval_batches": 1, "checkpoint.save_interval_steps": 2}
+    values |= {
+        "train.eval_every": 4,
+        "train.eval_batches": 1,
+        "checkpoint.save_interval_steps": 2,
+        "checkpoint.keep": 2,
+    }
     values |= {"train.init_from": base / "out" / "checkpoint", "output": output}
     return [f"{key}={value}" for key, value in (values | changes).items()]
 

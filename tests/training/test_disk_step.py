@@ -156,7 +156,7 @@ KILLED = """
 import os, signal, sys
 import jaxpar as jp
 jp.simulate_devices(8)
-sys.path.insert(0, {tests!r})
+sys.path[:0] = [{tests!r}, {shared!r}]
 import jax, numpy as np
 from pathlib import Path
 from test_disk_step import batch, begin, loss
@@ -187,7 +187,8 @@ def reopen(
 
 @pytest.mark.slow
 def test_a_killed_run_goes_on_byte_for_byte(tmp_path: Path) -> None:
-    run = [sys.executable, "-c", KILLED.format(tests=str(Path(__file__).parent)), str(tmp_path / "killed")]
+    here = Path(__file__).parent
+    run = [sys.executable, "-c", KILLED.format(tests=str(here), shared=str(here.parent)), str(tmp_path / "killed")]
     # It dies while the uninterrupted run continues in this process.
     with subprocess.Popen(run, stderr=subprocess.PIPE, text=True) as killed:
         layout, state = begin(tmp_path / "whole")
