@@ -160,19 +160,6 @@ def listing(names: Iterable[object]) -> str:
     return ", ".join(repr(str(n)) for n in names) or "none"
 
 
-def need(module: str, extra: str, purpose: str) -> MissingExtraError:
-    """Returns the error for a missing optional dependency.
-
-    Args:
-      module: the package that cannot be imported.
-      extra: the extra of jaxpar that installs it.
-      purpose: what needs it; the text begins with it.
-    """
-    return MissingExtraError(
-        f"{purpose} needs the package {module!r}, which is not installed. Remedy: pip install 'jaxpar[{extra}]'."
-    )
-
-
 _SHOWN = 3
 """The number of tensors in the message of a problem that several have."""
 

@@ -14,8 +14,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxpar.errors import DataError, need
+from jaxpar.errors import DataError
 from jaxpar.utils.checks import shown
+from jaxpar.utils.extras import import_extra
 
 type Message = Mapping[str, Any]
 """A message has ``role`` (``system``, ``user``, ``assistant``) and ``content``."""
@@ -91,11 +92,7 @@ class ChatTemplate:
 
     @cached_property
     def _compiled(self) -> Any:
-        try:
-            jinja2 = importlib.import_module("jinja2")
-            sandbox = importlib.import_module("jinja2.sandbox")
-        except ModuleNotFoundError as error:
-            raise need("jinja2", "text", "a chat template") from error
+        jinja2 = import_extra("jinja2", "text", "a chat template")
 
         class AnswerTag(importlib.import_module("jinja2.ext").Extension):  # type: ignore[misc]
             """Allows ``{% generation %}``, with which some templates mark answers for transformers."""
@@ -109,7 +106,7 @@ class ChatTemplate:
         def raise_exception(message: str) -> None:
             raise jinja2.TemplateError(message)
 
-        environment = sandbox.ImmutableSandboxedEnvironment(
+        environment = importlib.import_module("jinja2.sandbox").ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[AnswerTag, "jinja2.ext.loopcontrols"]
         )
         environment.globals["raise_exception"] = raise_exception

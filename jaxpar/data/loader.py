@@ -7,7 +7,6 @@ step, row order included, is therefore independent of the number of processes.
 from __future__ import annotations
 
 import hashlib
-import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Protocol, Self
@@ -16,8 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxpar.data.windows import Arrange, Batch, EpochPlan, Windows, as_integer, token_vector
-from jaxpar.errors import DataError, need
+from jaxpar.errors import DataError
 from jaxpar.utils.checks import is_count, shown
+from jaxpar.utils.extras import import_extra
 
 STATE_VERSION = 1
 
@@ -293,7 +293,7 @@ def _grain_iterator(
     Batching window numbers before reading keeps every process on the same global batch although it reads only its own
     tokens. Batching before repeating keeps epochs apart.
     """
-    grain = _import_grain()
+    grain = import_extra("grain", "train", "the data pipeline")  # takes seconds
     if order is None:
         rows = grain.MapDataset.range(plan.windows)
         rows = rows.shuffle(seed=_spread(seed)) if shuffle else rows
@@ -312,13 +312,3 @@ def _spread(seed: int) -> int:
     ahead, and runs with neighbouring seeds would not be independent.
     """
     return int.from_bytes(hashlib.sha256(f"jaxpar shuffle {seed}".encode()).digest()[:4], "big")
-
-
-def _import_grain() -> Any:
-    """Import grain at first use: it is an optional extra and takes seconds to import."""
-    try:
-        return importlib.import_module("grain")
-    except ModuleNotFoundError as error:
-        if error.name != "grain":  # grain is installed but one of its dependencies is not; that error says so
-            raise
-        raise need("grain", "train", "the data pipeline") from error

@@ -9,7 +9,8 @@ from typing import Any
 
 from jaxpar.data.bad_rows import BadRow
 from jaxpar.data.rows import DataRow, checked_text
-from jaxpar.errors import DataError, did_you_mean, listing, need
+from jaxpar.errors import DataError, did_you_mean, listing
+from jaxpar.utils.extras import import_extra
 
 _ROWS = 1024
 
@@ -27,10 +28,7 @@ def table_rows(file: Path, kind: str, text_field: str) -> Iterator[DataRow]:
       MissingExtraError: pyarrow is not installed.
       OSError: the file cannot be read.
     """
-    try:
-        pyarrow = importlib.import_module("pyarrow")
-    except ModuleNotFoundError as error:
-        raise need("pyarrow", "text", f"the {kind} file {file.name}") from error
+    pyarrow = import_extra("pyarrow", "text", f"the {kind} file {file.name}")
     size, number = file.stat().st_size, 0
     batches = _parquet(file, text_field) if kind == "parquet" else _arrow(pyarrow, file, text_field)
     try:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import codecs
 import hashlib
-import importlib
 import json
 import os
 from collections.abc import Sequence
@@ -21,7 +20,8 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from jaxpar.errors import DataError, did_you_mean, listing, need
+from jaxpar.errors import DataError, did_you_mean, listing
+from jaxpar.utils.extras import import_extra
 
 BYTES = 256
 """Number of tokens without a tokenizer: text is bytes."""
@@ -219,9 +219,8 @@ class _IdDecoder:
 
     def __init__(self, inner: Any):
         self._inner, self._ids = inner, list[int]()
-        self._context = self._settled = (
-            0  # the ids from `_context` are decoded; the text before `_settled` was returned
-        )
+        self._context = 0  # the first id that is decoded
+        self._settled = 0  # the number of ids whose text was returned
 
     def add(self, token: int) -> str:
         self._ids.append(token)
@@ -250,10 +249,7 @@ def _read(file: Path) -> bytes:
 
 
 def _parsed(file: Path, content: bytes) -> Any:
-    try:
-        tokenizers = importlib.import_module("tokenizers")
-    except ModuleNotFoundError as error:
-        raise need("tokenizers", "text", f"the tokenizer {file.name}") from error
+    tokenizers = import_extra("tokenizers", "text", f"the tokenizer {file.name}")
     try:
         return tokenizers.Tokenizer.from_str(content.decode())
     except Exception as error:  # the package raises no narrower class

@@ -14,7 +14,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from jaxpar.errors import LaunchError, need
+from jaxpar.errors import LaunchError
+from jaxpar.utils.extras import import_extra
 
 _NEAR = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"
 """Address of a Ray that is started here; Ray would replace 127.0.0.1 by the host's network address."""
@@ -47,10 +48,7 @@ def connect(address: str | None, cpus: float, *, object_store_bytes: int | None 
     address, until = address or os.environ.get("RAY_ADDRESS"), time.monotonic() + _JOIN
     if address is not None:
         _try(address)
-    try:
-        import ray
-    except ImportError as error:
-        raise need("ray", "ray", "training with parameter servers") from error
+    ray = import_extra("ray", "ray", "training with parameter servers")
     if ray.is_initialized():
         return ray, False
     if address is not None:

@@ -6,7 +6,7 @@ import functools
 import io
 from typing import Any
 
-from jaxpar.errors import need
+from jaxpar.utils.extras import import_extra
 
 
 def new_figure(purpose: str, **options: Any) -> Any:
@@ -19,11 +19,7 @@ def new_figure(purpose: str, **options: Any) -> Any:
     Raises:
       MissingExtraError: matplotlib is not installed.
     """
-    try:
-        import matplotlib.figure
-    except ImportError as error:
-        raise need("matplotlib", "plots", purpose) from error
-    return _drawing(matplotlib.figure.Figure)(**options)
+    return _drawing(import_extra("matplotlib.figure", "plots", purpose).Figure)(**options)
 
 
 @functools.cache

@@ -299,6 +299,6 @@ def test_a_broken_grain_is_not_reported_as_a_missing_one(monkeypatch: pytest.Mon
     def broken(name: str) -> None:
         raise ModuleNotFoundError("No module named 'etils'", name="etils")
 
-    monkeypatch.setattr("jaxpar.data.loader.importlib.import_module", broken)
+    monkeypatch.setattr("jaxpar.utils.extras.importlib.import_module", broken)
     with pytest.raises(ModuleNotFoundError, match="etils"):
         batches(TOKENS, batch=4, seq=8)

@@ -28,7 +28,7 @@ from jax.sharding import AbstractMesh
 
 from jaxpar.analysis.compile.compilers import COMPILERS, Compiler, description_of, environment_of, versions_of
 from jaxpar.analysis.units import axes_of_dims
-from jaxpar.errors import CompileError, MeshError, need
+from jaxpar.errors import CompileError, MeshError
 from jaxpar.parallel.collectives.bucketing import CollectiveFusion
 from jaxpar.parallel.offload.placement import KIND
 from jaxpar.parallel.pipeline.options import Asynchronous
@@ -40,6 +40,7 @@ from jaxpar.training.model import MakeModel, Tagged
 from jaxpar.training.offload.disk_state import disk_of
 from jaxpar.training.state import TrainState, abstract_state
 from jaxpar.training.step import train_step
+from jaxpar.utils.extras import import_extra
 
 CompilerOptions = Mapping[str, str | int | float | bool]
 
@@ -233,10 +234,7 @@ def compile_program(
     def flat(*arrays: Any) -> list[Any]:
         return jax.tree.leaves(function(*jax.tree.unflatten(treedef, arrays)))
 
-    try:
-        import flatbuffers  # noqa: F401 (jax.export serializes with it)
-    except ImportError as error:
-        raise need("flatbuffers", compiler.extra, "compiling ahead of time") from error
+    import_extra("flatbuffers", compiler.extra, "compiling ahead of time")  # jax.export serializes with it
     versions = versions_of(compiler)
     # jax.export rejects kernels because their form may change between jax versions. Here the same version compiles them
     # immediately.

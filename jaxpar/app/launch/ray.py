@@ -18,8 +18,9 @@ from typing import Any
 
 from jaxpar.app.launch.peers import Peer
 from jaxpar.app.launch.process_group import LOOPBACK, Command, Local, free_port
-from jaxpar.errors import LaunchError, need
+from jaxpar.errors import LaunchError
 from jaxpar.utils.durable import open_regular
+from jaxpar.utils.extras import import_extra
 
 _CARRIED = ("JAX", "XLA", "LIBTPU", "TPU_", "PYTHON", "NCCL_")
 """Prefixes of variables that a process gets from the launching environment, in addition to those of its node."""
@@ -117,11 +118,7 @@ class RayGroup:
         if starts:
             # Its daemons listen on every interface, whatever its address; Ray's default is then to require a token.
             os.environ.pop("RAY_AUTH_MODE", None)
-        try:
-            import ray
-        except ImportError as error:
-            raise need("ray", "ray", "starting processes on a Ray cluster") from error
-        self._ray: Any = ray
+        self._ray = ray = import_extra("ray", "ray", "starting processes on a Ray cluster")
         self._logs, self._variables, self._show = logs.absolute(), variables, show
         self._resources, self._patience = resources or {"CPU": 1}, patience
         self._members: dict[int, Any] = {}

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from io import FileIO
 from pathlib import Path
 from typing import Any, Self
@@ -17,10 +18,10 @@ import jax.numpy as jnp
 
 from jaxpar.app.train.records import RESERVED, read_records
 from jaxpar.app.train.trackers import Tracker
-from jaxpar.errors import need
 from jaxpar.sharding.hardware.accelerators import of_device
 from jaxpar.training.loss import STEP_METRICS
 from jaxpar.utils.durable import link_text, open_regular, write_atomically
+from jaxpar.utils.extras import import_extra
 from jaxpar.utils.plotting import new_figure
 
 _NOT_OF_THE_LOSS = STEP_METRICS | {"updated", "weight"}
@@ -157,13 +158,10 @@ class _TensorBoard:
     """Writes TensorBoard files directly: on a full disk tensorboardX's thread dies, and its callers block."""
 
     def __init__(self, folder: Path, tell: Callable[[str], None]):
-        try:
-            from tensorboardX.event_file_writer import EventsWriter
-            from tensorboardX.proto.event_pb2 import Event
-            from tensorboardX.summary import scalar
-        except ImportError as error:
-            raise need("tensorboardX", "train", "writing TensorBoard metrics") from error
-        self._folder, self._open, self._event, self._scalar = folder, EventsWriter, Event, scalar
+        load = partial(import_extra, extra="train", purpose="writing TensorBoard metrics")
+        self._open = load("tensorboardX.event_file_writer").EventsWriter
+        self._event, self._scalar = load("tensorboardX.proto.event_pb2").Event, load("tensorboardX.summary").scalar
+        self._folder = folder
         self._events: Any = None
         self._retry = self._flush = 0.0
         if folder.is_symlink():
