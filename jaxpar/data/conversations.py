@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,7 @@ import numpy.typing as npt
 from jaxpar.data.bad_rows import BadRow, BadRows
 from jaxpar.data.chat_template import ANSWER, ChatTemplate
 from jaxpar.data.documents import ReadOptions, find_documents
-from jaxpar.data.packing import best_fit
+from jaxpar.data.packing import best_fit, packed_row
 from jaxpar.data.rows import jsonl_objects
 from jaxpar.data.sources import check_fraction, check_parts, is_heldout
 from jaxpar.data.tokenizer import Tokenizer
@@ -44,11 +44,7 @@ class Conversations(Sequence[Example]):
     def __len__(self) -> int:
         return len(self._rows)
 
-    @overload
-    def __getitem__(self, index: int) -> Example: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Example]: ...
-    def __getitem__(self, index: int | slice) -> Example | Sequence[Example]:
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return Conversations(self._rows[index], self._seq, self._pad)
         ids, answers = self._rows[index]
@@ -80,7 +76,7 @@ class PackedConversations(Sequence[Example]):
 
     def __init__(self, rows: Sequence[tuple[np.ndarray, np.ndarray]], seq: int, pad: int, *, alone: bool = False):
         self._rows, self._seq, self._pad = rows, seq, pad
-        lengths = np.array([self._length(ids) for ids, _ in rows], np.int64)
+        lengths = np.array([min(len(ids) - 1, seq) for ids, _ in rows], np.int64)
         placed = np.arange(len(lengths)) if alone else best_fit(lengths, seq)
         self._order = np.argsort(placed, kind="stable")
         self._starts = np.searchsorted(placed[self._order], np.arange(int(placed.max(initial=-1)) + 2))
@@ -88,32 +84,13 @@ class PackedConversations(Sequence[Example]):
     def __len__(self) -> int:
         return len(self._starts) - 1
 
-    @overload
-    def __getitem__(self, index: int) -> Example: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Example]: ...
-    def __getitem__(self, index: int | slice) -> Example | Sequence[Example]:
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         row = range(len(self))[index]
-        names = ("tokens", "targets", "segment_ids", "positions", "loss_mask")
-        found = {name: np.zeros(self._seq, np.int32) for name in names}
-        found["tokens"][:] = found["targets"][:] = self._pad
-        end, members = 0, self._order[self._starts[row] : self._starts[row + 1]]
-        for segment, number in enumerate(members):
-            ids, answers = self._rows[number]
-            length = self._length(ids)
-            at = slice(end, end + length)
-            found["tokens"][at], found["targets"][at] = ids[:length], ids[1 : length + 1]
-            found["segment_ids"][at], found["positions"][at] = segment, np.arange(length)
-            found["loss_mask"][at] = answers[1 : length + 1]
-            end += length
-        found["segment_ids"][end:], found["positions"][end:] = len(members), np.arange(self._seq - end)
-        return found
-
-    def _length(self, ids: np.ndarray) -> int:
-        """The number of targets of a conversation."""
-        return min(len(ids) - 1, self._seq)
+        members = (self._rows[i] for i in self._order[self._starts[row] : self._starts[row + 1]])
+        most = self._seq + 1
+        return packed_row([(ids[:most], answers[1:most]) for ids, answers in members], self._seq, self._pad)
 
 
 @dataclass(frozen=True)

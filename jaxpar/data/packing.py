@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -52,6 +52,7 @@ class DocumentRows:
 
     def __post_init__(self) -> None:
         self.seq = as_integer("seq", self.seq, 1)
+        self._offsets, self._lengths, self._row_starts = self._pieces()
         if not self._offsets.size:
             raise DataError("no document has two tokens, so none can be predicted. Remedy: longer documents.")
 
@@ -71,21 +72,15 @@ class DocumentRows:
         Raises:
           DataError: a token is not below ``vocab``.
         """
-        names = ("tokens", "targets", "segment_ids", "positions", "loss_mask")
-        found: Batch = {name: np.zeros((len(numbers), self.seq), np.int32) for name in names}
-        for row, number in enumerate(numbers):
-            end = 0
-            pieces = range(*self._row_starts[number : number + 2]) if number != _EMPTY else range(0)
-            for segment, piece in enumerate(pieces):
-                offset, length = self._offsets[piece], self._lengths[piece]
-                at, ids = slice(end, end + length), np.asarray(self.tokens[offset : offset + length + 1])
+        rows = []
+        for number in numbers:
+            pieces = slice(*self._row_starts[number : number + 2]) if number != _EMPTY else slice(0)
+            spans = zip(self._offsets[pieces], self._lengths[pieces], strict=True)
+            texts = [np.asarray(self.tokens[at : at + length + 1]) for at, length in spans]
+            for ids in texts:
                 check_vocab(ids, self.vocab)
-                found["tokens"][row, at], found["targets"][row, at] = ids[:-1], ids[1:]
-                found["segment_ids"][row, at], found["positions"][row, at] = segment, np.arange(length)
-                found["loss_mask"][row, at] = 1
-                end += length
-            found["segment_ids"][row, end:], found["positions"][row, end:] = len(pieces), np.arange(self.seq - end)
-        return found
+            rows.append(packed_row([(ids, 1) for ids in texts], self.seq))
+        return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
     def segments(self, numbers: np.ndarray) -> npt.NDArray[np.int32]:
         """Returns the piece of each token of these rows [n, seq], numbered from 0 in each row."""
@@ -99,11 +94,11 @@ class DocumentRows:
 
     def identity(self) -> dict[str, int | str]:
         """Returns what must be equal for a number to mean the same row. It may hash the full text."""
-        content = self.checksum
+        content, packing = self.checksum, "padded" if self.alone else "documents"
         if content is None:
             ends = hashlib.sha256(np.ascontiguousarray(self.starts, "<i8")).hexdigest()[:16]
             content = f"{content_hash(self.tokens)} documents {ends}"
-        return {"tokens": self.tokens.size, "content": content, "seq": self.seq, "packing": self._name}
+        return {"tokens": self.tokens.size, "content": content, "seq": self.seq, "packing": packing}
 
     def shortage(self, batch: int) -> str:
         """Returns how many rows there are, and that a batch needs more."""
@@ -117,11 +112,6 @@ class DocumentRows:
         """The fraction of all rows that is not padding."""
         return float(self._lengths.sum() / (self.count * self.seq))
 
-    @property
-    def _name(self) -> str:
-        return "padded" if self.alone else "documents"
-
-    @cached_property
     def _pieces(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The offset and the number of targets of each piece, in the order of rows, and each row's first piece."""
         targets = np.diff(self.starts) - 1
@@ -133,20 +123,28 @@ class DocumentRows:
         lengths = np.minimum(whole[document] - nth * self.seq, self.seq)
         rows = np.arange(len(lengths)) if self.alone else best_fit(lengths, self.seq)
         order = np.argsort(rows, kind="stable")
-        number = int(rows.max()) + 1 if rows.size else 0
-        return offsets[order], lengths[order], np.searchsorted(rows[order], np.arange(number + 1))
+        numbers = np.arange(int(rows.max(initial=-1)) + 2)
+        return offsets[order], lengths[order], np.searchsorted(rows[order], numbers)
 
-    @property
-    def _offsets(self) -> np.ndarray:
-        return self._pieces[0]
 
-    @property
-    def _lengths(self) -> np.ndarray:
-        return self._pieces[1]
+def packed_row(pieces: Sequence[tuple[np.ndarray, np.ndarray | int]], seq: int, pad: int = 0) -> Batch:
+    """Returns whole pieces as the arrays [seq] of one row.
 
-    @property
-    def _row_starts(self) -> np.ndarray:
-        return self._pieces[2]
+    Args:
+      pieces: ids [n + 1] and loss mask [n] (or a number) of each piece, which has n targets.
+      seq: tokens of the row; the rest of it is padding, with a segment of its own and no loss.
+      pad: the id of padding.
+    """
+    names = ("tokens", "targets", "segment_ids", "positions", "loss_mask")
+    row: Batch = {name: np.full(seq, pad if name in ("tokens", "targets") else 0, np.int32) for name in names}
+    end = 0
+    for segment, (ids, mask) in enumerate(pieces):
+        at = slice(end, end + len(ids) - 1)
+        row["tokens"][at], row["targets"][at] = ids[:-1], ids[1:]
+        row["segment_ids"][at], row["positions"][at], row["loss_mask"][at] = segment, np.arange(len(ids) - 1), mask
+        end = at.stop
+    row["segment_ids"][end:], row["positions"][end:] = len(pieces), np.arange(seq - end)
+    return row
 
 
 def best_fit(lengths: np.ndarray, size: int) -> np.ndarray:
