@@ -156,10 +156,8 @@ def _format_of(name: str) -> str:
 
 def _format_in(folder: Path, options: ReadOptions) -> str:
     """The format of a folder's files of rows, if it has any, else ``text``."""
-    if options.patterns is not None:
-        names = {Path(relative).name for relative, _ in _matching(folder, options.patterns)}
-    else:
-        names = {Path(relative).name for relative, _ in _matching(folder, sum(PATTERNS.values(), ()))}
+    patterns = sum(PATTERNS.values(), ()) if options.patterns is None else options.patterns
+    names = {path.name for _, path in _matching(folder, patterns)}
     kinds = sorted({_format_of(name) for name in names} - {"text"})
     if len(kinds) > 1:
         raise DataError(

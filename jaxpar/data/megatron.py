@@ -24,7 +24,6 @@ DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"
 """Dtypes of tokens by code; 6 and 7 are floats."""
 _HEAD = struct.Struct("<9sQBQQ")
 _SAMPLE = 1 << 20
-_CHUNK = 1 << 24
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,11 +41,6 @@ class MegatronDataset:
     tokens: np.ndarray
     starts: np.ndarray
     checksum: str
-
-    def largest(self) -> int:
-        """Returns the largest token; it reads all of them."""
-        size = self.tokens.size
-        return max(int(self.tokens[at : at + _CHUNK].max()) for at in range(0, size, _CHUNK))
 
 
 def megatron_prefix(source: str | os.PathLike[str]) -> Path | None:
@@ -108,17 +102,15 @@ def check_largest(dataset: MegatronDataset, vocab: int | None) -> int:
     """
     if vocab is not None:
         return vocab
-    largest = dataset.largest()
+    largest = int(dataset.tokens.max())
     if largest >= INT32:
         raise DataError(f"{dataset.prefix}.bin: tokens must fit int32, got {largest}. Remedy: preprocess it again.")
     return largest + 1
 
 
 def _checksum(index: Path, tokens: Path) -> str:
-    digest = hashlib.sha256()
     with index.open("rb") as f:
-        while chunk := f.read(_CHUNK):
-            digest.update(chunk)
+        digest = hashlib.file_digest(f, "sha256")
     with tokens.open("rb") as f:
         digest.update(f.read(_SAMPLE))
         f.seek(max(0, tokens.stat().st_size - _SAMPLE))

@@ -120,12 +120,9 @@ class TokenFile:
         Raises:
           DataError: its bytes do not have the checksum of the header.
         """
-        digest = hashlib.sha256()
         with self.path.open("rb") as f:
             f.seek(HEADER_BYTES)
-            while chunk := f.read(_CHUNK):
-                digest.update(chunk)
-        found = f"sha256:{digest.hexdigest()}"
+            found = f"sha256:{hashlib.file_digest(f, 'sha256').hexdigest()}"
         if found != self.header.checksum:
             raise DataError(
                 f"token file {self.path} is damaged: its checksum is {found}, but its header says "
