@@ -12,7 +12,8 @@ keep working.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from contextlib import contextmanager
 
 
 class JaxparError(Exception):
@@ -158,6 +159,21 @@ def did_you_mean(name: object, options: Iterable[object]) -> str:
 def listing(names: Iterable[object]) -> str:
     """Returns the names quoted and separated by commas, or ``none`` if there are none."""
     return ", ".join(repr(str(n)) for n in names) or "none"
+
+
+@contextmanager
+def prefixed(prefix: str) -> Iterator[None]:
+    """Puts ``prefix``, such as the key of a configuration, before the text of an error of jaxpar's own.
+
+    >>> with prefixed("model."):
+    ...     raise ConfigError("lora: rank must be at least 1, got 0.")
+    Traceback (most recent call last):
+    jaxpar.errors.ConfigError: model.lora: rank must be at least 1, got 0.
+    """
+    try:
+        yield
+    except JaxparError as error:
+        raise type(error)(f"{prefix}{error}") from error
 
 
 _SHOWN = 3

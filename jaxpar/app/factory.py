@@ -6,7 +6,7 @@ A configuration runs no code that it does not name (:mod:`jaxpar.app.user_code`)
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,8 +15,8 @@ import jax
 import jaxpar as jp
 from jaxpar.app.lora import LoraSettings
 from jaxpar.app.quantize_config import QuantizeSettings
-from jaxpar.app.user_code import load_function, place_of_error
-from jaxpar.errors import ConfigError, JaxparError, listing
+from jaxpar.app.user_code import failing_as, load_function
+from jaxpar.errors import ConfigError, listing
 from jaxpar.inference.cached_model import DecoderFns
 from jaxpar.parallel.attention.context import Context
 from jaxpar.sharding.names import Names
@@ -112,7 +112,9 @@ class FactoryModel:
                 f"generate: {self.name} is a model of your own, whose cache is not known. Remedy: model: {{decoder: "
                 '"my_module:decoder"}, a function that returns a jaxpar.inference.DecoderFns.'
             )
-        found = _called(self.config.decoder, "model.decoder", self.config.args)
+        make, args = load_function(self.config.decoder, "model.decoder"), self.config.args
+        with failing_as(f"model.decoder: {self.config.decoder} fails with args {args}", "function(**args)"):
+            found = make(**args)
         if not isinstance(found, DecoderFns):
             raise ConfigError(
                 f"model.decoder: {self.config.decoder} must return a jaxpar.inference.DecoderFns, got "
@@ -140,13 +142,9 @@ def factory_model(
     factory, loss_fn = load_function(config.factory, "model.factory"), load_function(config.loss, "model.loss")
     eval_loss = loss_fn if config.eval_loss is None else load_function(config.eval_loss, "model.eval_loss")
     make_model: MakeModel = functools.partial(factory, **config.args)
-    try:
-        with jp.unsharded():  # Linen runs the model to make its variables, with its constraints
-            parts = build_shapes(make_model)
-    except JaxparError:
-        raise
-    except Exception as error:
-        raise ConfigError(_failure(config.factory, "model", "key, **args", config.args, error)) from error
+    failing = f"model: {config.factory} fails with args {config.args}"
+    with failing_as(failing, "function(key, **args)"), jp.unsharded():
+        parts = build_shapes(make_model)  # Linen runs the model to make its variables, with its constraints
     paths = [show(path) for path, _ in leaves_with_paths(batch)]
     named, names = any(path[0] == "params" for path, _ in parts.dims), set[str]()
     if not named or len(batch_dims) < len(paths):
@@ -171,20 +169,3 @@ def factory_model(
 def _of_batch(names: Names, known: Collection[str]) -> Names:
     """The names of an array of the batch: rows first, and of the others those that have rules."""
     return tuple("batch" if i == 0 else name if name in known or not known else None for i, name in enumerate(names))
-
-
-def _called(reference: str, key: str, args: Mapping[str, Any]) -> Any:
-    function: Callable[..., Any] = load_function(reference, key)
-    try:
-        return function(**args)
-    except JaxparError:
-        raise
-    except Exception as error:
-        raise ConfigError(_failure(reference, key, "**args", args, error)) from error
-
-
-def _failure(reference: str, key: str, call: str, args: Mapping[str, Any], error: Exception) -> str:
-    return (
-        f"{key}: {reference} fails with args {dict(args)}: {type(error).__name__}: "
-        f"{str(error).partition(chr(10))[0]} ({place_of_error(error)}). Remedy: it is called as function({call})."
-    )

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -12,14 +11,7 @@ import jax
 import optax
 
 import jaxpar as jp
-from jaxpar.app.config import (
-    ContextConfig,
-    Loaded,
-    ParallelConfig,
-    PrecisionConfig,
-    RematConfig,
-    RunConfig,
-)
+from jaxpar.app.config import ContextConfig, Loaded, ParallelConfig, PrecisionConfig, RematConfig, RunConfig
 from jaxpar.app.conversation_data import check_conversations
 from jaxpar.app.factory import FactoryConfig, FactoryModel, factory_model
 from jaxpar.app.lora import LoraSettings, lora_settings
@@ -31,7 +23,7 @@ from jaxpar.app.trained_model import trained_model
 from jaxpar.data.megatron import megatron_prefix
 from jaxpar.data.token_file import TokenFile, is_token_file
 from jaxpar.data.tokenizer import SEPARATOR, Tokenizer, load_tokenizer
-from jaxpar.errors import ConfigError, JaxparError
+from jaxpar.errors import ConfigError, prefixed
 from jaxpar.models import llama
 from jaxpar.models.llama.pipeline import staged_next_token_loss, staged_token_loss
 from jaxpar.models.losses import next_token_loss, token_loss
@@ -343,15 +335,6 @@ def _factory_job(loaded: Loaded, *, training: bool) -> Job:
     return Job(loaded.name, config, model, *run, zero, precision, fusion, pipeline, data=data)
 
 
-@contextmanager
-def _prefixed() -> Iterator[None]:
-    """Put ``parallel.``, the table of the configuration, before the text of an error."""
-    try:
-        yield
-    except JaxparError as error:
-        raise type(error)(f"parallel.{error}") from error
-
-
 def _with_overlap(config: RunConfig, model: llama.LlamaConfig) -> llama.LlamaConfig:
     """The model with its layers split into as many parts as ``parallel.overlap`` configures."""
     parallel = config.parallel
@@ -366,7 +349,7 @@ def _with_overlap(config: RunConfig, model: llama.LlamaConfig) -> llama.LlamaCon
             f"parallel.overlap.dim is {parallel.overlap.dim!r}, but overlap.ways is 1, so nothing is split. Remedy: "
             "overlap: {ways: 2}, or leave overlap.dim out."
         )
-    with _prefixed():
+    with prefixed("parallel."):
         overlap = parallel.overlap
         return replace(model, copies=overlap.ways, copies_dim=overlap.dim, overlap_matmuls=overlap.matmuls)
 
@@ -417,7 +400,7 @@ def _offload(config: RunConfig, model: llama.LlamaConfig, tx: optax.GradientTran
             "optimizer.prune keeps masks on the device, but parallel.offload moves the optimizer state. Remedy: leave "
             "one of them out."
         )
-    with _prefixed():
+    with prefixed("parallel."):
         if offload.path is not None:
             return jp.offload.to_disk(tx, offload.path, min_bytes=offload.min_bytes)
         return jp.offload.to_host(tx, parameters=offload.parameters is not None, min_bytes=offload.min_bytes)
@@ -428,7 +411,7 @@ def _zero(config: RunConfig) -> jp.Zero:
     if zero is None:
         return jp.Zero(stage=0)
     axis = tuple(zero.axis) if isinstance(zero.axis, list) else zero.axis
-    with _prefixed():
+    with prefixed("parallel."):
         return jp.Zero(zero.stage, axis, zero.min_bytes, zero.fsdp_group_size)
 
 
@@ -461,7 +444,7 @@ def _remat(remat: str | RematConfig) -> str | jp.RematPolicy:
 
 def _fusion(config: RunConfig) -> jp.overlap.CollectiveFusion:
     sizes = {name: tuple(v) if isinstance(v, list) else v for name, v in asdict(config.parallel.fusion).items()}
-    with _prefixed():
+    with prefixed("parallel."):
         return jp.overlap.CollectiveFusion(**sizes)
 
 
@@ -471,7 +454,7 @@ def _context(context: ContextConfig, *, packed: bool) -> Context:
             "parallel.context: load_balance: balanced distributes packed documents, but data.packing is false. Remedy: "
             "data: {packing: true}, or load_balance: zigzag."
         )
-    with _prefixed():
+    with prefixed("parallel."):
         return Context(**asdict(context))
 
 

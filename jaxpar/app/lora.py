@@ -8,11 +8,10 @@ from typing import Any
 
 import jaxpar as jp
 from jaxpar.app.config import RunConfig
-from jaxpar.errors import ConfigError, JaxparError
+from jaxpar.app.model_config import model_table
+from jaxpar.errors import ConfigError, prefixed
 from jaxpar.parallel.pipeline.schedules.async_window import ASYNCHRONOUS
 from jaxpar.training.model import MakeModel
-from jaxpar.utils.checks import shown
-from jaxpar.utils.yaml_config import build
 
 
 @dataclass(frozen=True)
@@ -40,12 +39,7 @@ def lora_settings(model: Mapping[str, Any]) -> LoraSettings | None:
     Raises:
       ConfigError: a key or value is wrong.
     """
-    table = model.get("lora")
-    if table is None:
-        return None
-    if not isinstance(table, Mapping):
-        raise ConfigError(f"model.lora must be a mapping, got {shown(table)}. Remedy: model.lora: {{rank: 8}}.")
-    return build(LoraSettings, table, "model.lora")
+    return model_table(model, "lora", LoraSettings, "{rank: 8}")
 
 
 def adapted_model(model: Mapping[str, Any], make_model: MakeModel) -> MakeModel:
@@ -57,10 +51,8 @@ def adapted_model(model: Mapping[str, Any], make_model: MakeModel) -> MakeModel:
     lora = lora_settings(model)
     if lora is None:
         return make_model
-    try:
+    with prefixed("model."):
         return jp.lora.adapt(make_model, jp.lora.LoraConfig(lora.rank, lora.alpha, lora.targets, lora.inputs))
-    except JaxparError as error:
-        raise type(error)(f"model.{error}") from error
 
 
 def with_adapters(config: RunConfig, make_model: MakeModel) -> MakeModel:

@@ -15,7 +15,7 @@ import optax
 import jaxpar as jp
 from jaxpar.app.config import OptimizerConfig, PruneSettings
 from jaxpar.compression import PruneConfig, prune
-from jaxpar.errors import ConfigError, JaxparError, did_you_mean
+from jaxpar.errors import ConfigError, JaxparError, did_you_mean, prefixed
 from jaxpar.training.one_bit_adam import NAME as ONE_BIT
 
 
@@ -67,10 +67,8 @@ def _pruning(tx: Any, name: str, settings: PruneSettings) -> Any:
     if name == ONE_BIT:
         raise ConfigError(f"optimizer: {ONE_BIT} does not support prune. Remedy: another optimizer.")
     values = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
-    try:
+    with prefixed("optimizer."):
         return prune(tx, PruneConfig(**values))
-    except ConfigError as error:
-        raise ConfigError(f"optimizer.{error}") from error
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:

@@ -11,10 +11,10 @@ import jax
 import numpy as np
 
 from jaxpar.app.data_config import DataConfig
-from jaxpar.app.user_code import load_function, place_of_error
+from jaxpar.app.user_code import failing_as, load_function
 from jaxpar.data.examples import BatchIterator, Columns, ExamplePlan
 from jaxpar.data.loader import Stream
-from jaxpar.errors import ConfigError, DataError, JaxparError, did_you_mean, listing
+from jaxpar.errors import ConfigError, DataError, did_you_mean, listing
 from jaxpar.sharding.names import Names
 from jaxpar.training.model import leaves_with_paths, show
 
@@ -126,16 +126,9 @@ class OwnData:
     def _call(self, given: Mapping[str, Any]) -> Any:
         key = tuple(sorted(given.items()))
         if key not in self._made:
-            try:
+            call = f"function(**args), with those of {listing(_OFFERED)} that it takes"
+            with failing_as(f"data: {self.name} fails with args {self.config.args}", call):
                 self._made[key] = self.factory(**self.config.args, **given)
-            except JaxparError:
-                raise
-            except Exception as error:
-                raise ConfigError(
-                    f"data: {self.name} fails with args {self.config.args}: {type(error).__name__}: "
-                    f"{str(error).partition(chr(10))[0]} ({place_of_error(error)}). Remedy: it is called as "
-                    f"function(**args), with those of {listing(_OFFERED)} that it takes."
-                ) from error
         return self._made[key]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -56,7 +55,7 @@ def quantize_config(settings: QuantizeSettings, model: LlamaConfig | None, key: 
     try:
         if model is None:
             axis = -2 if s.axis is None else s.axis
-            return QuantizeConfig(_list(s.targets), s.bits, s.group, axis, s.skip, s.scales)
+            return QuantizeConfig(s.targets or (), s.bits, s.group, axis, s.skip, s.scales)
         if s.axis is not None:
             raise ConfigError(f"quantize: axis is found in a built-in model, got {s.axis!r}. Remedy: leave axis out.")
         from jaxpar.models.llama.decode import quantized_weights
@@ -65,7 +64,3 @@ def quantize_config(settings: QuantizeSettings, model: LlamaConfig | None, key: 
         return quantized_weights(model, s.bits, s.group, skip=s.skip, scales=s.scales, **own)
     except ConfigError as error:
         raise ConfigError(f"{key}: {str(error).removeprefix('quantize: ')}") from error
-
-
-def _list(patterns: Sequence[str] | None) -> tuple[str, ...]:
-    return tuple(patterns or ())

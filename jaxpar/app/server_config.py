@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Literal
 
-from jaxpar.errors import JaxparError
+from jaxpar.errors import prefixed
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,5 @@ def server_config(settings: ServerSettings, servers: int | None, workers: int | 
     values = {name: value for name, value in dataclasses.asdict(settings).items() if name in names}
     values |= {} if servers is None else {"servers": servers}
     values |= {} if workers is None else {"workers": workers}
-    try:
+    with prefixed("parallel."):
         return ServerConfig(**values)
-    except JaxparError as error:
-        raise type(error)(f"parallel.{error}") from None

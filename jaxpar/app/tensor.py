@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
-from tyro.conf import Positional, UseAppendAction, arg
+from tyro.conf import UseAppendAction, arg
 
+from jaxpar.app.arguments import Config, File, Number
 from jaxpar.errors import ConfigError
 from jaxpar.utils.terminal import terminal_width
 
@@ -23,11 +23,11 @@ class TensorCommand:
       json: also write the comparison as JSON
     """
 
-    config: Annotated[Path, Positional, arg(metavar="CONFIG", help="YAML file of the run")]
+    config: Config
     topology: str
     set: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="KEY=VALUE")] = ()
-    devices: Annotated[int | None, arg(metavar="N", help_behavior_hint="")] = None
-    json: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None
+    devices: Number = None
+    json: File = None
 
     def run(self) -> int:
         import jax

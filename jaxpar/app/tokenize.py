@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import Positional, UseAppendAction, arg, subcommand
 
@@ -16,15 +16,6 @@ if TYPE_CHECKING:
     from jaxpar.app.data_config import DataConfig
     from jaxpar.data.token_file import TokenFile
     from jaxpar.data.tokenize import TokenizeProgress
-
-_DATA: dict[str, str | float | None] = {
-    "tokenizer": None,
-    "eos": None,
-    "special": "text",
-    "format": "auto",
-    "text_field": "text",
-}
-_DATA |= {"bad_rows": "error", "heldout_fraction": 0.05}
 
 
 @dataclass(frozen=True)
@@ -81,8 +72,9 @@ class TokenizeCommand:
         from jaxpar.data.tokenizer import TokenizerConfig
 
         if Path(self.source).suffix in (".yaml", ".yml"):
-            for name, default in _DATA.items():
-                if getattr(self, name) != default:
+            for option in fields(self):
+                name = option.name
+                if name not in ("source", "out", "set") and getattr(self, name) != option.default:
                     raise ConfigError(
                         f"tokenize: --{name.replace('_', '-')} is for a text, but {self.source} is the configuration "
                         f"of a run. Remedy: --set data.{name}=..."
@@ -96,14 +88,8 @@ class TokenizeCommand:
         if self.tokenizer is None and (self.eos is not None or self.special != "text"):
             raise ConfigError("tokenize: --eos and --special are for a tokenizer. Remedy: --tokenizer tokenizer.json.")
         tokenizer = None if self.tokenizer is None else TokenizerConfig(self.tokenizer, self.eos, self.special)
-        return DataConfig(
-            self.source,
-            tokenizer=tokenizer,
-            format=self.format,
-            text_field=self.text_field,
-            bad_rows=self.bad_rows,
-            heldout_fraction=self.heldout_fraction,
-        )
+        own: dict[str, Any] = {name: getattr(self, name) for name in ("format", "text_field", "bad_rows")}
+        return DataConfig(self.source, tokenizer=tokenizer, heldout_fraction=self.heldout_fraction, **own)
 
 
 @dataclass(frozen=True)

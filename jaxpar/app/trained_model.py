@@ -8,12 +8,11 @@ from typing import Any
 import jaxpar as jp
 from jaxpar.app.config import RunConfig
 from jaxpar.app.lora import with_adapters
+from jaxpar.app.model_config import model_table
 from jaxpar.app.quantize_config import QuantizeSettings, quantize_config
 from jaxpar.errors import ConfigError
 from jaxpar.models.llama import LlamaConfig
 from jaxpar.training.model import MakeModel
-from jaxpar.utils.checks import shown
-from jaxpar.utils.yaml_config import build
 
 KEY = "model.quantize"
 
@@ -24,12 +23,7 @@ def quantize_settings(model: Mapping[str, Any]) -> QuantizeSettings | None:
     Raises:
       ConfigError: a key or value is wrong.
     """
-    table = model.get("quantize")
-    if table is None:
-        return None
-    if not isinstance(table, Mapping):
-        raise ConfigError(f"{KEY} must be a mapping, got {shown(table)}. Remedy: {KEY}: {{bits: 4, group: 32}}.")
-    return build(QuantizeSettings, table, KEY)
+    return model_table(model, "quantize", QuantizeSettings, "{bits: 4, group: 32}")
 
 
 def trained_model(config: RunConfig, make_model: MakeModel, model: LlamaConfig | None) -> MakeModel:

@@ -12,20 +12,40 @@ import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
 import jaxpar as jp
-from jaxpar.errors import ConfigError, did_you_mean
+from jaxpar.errors import ConfigError, JaxparError, did_you_mean
 
 
-def place_of_error(error: BaseException) -> str:
+def _place_of(error: BaseException) -> str:
     """Returns the last line of code outside of installed packages that an error passed through."""
     frames = traceback.extract_tb(error.__traceback__)
     library = os.path.dirname(jp.__file__)
     own = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith(library)]
     return f"{own[-1].filename}:{own[-1].lineno}" if own else "called by jaxpar"
+
+
+@contextmanager
+def failing_as(what: str, call: str) -> Iterator[None]:
+    """Turns an error of the user's code into a ConfigError that says where it was raised.
+
+    Args:
+      what: the beginning of its text, which says what fails.
+      call: how the code is called.
+    """
+    try:
+        yield
+    except JaxparError:
+        raise
+    except Exception as error:
+        first = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"{what}: {type(error).__name__}: {first} ({_place_of(error)}). Remedy: it is called as {call}."
+        ) from error
 
 
 def load_function(reference: str, key: str) -> Callable[..., Any]:

@@ -20,7 +20,7 @@ from jaxpar.app.config import Loaded, load_run
 from jaxpar.app.generate.prompts import STDIN, as_tokens, read_prompts, write_answers
 from jaxpar.app.launch import heartbeat
 from jaxpar.app.launch.cluster_detection import Cluster
-from jaxpar.app.launch.exit_codes import ExitCode
+from jaxpar.app.launch.exit_codes import ExitCode, end_process
 from jaxpar.app.launch.join import ProcessPlace, place_of
 from jaxpar.app.train.launch import LaunchOptions, Task, policy_of, reporting, set_up_devices, supervise
 from jaxpar.errors import JaxparError, LaunchError
@@ -241,6 +241,4 @@ def _exit(status: int) -> NoReturn:
     """End this process even if one of its threads still compiles or waits for other processes."""
     if "jax" in sys.modules:
         _shut_down_together()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+    end_process(status)

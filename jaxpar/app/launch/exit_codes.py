@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import enum
+import os
 import re
 import signal
 import sys
 import tempfile
 import traceback
 from collections.abc import Iterator
+from typing import NoReturn, Self
 
 from jaxpar.errors import (
     AuditError,
@@ -39,31 +41,25 @@ class ExitCode(enum.IntEnum):
     (<ExitCode.RETRYABLE: 75>, 'a peer, a device or storage failed; a new start may succeed')
     """
 
-    FINISHED = 0
-    FAILED = 1
-    CONFIGURATION = 2
-    GAVE_UP = 69
-    NOT_SAVED = 74
-    RETRYABLE = 75
-    STOPPED = 85
-    INTERRUPTED = 130
+    meaning: str
+    """What it says about a run."""
 
-    @property
-    def meaning(self) -> str:
-        """What it says about a run."""
-        return _MEANINGS[self]
+    def __new__(cls, status: int, meaning: str = "") -> Self:
+        """Adds the meaning to a status."""
+        found = int.__new__(cls, status)
+        found._value_, found.meaning = status, meaning
+        return found
+
+    FINISHED = 0, "finished and saved"
+    FAILED = 1, "failed; a new start would fail too"
+    CONFIGURATION = 2, "the configuration or the command line is wrong"
+    GAVE_UP = 69, "gave up after its restarts or rollbacks"
+    NOT_SAVED = 74, "ended, and its last steps are not saved"
+    RETRYABLE = 75, "a peer, a device or storage failed; a new start may succeed"
+    STOPPED = 85, "stopped by a signal, and saved"
+    INTERRUPTED = 130, "stopped by Ctrl-C, and saved"
 
 
-_MEANINGS = {
-    ExitCode.FINISHED: "finished and saved",
-    ExitCode.FAILED: "failed; a new start would fail too",
-    ExitCode.CONFIGURATION: "the configuration or the command line is wrong",
-    ExitCode.GAVE_UP: "gave up after its restarts or rollbacks",
-    ExitCode.NOT_SAVED: "ended, and its last steps are not saved",
-    ExitCode.RETRYABLE: "a peer, a device or storage failed; a new start may succeed",
-    ExitCode.STOPPED: "stopped by a signal, and saved",
-    ExitCode.INTERRUPTED: "stopped by Ctrl-C, and saved",
-}
 ENDED_WELL = (ExitCode.FINISHED, ExitCode.STOPPED, ExitCode.INTERRUPTED)
 """The statuses of a process that saved everything: it finished, or a signal stopped it."""
 
@@ -161,6 +157,13 @@ def report(error: BaseException) -> ExitCode:
     """Print the error that ends a command to standard error; returns the exit status."""
     say(describe(error), file=sys.stderr)
     return exit_code(error)
+
+
+def end_process(status: int) -> NoReturn:
+    """Ends this process at once, even if one of its threads still compiles or waits for other processes."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def last_line(status: int) -> str:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextvars
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -15,6 +13,7 @@ from typing import Any, NoReturn
 import jax
 
 from jaxpar.app.launch import heartbeat
+from jaxpar.app.launch.exit_codes import end_process
 from jaxpar.app.train.process_sync import ProcessStatus, StatusExchange
 from jaxpar.app.train.signals import Stop
 from jaxpar.errors import LaunchError
@@ -104,6 +103,4 @@ def leave(status: int) -> NoReturn:
     if jax.process_count() > 1:
         with suppress(RuntimeError):  # shut down together; otherwise the others report this process as dead
             jax.distributed.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+    end_process(status)

@@ -16,10 +16,10 @@ from typing import IO, TYPE_CHECKING, Any
 from jaxpar.app.config import Loaded, RunConfig, load_run
 from jaxpar.app.launch import device_assignment, heartbeat
 from jaxpar.app.launch.cluster_detection import Cluster, detect
-from jaxpar.app.launch.exit_codes import ExitCode, exit_code, last_line, report, signal_code
+from jaxpar.app.launch.exit_codes import ExitCode, end_process, exit_code, last_line, report, signal_code
 from jaxpar.app.launch.join import ProcessPlace, place_of
 from jaxpar.app.launch.peers import Cause
-from jaxpar.app.launch.process_group import Command, Local, ProcessGroup
+from jaxpar.app.launch.process_group import Local, ProcessGroup
 from jaxpar.app.launch.supervisor import Policy, Supervisor
 from jaxpar.app.train.next_commands import next_commands, shown
 from jaxpar.app.train.options import LaunchOptions, set_up_devices
@@ -158,9 +158,7 @@ def reporting() -> Iterator[None]:
             report(error)
         if not heartbeat.listened():
             print(last_line(status), file=sys.stderr)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+        end_process(status)
 
 
 def policy_of(config: RunConfig) -> Policy:
@@ -218,18 +216,16 @@ def supervise(
     if run.checkpoint is None and policy.restarts:
         print("no checkpoints are kept ('checkpoint' is not set), so a restart begins from step 0")
 
-    def command_of(again: bool) -> Command:
-        """The command of each process, at the first start or ``again``."""
-        resume = ["checkpoint.resume=auto"] if run.checkpoint is not None and again else []
+    causes: list[Cause] = []
 
-        def command(rank: int, total: int, address: str) -> list[str]:
-            share = [] if devices is None or real else [f"cpu_devices={each * total}"]
-            place = ["--coordinator", address, "--process-id", str(rank)] if total > 1 else []
-            sets = [word for one in (*settings, *resume, *share) for word in ("--set", one)]
-            words = [sys.executable, "-P", "-m", "jaxpar.app.cli", task.verb, str(config), *sets, *task.words]
-            return [*words, "--process-count", str(total), *place]
-
-        return command
+    def command(rank: int, total: int, address: str) -> list[str]:
+        """The command of a process, at the first start or, if there are causes, again."""
+        resume = ["checkpoint.resume=auto"] if run.checkpoint is not None and causes else []
+        share = [] if devices is None or real else [f"cpu_devices={each * total}"]
+        place = ["--coordinator", address, "--process-id", str(rank)] if total > 1 else []
+        sets = [word for one in (*settings, *resume, *share) for word in ("--set", one)]
+        words = [sys.executable, "-P", "-m", "jaxpar.app.cli", task.verb, str(config), *sets, *task.words]
+        return [*words, "--process-count", str(total), *place]
 
     over_hosts = total if total != count else None
     if over_hosts is not None:
@@ -241,9 +237,7 @@ def supervise(
         policy = dataclasses.replace(policy, restarts=None)
     group = _group(run, options, real, each, task, (first, over_hosts))
     latest, refit = functools.partial(_latest, run), functools.partial(device_assignment.refit, each=each, reason=fits)
-    causes: list[Cause] = []
-    again = lambda rank, total, address: command_of(bool(causes))(rank, total, address)
-    return Supervisor(group, again, count, policy, latest, refit, task.tell, causes, over_hosts).run()
+    return Supervisor(group, command, count, policy, latest, refit, task.tell, causes, over_hosts).run()
 
 
 def _check_hosts(count: int, total: int, first: int, options: LaunchOptions) -> None:
@@ -319,13 +313,7 @@ def _group(
 
         return RayGroup(logs, variables=variables, resources=dict(run.supervise.resources), append=append)
     return Local(
-        logs,
-        first=first,
-        total=total,
-        coordinator=coordinator,
-        variables=variables,
-        append=append,
-        stdin=task.stdin,
+        logs, first=first, total=total, coordinator=coordinator, variables=variables, append=append, stdin=task.stdin
     )
 
 
