@@ -198,8 +198,7 @@ def cached_attention(
     args: Any = (q, k, v, cache, at_B, *(jnp.asarray(x, jnp.int32) for x in numbers))
     # Inside a pipeline stage some axes are already manual, and the cache holds only the stage's layers.
     if not free:
-        found: tuple[jax.Array, CachedKeys] = local(*args)
-        return found
+        return local(*args)
     out: tuple[jax.Array, CachedKeys] = jax.shard_map(
         local,
         in_specs=(q_spec, kv_spec, kv_spec, cache_specs, at_spec, *(PartitionSpec() for _ in numbers)),

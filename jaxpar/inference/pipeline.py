@@ -81,10 +81,7 @@ class PipelinedDecoder:
 
     def take(self, x_B: jax.Array, group: Any) -> jax.Array:
         """Returns the rows of one group, [rows, ...], out of ``x_B`` [batch, ...]."""
-        x_R: jax.Array = jax.lax.dynamic_index_in_dim(
-            x_B.reshape(self.rows, self.stages, *x_B.shape[1:]), group, 1, False
-        )
-        return x_R
+        return jax.lax.dynamic_index_in_dim(x_B.reshape(self.rows, self.stages, *x_B.shape[1:]), group, 1, False)
 
     def put(self, x_B: jax.Array, x_R: jax.Array, group: Any) -> jax.Array:
         """Returns ``x_B`` [batch, ...] with the rows of one group replaced by ``x_R`` [rows, ...]."""
@@ -143,8 +140,7 @@ class PipelinedDecoder:
 
         own, replicated = PartitionSpec(AXIS), PartitionSpec()
         run = self._inside(all_ticks, (own, replicated, replicated, own), (replicated, own))
-        found: tuple[jax.Array, Any] = run(leaves, self.stack.before(model, tokens_BS), lengths_B, cache)
-        return found
+        return run(leaves, self.stack.before(model, tokens_BS), lengths_B, cache)
 
     def _put_layers(self, old_LBKT: jax.Array, new_LRKT: jax.Array, group: Any, active: Any) -> jax.Array:
         """Write the cache of one group's prompts into a stage's cache if the stage holds that group in this tick."""

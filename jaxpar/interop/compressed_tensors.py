@@ -80,8 +80,7 @@ def _packed(values: jax.Array, dim: int, bits: int) -> jax.Array:
         places = (jnp.arange(per, dtype=jnp.uint32) * bits).reshape(per, *(1,) * (len(shape) - dim - 1))
         return jax.lax.bitcast_convert_type(jnp.sum(rows << places, dim + 1, dtype=jnp.uint32), jnp.int32)
 
-    made: jax.Array = jax.jit(pack, out_shardings=_sharding(values, dim, shape[dim] // per))(values)
-    return made
+    return jax.jit(pack, out_shardings=_sharding(values, dim, shape[dim] // per))(values)
 
 
 def _sharding(values: jax.Array, dim: int, size: int) -> Any:

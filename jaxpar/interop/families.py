@@ -60,8 +60,7 @@ def to_config(fields: Fields, *, ignore: Collection[str] = ()) -> LlamaConfig:
     elif moe:
         values["balance_loss"] = read.get("router_aux_loss_coef", 0.001)
     _check_fields(fields, family, ignore)
-    made: LlamaConfig = build(MoEConfig if moe else LlamaConfig, values, CONFIG)
-    return made
+    return build(MoEConfig if moe else LlamaConfig, values, CONFIG)
 
 
 def _latent(fields: Fields, heads: Any) -> Fields:

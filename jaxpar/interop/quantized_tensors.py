@@ -67,8 +67,7 @@ class ScaledTensor:
         values = self._packed(read_box, shape, box) if self.bits else read_box(self.values, shape, box)
         rows, columns = _places(shape[:split], box[:split]), _places(shape[split:], box[split:])
         scales = self._scales(read_box, rows // self.block[0], columns // self.block[1])
-        wide: np.ndarray = values.astype(np.float32) * scales.reshape(values.shape)
-        return wide
+        return values.astype(np.float32) * scales.reshape(values.shape)
 
     def _packed(self, read_box: ReadBox, shape: tuple[int, ...], box: Bounds) -> np.ndarray:
         per = 32 // self.bits

@@ -192,8 +192,7 @@ class InitProgram:
 
     def __call__(self, key: jax.Array) -> TrainState:
         made = compile_once(self.lower(key), self.key)(key)
-        state: TrainState = jax.tree.unflatten(self.structure, made)
-        return state
+        return jax.tree.unflatten(self.structure, made)
 
 
 def init_program(

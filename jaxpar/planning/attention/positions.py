@@ -248,8 +248,7 @@ def _applied(function: Callable[[Any], Any], x: Position) -> Position | None:
 
 
 def _plain(x: Any) -> Number:
-    found: Number = np.asarray(x).item()
-    return found
+    return np.asarray(x).item()
 
 
 def _as_dtype(x: Any, dtype: Any) -> Any:

@@ -141,8 +141,7 @@ def _absorbing(q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array, how: d
     def usual(q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array) -> jax.Array:
         return attention(q, k, v, bias=bias, **how)
 
-    o: jax.Array = jax.lax.cond(hidden.any(), rare, usual, q, k, v, bias)
-    return o
+    return jax.lax.cond(hidden.any(), rare, usual, q, k, v, bias)
 
 
 def _padding(found: FoundAttention, views: dict[View, jax.Array]) -> jax.Array | None:

@@ -225,8 +225,7 @@ def _shard(names: Names, role: str = "activations") -> Callable[[jax.Array], jax
             hint_observer.value("annotate", fitting, x, resolved)
         free = None if AxisType.Explicit in layout.mesh.axis_types else PartitionSpec.UNCONSTRAINED
         spec = PartitionSpec(*(free if dim is None else own for dim, own in zip(fitting, resolved.axes, strict=True)))
-        sharded: jax.Array = with_sharding(context if context.manual_axes else layout.mesh, x, spec)
-        return sharded
+        return with_sharding(context if context.manual_axes else layout.mesh, x, spec)
 
     return shard
 

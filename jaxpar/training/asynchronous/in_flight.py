@@ -138,8 +138,7 @@ class InFlightCall:
             with batch_rows(numbers):
                 return embed_batch(self.layout, self.split, others, batch)
 
-        found: tuple[jax.Array, Any] = jax.vjp(f, others)
-        return found
+        return jax.vjp(f, others)
 
     def ticks(self, previous: Any, before: Any, batch: Any) -> tuple[AsyncRunner, jax.Array]:
         """Returns the runner of the call's ticks for two prepared batches, and its input from the own batch.

@@ -138,8 +138,7 @@ class PipedreamStep:
           state: as :func:`jaxpar.init` returns it.
           batch: a batch with the shapes and dtypes of those to come.
         """
-        found: InFlight = self._start(state, batch)
-        return found
+        return self._start(state, batch)
 
     def abstract(self, state: TrainState, batch: Any) -> InFlight:
         """Returns what :meth:`start` would return, as shapes with shardings. Needs no devices.
@@ -160,8 +159,7 @@ class PipedreamStep:
             jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=shardings.get(id(v), NamedSharding(mesh, PartitionSpec())))
             for x, v in zip(jax.tree.leaves(shapes), program.jaxpr.outvars, strict=True)
         ]
-        found: InFlight = jax.tree.unflatten(jax.tree.structure(shapes), placed)
-        return found
+        return jax.tree.unflatten(jax.tree.structure(shapes), placed)
 
     def __call__(self, state: InFlight, batch: Any) -> tuple[InFlight, Metrics]:
         """Runs one call.
@@ -181,8 +179,7 @@ class PipedreamStep:
           ConfigError: the state does not come from a step like this one.
           LayoutError: the batch has other shapes or dtypes than the batch in flight.
         """
-        found: tuple[InFlight, Metrics] = self._step(state, batch)
-        return found
+        return self._step(state, batch)
 
     def flush(self, state: InFlight) -> tuple[InFlight, Metrics]:
         """Finishes everything in flight, including the last update; the next call starts with an empty pipeline.
@@ -190,8 +187,7 @@ class PipedreamStep:
         Returns:
           The state, and metrics of the microbatches whose loss was pending.
         """
-        found: tuple[InFlight, Metrics] = self._flush(state)
-        return found
+        return self._flush(state)
 
     def lower(self, state: InFlight, batch: Any = None) -> jax.stages.Lowered:
         """Lowers the call, like any jitted function; without a batch, lowers :meth:`flush`."""

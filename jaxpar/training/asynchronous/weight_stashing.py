@@ -93,8 +93,7 @@ class _Run:
         if call.transfer.axes:
             own = PartitionSpec(call.transfer.axes)
             local = jax.shard_map(local, in_specs=own, out_specs=out, axis_names=manual, check_vma=False)
-        piece: Given = local(found)
-        return piece
+        return local(found)
 
     def kept(self, params: Any) -> dict[str, Any]:
         """Returns the parameters that backward passes need again: the stack of layers, and those before it."""

@@ -48,8 +48,7 @@ class LowRank:
         dims = tuple(range(len(self.shape)))
         a, b = at_least_fp32(self.a), at_least_fp32(self.b)
         added = self.scale * _einsum([(a, (*self.a_dims, RANK)), (b, (*self.b_dims, RANK))], dims)
-        total: jax.Array = (at_least_fp32(self.w) + added).astype(self.w.dtype)
-        return total
+        return (at_least_fp32(self.w) + added).astype(self.w.dtype)
 
     def map(self, function: Any) -> LowRank:
         """Returns the value with a function applied to each of the three arrays."""
@@ -234,5 +233,4 @@ def _einsum(operands: Sequence[tuple[Any, Sequence[int]]], result: Sequence[int]
     letters = {label: chr(97 + i) for i, label in enumerate(dict.fromkeys(x for _, own in operands for x in own))}
     spell = lambda labels: "".join(letters[label] for label in labels)
     text = f"{','.join(spell(labels) for _, labels in operands)}->{spell(result)}"
-    found: jax.Array = jnp.einsum(text, *(array for array, _ in operands), **options)
-    return found
+    return jnp.einsum(text, *(array for array, _ in operands), **options)

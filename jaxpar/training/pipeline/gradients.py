@@ -260,10 +260,7 @@ def _carry(split: ModelSplit, chunks: int) -> SequenceCarry | None:
 
     def carried(w: Any, x: jax.Array, side: LayerInputs, carry: Any, chunk: jax.Array) -> tuple[jax.Array, Any]:
         with batch_rows(side.numbers):
-            found: tuple[jax.Array, Any] = run_adapted(
-                lambda w: layer(split.block(w), x, side.given, carry, chunk), w, layer=True
-            )
-            return found
+            return run_adapted(lambda w: layer(split.block(w), x, side.given, carry, chunk), w, layer=True)
 
     return SequenceCarry(carried, empty, chunks)
 

@@ -84,8 +84,7 @@ def program_of(transfer: StageTransfer, **fields: Any) -> PipelineProgram:
 
 def run_embed(split: ModelSplit, others: Any, batch: Any) -> jax.Array:
     """Returns the first layer's input."""
-    x: jax.Array = _call_part(split, "embed", lambda model: split.loss_fn.embed(model, batch), others)
-    return x
+    return _call_part(split, "embed", lambda model: split.loss_fn.embed(model, batch), others)
 
 
 def embedding_of(split: ModelSplit) -> Embedding:
@@ -111,8 +110,7 @@ def layer_of(split: ModelSplit) -> StageLayer:
     def layer(weights: Any, x: jax.Array, side: LayerInputs) -> tuple[jax.Array, dict[str, jax.Array]]:
         one = lambda weights: split.loss_fn.one(split.block(weights), x, side.given, side.keys, side.layer)
         with batch_rows(side.numbers), own_constraints_explained():
-            found: tuple[jax.Array, dict[str, jax.Array]] = run_adapted(one, weights, layer=True)
-            return found
+            return run_adapted(one, weights, layer=True)
 
     return layer
 

@@ -144,8 +144,7 @@ class StageTransfer:
         x_out = jax.tree.map(lambda x: self._columns(x, x.ndim + 2, device_axes), x)
         in_specs = param_specs, jax.tree.map(rows, batch), x_in
         out_specs = weights, (jax.tree.map(lambda _: per_device, batch), x_out)
-        found: tuple[Any, tuple[Any, Any]] = self._inside(local, in_specs, out_specs)(params, batch, x)
-        return found
+        return self._inside(local, in_specs, out_specs)(params, batch, x)
 
     @property
     def weight_specs(self) -> Any:
@@ -188,8 +187,7 @@ class StageTransfer:
         grads_out = jax.tree.map(lambda sharding: sharding.spec(), self.grad_shardings)
         x_out = jax.tree.map(lambda x: self._columns(x, x.ndim, *row_axes(self.layout, x)), like)
         out_specs = PartitionSpec(), PartitionSpec(), grads_out, x_out
-        found: tuple[Any, jax.Array, Any, Any] = self._inside(local, in_specs, out_specs)(grads, sums, weight, x)
-        return found
+        return self._inside(local, in_specs, out_specs)(grads, sums, weight, x)
 
     def summed(self, sums: Any) -> Any:
         """Sums each device's own values ``[1, ...]`` over all devices."""
