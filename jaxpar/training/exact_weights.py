@@ -6,11 +6,12 @@ A rounded router chooses other experts. So the loss is traced, and the weights w
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core import Jaxpr, JaxprEqn
 
 from jaxpar.errors import ConfigError, did_you_mean, listing
 from jaxpar.parallel.collectives.gather_reduce import scores_experts
@@ -20,7 +21,7 @@ from jaxpar.parallel.precision.policy import Precision
 from jaxpar.parallel.zero.gather import EXACT
 from jaxpar.training.model import Path, leaves_with_paths
 from jaxpar.training.state import TrainState
-from jaxpar.utils.jaxprs import inner_jaxprs, opened
+from jaxpar.utils.jaxprs import follow, follow_loop, inner_jaxprs, opened, scan_counts
 
 
 class ExactWeights(NamedTuple):
@@ -131,17 +132,12 @@ class _Search:
 
     def follow(self, jaxpr: Jaxpr, given: Sequence[Labels]) -> list[Labels]:
         """Returns the labels of the results, if ``given`` are those of the arguments."""
-        known: dict[Any, Labels] = dict(zip(jaxpr.invars, given, strict=True))
-        known |= dict.fromkeys(jaxpr.constvars, frozenset((_DATA,)))
-        get = lambda atom: _NONE if isinstance(atom, Literal) else known.get(atom, _NONE)
-        for eqn in jaxpr.eqns:
-            operands = [get(atom) for atom in eqn.invars]
-            if any(operands):
-                known |= zip(eqn.outvars, self._results(eqn, operands), strict=True)
-        return [get(atom) for atom in jaxpr.outvars]
+        return follow(jaxpr, given, _NONE, self._results, consts=frozenset((_DATA,)))
 
     def _results(self, eqn: JaxprEqn, operands: list[Labels]) -> list[Labels]:
         name, count, both = eqn.primitive.name, len(eqn.outvars), _NONE.union(*operands)
+        if not both:
+            return [_NONE] * count
         if name == "name":
             return [self._named(eqn.params["name"], both)]
         if name == "optimization_barrier":
@@ -174,30 +170,13 @@ class _Search:
             branches = [self.follow(opened(branch), operands[1:]) for branch in params["branches"]]
             return [_NONE.union(*found) for found in zip(*branches, strict=True)]
         if name == "while":
-            consts, skipped = params["body_nconsts"], params["cond_nconsts"]
-            return self._loop(opened(params["body_jaxpr"]), operands[skipped:], consts, count)
+            run = functools.partial(self.follow, opened(params["body_jaxpr"]))
+            return follow_loop(run, operands[params["cond_nconsts"] :], params["body_nconsts"], count)
         if name == "scan":
-            one = opened(params["jaxpr"])  # its operands and results lack the first dim of those that it loops over
-            carries = sum(map(_same_rank, one.outvars, eqn.outvars))
-            consts = sum(map(_same_rank, one.invars, eqn.invars)) - carries
-            return self._loop(one, operands, consts, carries)
+            run = functools.partial(self.follow, opened(params["jaxpr"]))
+            return follow_loop(run, operands, *scan_counts(eqn))
         bodies = [opened(body) for body in inner_jaxprs(eqn)]
         body = next((body for body in bodies if len(body.invars) == len(operands)), None)
         if body is None or len(body.outvars) != count:
             return [frozenset((_DATA,))] * count
         return self.follow(body, operands)
-
-    def _loop(self, body: Jaxpr, operands: list[Labels], consts: int, carries: int) -> list[Labels]:
-        """Returns the labels of a loop's results: those of the carry, which grow until they stay, and all others."""
-        operands = list(operands)
-        while True:
-            results = self.follow(body, operands)
-            carried = operands[consts : consts + carries]
-            grown = [old | new for old, new in zip(carried, results[:carries], strict=True)]
-            if grown == carried:
-                return [*grown, *results[carries:]]
-            operands[consts : consts + carries] = grown
-
-
-def _same_rank(a: Any, b: Any) -> bool:
-    return a.aval.ndim == b.aval.ndim

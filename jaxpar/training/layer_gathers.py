@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core import Jaxpr, JaxprEqn
 
 from jaxpar.parallel.collectives.gather_reduce import batch_axes
 from jaxpar.parallel.precision.policy import INT8
@@ -20,7 +20,7 @@ from jaxpar.sharding.hardware.topology import platform_of
 from jaxpar.sharding.layout import Layout
 from jaxpar.training.exact_weights import SAME_NUMBERS
 from jaxpar.training.microbatches import StepConfig
-from jaxpar.utils.jaxprs import inner_jaxprs, opened
+from jaxpar.utils.jaxprs import follow, inner_jaxprs, opened, scan_counts
 
 MOST_DEVICES = 16
 """The most devices of an axis over which the TPU compiler scatters gradients in rings that overlap with matmuls.
@@ -92,16 +92,12 @@ class _Uses:
 
         ``policy`` decides what a ``jax.checkpoint`` around the program keeps; it is ``None`` if everything is kept.
         """
-        known: dict[Any, _Weights] = dict(zip(jaxpr.invars, given, strict=True))
-        get = lambda atom: _NONE if isinstance(atom, Literal) else known.get(atom, _NONE)
-        for eqn in jaxpr.eqns:
-            operands = [get(atom) for atom in eqn.invars]
-            if any(operands):
-                known |= zip(eqn.outvars, self._results(eqn, operands, policy), strict=True)
-        return [get(atom) for atom in jaxpr.outvars]
+        return follow(jaxpr, given, _NONE, lambda eqn, operands: self._results(eqn, operands, policy))
 
     def _results(self, eqn: JaxprEqn, operands: list[_Weights], policy: _Policy) -> list[_Weights]:
         name, count, all_of = eqn.primitive.name, len(eqn.outvars), _NONE.union(*operands)
+        if not all_of:
+            return [_NONE] * count
         if name == "name" and eqn.params["name"] == GATHERED:
             kept = policy is None or _keeps(policy, eqn)
             (self.gathered if self._loops and kept else self.other).update(all_of)
@@ -134,21 +130,15 @@ class _Uses:
         return self.follow(body, operands, policy)
 
     def _scan(self, eqn: JaxprEqn, operands: list[_Weights], policy: _Policy) -> list[_Weights]:
-        body = opened(eqn.params["jaxpr"])  # its arguments lack the first dim of what the loop slices
-        sliced = [_rank(x) < _rank(whole) for x, whole in zip(body.invars, eqn.invars, strict=True)]
+        consts, carries = scan_counts(eqn)
+        whole = consts + carries
         # A weight that all iterations use would be gathered in each of them.
-        self.other |= _NONE.union(*(x for x, part in zip(operands, sliced, strict=True) if not part))
+        self.other |= _NONE.union(*operands[:whole])
         self._loops += 1
-        given = [x if part else _NONE for x, part in zip(operands, sliced, strict=True)]
-        results = self.follow(body, given, policy)
+        results = self.follow(opened(eqn.params["jaxpr"]), [*[_NONE] * whole, *operands[whole:]], policy)
         self._loops -= 1
-        stacked = [_rank(x) < _rank(whole) for x, whole in zip(body.outvars, eqn.outvars, strict=True)]
-        self.other |= _NONE.union(*(x for x, part in zip(results, stacked, strict=True) if not part))
-        return [x if part else _NONE for x, part in zip(results, stacked, strict=True)]
-
-
-def _rank(atom: Any) -> int:
-    return int(atom.aval.ndim)
+        self.other |= _NONE.union(*results[:carries])
+        return [*[_NONE] * carries, *results[carries:]]
 
 
 def _keeps(policy: Callable[..., Any], eqn: JaxprEqn) -> bool:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 
 def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr | ClosedJaxpr]:
@@ -114,3 +114,84 @@ def has_checkpoint_name(jaxpr: Jaxpr, name: str) -> bool:
     (True, False)
     """
     return any(eqn.primitive.name == "name" and eqn.params["name"] == name for eqn in equations(jaxpr))
+
+
+def needed_equations(
+    jaxpr: Jaxpr,
+    results: Iterable[Any],
+    reads_of: Callable[[JaxprEqn], Iterable[Any]] = lambda eqn: eqn.invars,
+    *,
+    effects: bool = True,
+) -> list[JaxprEqn]:
+    """Returns the equations that these variables depend on, in order.
+
+    Args:
+      jaxpr: the program.
+      results: the variables; constants among them are left out.
+      reads_of: the operands of an equation.
+      effects: whether equations with effects are needed too.
+
+    >>> import jax
+    >>> jaxpr = jax.make_jaxpr(lambda x: (jax.numpy.sin(x), x + 1))(1.0).jaxpr
+    >>> [eqn.primitive.name for eqn in needed_equations(jaxpr, jaxpr.outvars[1:])]
+    ['add']
+    """
+    needed, kept = {atom for atom in results if isinstance(atom, Var)}, list[JaxprEqn]()
+    for eqn in reversed(jaxpr.eqns):
+        if (effects and eqn.effects) or needed.intersection(eqn.outvars):
+            needed.update(atom for atom in reads_of(eqn) if isinstance(atom, Var))
+            kept.append(eqn)
+    return kept[::-1]
+
+
+def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
+    """Returns how many operands of a scan are the same in all its steps, and how many are carried to the next step.
+
+    All others are stacked: they have one more leading dim outside of the scan than inside.
+    """
+    body = opened(eqn.params["jaxpr"])
+    rank = lambda atom: len(getattr(atom.aval, "shape", ()))
+    carries = sum(rank(a) == rank(b) for a, b in zip(eqn.outvars, body.outvars, strict=True))
+    return sum(rank(a) == rank(b) for a, b in zip(eqn.invars, body.invars, strict=True)) - carries, carries
+
+
+def follow[T](
+    jaxpr: Jaxpr,
+    given: Sequence[T],
+    nothing: T,
+    rule: Callable[[JaxprEqn, list[T]], Iterable[T]],
+    consts: T | None = None,
+) -> list[T]:
+    """Returns what is known of a jaxpr's results, from what is known of its arguments.
+
+    Args:
+      jaxpr: the program.
+      given: what is known of its arguments.
+      nothing: what is known of literals, and of constants without ``consts``.
+      rule: ``rule(eqn, operands)``: what is known of an equation's results.
+      consts: what is known of its constants.
+    """
+    known: dict[Any, T] = dict(zip(jaxpr.invars, given, strict=True))
+    known |= dict.fromkeys(jaxpr.constvars, nothing if consts is None else consts)
+    get = lambda atom: nothing if isinstance(atom, Literal) else known[atom]
+    for eqn in jaxpr.eqns:
+        known |= zip(eqn.outvars, rule(eqn, [get(atom) for atom in eqn.invars]), strict=True)
+    return [get(atom) for atom in jaxpr.outvars]
+
+
+def follow_loop[T](
+    run: Callable[[list[frozenset[T]]], list[frozenset[T]]], operands: list[frozenset[T]], consts: int, carries: int
+) -> list[frozenset[T]]:
+    """Returns what is known of a loop's results: of its carry, which grows until it stays, and of all others.
+
+    Args:
+      run: what is known of the results of one step, from what is known of its operands.
+      operands: what is known of the loop's operands: constants, then those that it carries, then those of each step.
+      consts, carries: the numbers of the first two.
+    """
+    while True:
+        results, carried = run(operands), operands[consts : consts + carries]
+        grown = [old | new for old, new in zip(carried, results[:carries], strict=True)]
+        if grown == carried:
+            return [*grown, *results[carries:]]
+        operands = [*operands[:consts], *grown, *operands[consts + carries :]]

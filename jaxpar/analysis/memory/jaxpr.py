@@ -17,6 +17,7 @@ from jaxpar.analysis.memory.propagate import Spec, UnknownSharding, propagate, w
 from jaxpar.analysis.units import axes_of_dims, device_bytes, shard_count
 from jaxpar.parallel.zero.sharded_matmul import GATHERED
 from jaxpar.utils.arrays import item_bytes
+from jaxpar.utils.jaxprs import scan_counts
 
 _OPENED = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr", "remat2": "jaxpr"}
 _OPENED |= {"eval_jaxpr": "call_jaxpr"}  # jax 0.12's name of a closed call
@@ -214,7 +215,7 @@ class Reader:
 
     def _scan(self, eqn: Any, reads: list[Value], ops: list[JaxprOp]) -> list[Value]:
         inner = eqn.params["jaxpr"].jaxpr
-        consts, carries = _scan_counts(eqn, inner)
+        consts, carries = scan_counts(eqn)
         specs = [v.spec for v in reads[: consts + carries]]
         specs += [None if v.spec is None else v.spec[1:] for v in reads[consts + carries :]]
         opened = [i for i in range(consts, consts + carries) if reads[i].open]
@@ -295,13 +296,3 @@ def _called(eqn: Any) -> Any:
     inner = getattr(found[0], "jaxpr", found[0]) if len(found) == 1 else None
     counts = None if inner is None else (len(inner.invars), len(inner.outvars))
     return inner if counts == (len(eqn.invars), len(eqn.outvars)) else None
-
-
-def _scan_counts(eqn: Any, inner: Any) -> tuple[int, int]:
-    """Returns how many operands of a scan are constants and how many are carried.
-
-    Stacked operands have one more leading dim outside of the scan than inside.
-    """
-    stacked = sum(len(a.aval.shape) > len(b.aval.shape) for a, b in zip(eqn.invars, inner.invars, strict=True))
-    carries = sum(len(a.aval.shape) == len(b.aval.shape) for a, b in zip(eqn.outvars, inner.outvars, strict=True))
-    return len(eqn.invars) - stacked - carries, carries

@@ -15,7 +15,7 @@ from jaxpar.planning.attention.positions import constant
 from jaxpar.planning.attention.values import Conditional, Linear, Product, Value, View
 from jaxpar.planning.names.propagate import NamesOfValue, TracedValue, Visited
 from jaxpar.sharding.names import Names
-from jaxpar.utils.jaxprs import opened
+from jaxpar.utils.jaxprs import needed_equations, opened, scan_counts
 
 Known = Mapping[Any, Value]
 """What is known of variables."""
@@ -81,7 +81,7 @@ class BodyAttention:
         if eqn.primitive.name in ("remat2", "checkpoint"):
             invars = opened(eqn.params["jaxpr"]).invars
         elif eqn.primitive.name == "scan":
-            invars = opened(eqn.params["jaxpr"]).invars[: _scan_constants(eqn)]
+            invars = opened(eqn.params["jaxpr"]).invars[: scan_counts(eqn)[0]]
         pairs = zip(invars, (self.reader.value(atom) for atom in eqn.invars), strict=False)
         return {var: x for var, x in pairs if isinstance(x, Linear | Conditional) and not _arrays_of(x)}
 
@@ -114,7 +114,7 @@ def _sites(jaxpr: Jaxpr, reader: ScoreReader, names: NamesOf) -> Iterator[Attent
             found[weighted.scores.product] = FoundAttention.of(weighted, reader, names)
         except NotAttentionError as error:
             reader.lost[weighted.scores.product] = str(error)
-    needed = {id(eqn) for eqn in needed_equations(jaxpr, {id(one.eqn): one for one in found.values()})}
+    needed = {id(eqn) for eqn in needed_with(jaxpr, {id(one.eqn): one for one in found.values()})}
     for product, one in found.items():
         if id(product.eqn) in needed:
             reader.lost[product] = "its scores are used elsewhere too"
@@ -125,33 +125,19 @@ def _sites(jaxpr: Jaxpr, reader: ScoreReader, names: NamesOf) -> Iterator[Attent
         yield AttentionSite(f"scores of {shapes}", reason=reason)
 
 
-def _scan_constants(eqn: JaxprEqn) -> int:
-    """How many arguments of a scan are the same in each of its steps."""
-    body = opened(eqn.params["jaxpr"])
-    rank = lambda atom: len(atom.aval.shape)
-    stacked = sum(rank(a) > rank(b) for a, b in zip(eqn.invars, body.invars, strict=True))
-    carries = sum(rank(a) == rank(b) for a, b in zip(eqn.outvars, body.outvars, strict=True))
-    return len(eqn.invars) - stacked - carries
-
-
 def _arrays_of(x: Linear | Conditional) -> bool:
     return isinstance(x, Conditional) and any(isinstance(part, View) for part in x.condition)
 
 
-def needed_equations(jaxpr: Jaxpr, attention: Mapping[int, FoundAttention]) -> list[JaxprEqn]:
+def needed_with(jaxpr: Jaxpr, attention: Mapping[int, FoundAttention]) -> list[JaxprEqn]:
     """Returns the equations that a program's results and effects depend on.
 
     Args:
       jaxpr: the program.
       attention: what runs instead of equations, by their id.
     """
-    needed, kept = {atom for atom in jaxpr.outvars if isinstance(atom, Var)}, list[JaxprEqn]()
-    for eqn in reversed(jaxpr.eqns):
-        if eqn.effects or needed.intersection(eqn.outvars):
-            reads = attention[id(eqn)].variables() if id(eqn) in attention else eqn.invars
-            needed.update(atom for atom in reads if isinstance(atom, Var))
-            kept.append(eqn)
-    return kept[::-1]
+    reads_of = lambda eqn: attention[id(eqn)].variables() if id(eqn) in attention else eqn.invars
+    return needed_equations(jaxpr, jaxpr.outvars, reads_of)
 
 
 def _names(one: FoundAttention, names: NamesOf) -> tuple[Names, Names]:

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, PartitionSpec
 from jaxpar.parallel.zero.gather import gather_weight, sharded_dot
 from jaxpar.planning.attention.attention import FoundAttention
 from jaxpar.planning.attention.run import attend, shapes, shards_sequence
-from jaxpar.planning.names.attention_sites import AttentionSite, BodyAttention, Known, needed_equations
+from jaxpar.planning.names.attention_sites import AttentionSite, BodyAttention, Known, needed_with
 from jaxpar.planning.names.propagate import TracedValue, Visited
 from jaxpar.sharding.layout import current_layout, with_sharding
 from jaxpar.sharding.names import Names
@@ -60,7 +60,7 @@ def constrained(jaxpr: Jaxpr, visited: Sequence[Visited], names_of: NamesOf, kno
     found = [site for site in attention.sites if site.attention and shards_sequence(*_attention_dims(site))]
     sites = {id(_attention_dims(site)[0].eqn): site for site in found}
     if sites:
-        needed = needed_equations(jaxpr, {key: _attention_dims(site)[0] for key, site in sites.items()})
+        needed = needed_with(jaxpr, {key: _attention_dims(site)[0] for key, site in sites.items()})
         kept = {id(eqn) for eqn in needed}
         jaxpr, visited = jaxpr.replace(eqns=needed), [step for step in visited if id(step.eqn) in kept]
     body = _Body(names_of, attention)

@@ -12,7 +12,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jaxpar.planning.names.dim_classes import Dim, DimClasses, Use
 from jaxpar.planning.names.primitive_rules import RULES, Operation
 from jaxpar.sharding.names import Names
-from jaxpar.utils.jaxprs import opened
+from jaxpar.utils.jaxprs import opened, scan_counts
 
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr", "remat2": "jaxpr"}
 _CALLS |= {"checkpoint": "jaxpr", "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
@@ -129,23 +129,20 @@ class Propagation:
         return Visited(eqn, reads, makes)
 
     def _scan(self, eqn: JaxprEqn, reads: list[TracedValue]) -> Visited:
-        inner, length = opened(eqn.params["jaxpr"]), eqn.params["length"]
+        length = eqn.params["length"]
         steps = self.classes.new(length)
         self.classes.mark(steps, Use.SCANNED)
-        stacked = [len(_shape(a.aval)) > len(_shape(b.aval)) for a, b in zip(eqn.invars, inner.invars, strict=True)]
-        carries = sum(
-            len(_shape(a.aval)) == len(_shape(b.aval)) for a, b in zip(eqn.outvars, inner.outvars, strict=True)
-        )
-        consts = len(reads) - sum(stacked) - carries
+        consts, carries = scan_counts(eqn)
         data = any(x.data for x in reads)
         args = []
-        for i, (x, over) in enumerate(zip(reads, stacked, strict=True)):
+        for i, x in enumerate(reads):
+            over = i >= consts + carries
             if over:
                 self.classes.unite(x.dims[0], steps)
-            carried = consts <= i < consts + carries
+            carried = consts <= i and not over
             depends = x.data or (carried and data)
             args.append(TracedValue(x.dims[over:], x.shape[over:], depends, x.weight and not depends, x.numbers))
-        outs, visited = self.run(inner, args)
+        outs, visited = self.run(eqn.params["jaxpr"], args)
         self._unite_all(args[consts : consts + carries], outs[:carries])
         makes = outs[:carries] + [
             TracedValue([steps, *y.dims], (length, *y.shape), y.data, y.weight) for y in outs[carries:]

@@ -20,7 +20,7 @@ from jaxpar.planning.names.dim_classes import Dim
 from jaxpar.planning.names.program import NamedProgram
 from jaxpar.planning.names.propagate import TracedValue, Visited
 from jaxpar.planning.operators.graph import DimArray, Edge, Operand, Operator, OperatorGraph
-from jaxpar.utils.jaxprs import opened
+from jaxpar.utils.jaxprs import opened, scan_counts
 
 _PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 
@@ -95,7 +95,7 @@ class _Trace:
         for key, index, visited in step.inner:
             inner = opened(params[key] if index is None else params[key][index])
             given = outer[skip:]
-            loop = _Loop.of(step, inner) if name == "scan" else None
+            loop = _Loop(params["length"], *scan_counts(step.eqn)) if name == "scan" else None
             if loop is not None:
                 given = [loop.inside(i, source) for i, source in enumerate(given)]
             own = {var: s for var, s in zip(inner.invars, given, strict=True) if s is not None}
@@ -213,12 +213,6 @@ class _Loop:
     consts: int
     carries: int
 
-    @classmethod
-    def of(cls, step: Visited, inner: Jaxpr) -> _Loop:
-        same = sum(_rank(a) == _rank(b) for a, b in zip(step.eqn.outvars, inner.outvars, strict=True))
-        whole = sum(_rank(a) == _rank(b) for a, b in zip(step.eqn.invars, inner.invars, strict=True))
-        return cls(step.eqn.params["length"], whole - same, same)
-
     def inside(self, i: int, source: _Source | None) -> _Source | None:
         """The source of the body's operand ``i``."""
         if source is None:
@@ -229,10 +223,6 @@ class _Loop:
 
 def _itemsize(aval: Any) -> int:
     return int(aval.dtype.itemsize)
-
-
-def _rank(atom: Any) -> int:
-    return len(atom.aval.shape)
 
 
 def _repeated(step: Visited, names_of: Callable[[Dim], set[str]]) -> tuple[frozenset[int], frozenset[int]]:

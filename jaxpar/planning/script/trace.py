@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,7 +15,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jaxpar.errors import ModelError
 from jaxpar.parallel.unsharded import unsharded
 from jaxpar.planning.script.arguments import CallStructure, Name, ReturnStructure, take_apart, take_result_apart
-from jaxpar.utils.jaxprs import equations, opened
+from jaxpar.utils.jaxprs import equations, inner_jaxprs, needed_equations, opened
 
 MATMULS = frozenset(("dot_general", "conv_general_dilated", "ragged_dot_general", "gather"))
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
@@ -149,11 +149,11 @@ class StepTrace:
                 "train_step computes no scalar from its state and its batch, so there is no loss to find the names of "
                 "dims from. Remedy: return the loss, or pass layout=jaxpar.Layout(...)."
             )
-        needed = {atom: needed_equations(jaxpr, [atom]) for atom in losses}
+        needed = {atom: needed_equations(jaxpr, [atom], effects=False) for atom in losses}
         costs = {atom: _matmuls(eqns) for atom, eqns in needed.items()}
         least = min(costs.values())
         losses = [atom for atom in losses if costs[atom] <= _SLACK * least]
-        return needed_equations(jaxpr, losses), losses
+        return needed_equations(jaxpr, losses, effects=False), losses
 
 
 def _over_one(run: Callable[..., Any], axis_name: str) -> Callable[..., Any]:
@@ -196,25 +196,8 @@ def is_typed_key(x: Any) -> bool:
 
 
 def _matmuls(eqns: Sequence[JaxprEqn]) -> int:
-    inner = (one for eqn in eqns for body in _bodies(eqn) for one in equations(body))
+    inner = (one for eqn in eqns for body in inner_jaxprs(eqn) for one in equations(opened(body)))
     return sum(eqn.primitive.name in MATMULS for eqn in (*eqns, *inner))
-
-
-def _bodies(eqn: JaxprEqn) -> Iterator[Jaxpr]:
-    for value in eqn.params.values():
-        for one in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(one, Jaxpr | ClosedJaxpr):
-                yield opened(one)
-
-
-def needed_equations(jaxpr: Jaxpr, results: Sequence[Any]) -> list[JaxprEqn]:
-    """Returns the equations that these variables depend on, in order."""
-    needed, kept = set(results), []
-    for eqn in reversed(jaxpr.eqns):
-        if needed.intersection(eqn.outvars):
-            needed.update(atom for atom in eqn.invars if isinstance(atom, Var))
-            kept.append(eqn)
-    return kept[::-1]
 
 
 def evaluate(

@@ -32,7 +32,7 @@ from jaxpar.training.lora.low_rank import (
 )
 from jaxpar.training.model.lora import CARRIED, LoraKind, adapter_of
 from jaxpar.training.model.parts import FROZEN, leaves_with_paths
-from jaxpar.utils.jaxprs import opened, with_inlined
+from jaxpar.utils.jaxprs import opened, scan_counts, with_inlined
 
 type Program = Callable[..., Any]
 _UNCHANGED = frozenset(("sharding_constraint", "optimization_barrier", "copy", "copy_p", "name", "device_put"))
@@ -267,11 +267,7 @@ def _live(jaxpr: Jaxpr, results: Sequence[Any]) -> list[tuple[JaxprEqn, list[boo
 def _scan(eqn: JaxprEqn, values: Sequence[Any], live: Sequence[bool]) -> list[Any]:
     """Returns the results of a scan: weights among its constants stay, those that it scans over are cut into layers."""
     body, params = eqn.params["jaxpr"], eqn.params
-    inner = opened(body)
-    ndim = lambda atom: len(atom.aval.shape)
-    stacked = [ndim(a) > ndim(b) for a, b in zip(eqn.invars, inner.invars, strict=True)]
-    carries = sum(ndim(a) == ndim(b) for a, b in zip(eqn.outvars, inner.outvars, strict=True))
-    consts = len(values) - sum(stacked) - carries
+    consts, carries = scan_counts(eqn)
     fixed, carry, scanned = values[:consts], values[consts : consts + carries], values[consts + carries :]
     cut = [_cut(x) for x in scanned]
     needed = [i < carries or on for i, on in enumerate(live)]
@@ -280,7 +276,7 @@ def _scan(eqn: JaxprEqn, values: Sequence[Any], live: Sequence[bool]) -> list[An
 
     def step(carry: Any, arrays: Any) -> Any:
         rows = [row(x) for (_, row), x in zip(cut, arrays, strict=True)]
-        results = LowRankRun(inner, getattr(body, "consts", ()), needed).run([*fixed, *carry, *rows])
+        results = LowRankRun(opened(body), getattr(body, "consts", ()), needed).run([*fixed, *carry, *rows])
         for i, x in enumerate(results):
             same = next((j for j, row in enumerate(rows) if row is x and isinstance(x, LowRank)), None)
             if i >= carries and same is not None:

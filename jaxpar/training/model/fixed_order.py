@@ -11,6 +11,7 @@ shard holds full blocks, so devices exchange only one partial sum per shard, and
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from jaxpar.utils.jaxprs import equations, inner_jaxprs, opened
+from jaxpar.utils.jaxprs import equations, follow, follow_loop, inner_jaxprs, needed_equations, opened, scan_counts
 
 Causes = frozenset[str]
 """Names of the primitives that a value depends on whose float result depends on the order of their operands."""
@@ -91,11 +92,7 @@ def in_fixed_order[T, U](f: Callable[..., tuple[T, U]], *args: Any) -> tuple[tup
 
 def causes(jaxpr: Jaxpr, given: Sequence[Causes]) -> list[Causes]:
     """Returns the causes of each result of ``jaxpr``, if ``given`` are those of its operands."""
-    known: dict[Any, Causes] = dict(zip(jaxpr.invars, given, strict=True))
-    get = lambda atom: frozenset() if isinstance(atom, Literal) else known.get(atom, frozenset())
-    for eqn in jaxpr.eqns:
-        known.update(zip(eqn.outvars, _causes_of(eqn, [get(atom) for atom in eqn.invars]), strict=True))
-    return [get(atom) for atom in jaxpr.outvars]
+    return follow(jaxpr, given, frozenset(), _causes_of)
 
 
 def _causes_of(eqn: JaxprEqn, given: list[Causes]) -> list[Causes]:
@@ -107,32 +104,16 @@ def _causes_of(eqn: JaxprEqn, given: list[Causes]) -> list[Causes]:
         return [given[0].union(*found) for found in zip(*outs, strict=True)]
     if name == "while":
         skipped, consts = params["cond_nconsts"], params["body_nconsts"]
-        inside = given[skipped:]
-        carried = _fixpoint(params["body_jaxpr"].jaxpr, inside, consts, len(inside) - consts)
+        run = functools.partial(causes, params["body_jaxpr"].jaxpr)
+        carried = follow_loop(run, given[skipped:], consts, len(given) - skipped - consts)
         (stops,) = causes(params["cond_jaxpr"].jaxpr, [*given[:skipped], *carried])
         return [found | stops for found in carried]
     if name == "scan":
-        body = params["jaxpr"].jaxpr
-        carries = sum(_rank(out) == _rank(var) for out, var in zip(body.outvars, eqn.outvars, strict=True))
-        stacked = sum(_rank(var) != _rank(inner) for var, inner in zip(eqn.invars, body.invars, strict=True))
-        consts = len(given) - carries - stacked
-        carried = _fixpoint(body, given, consts, carries)
-        return [*carried, *causes(body, [*given[:consts], *carried, *given[consts + carries :]])[carries:]]
+        return follow_loop(functools.partial(causes, params["jaxpr"].jaxpr), given, *scan_counts(eqn))
     through: Causes = frozenset().union(*given)
     for inner in (inner for program in inner_jaxprs(eqn) for inner in equations(opened(program))):
         through = through.union(*(_own_cause(inner, var) for var in inner.outvars))
     return [through | _own_cause(eqn, var) for var in eqn.outvars]
-
-
-def _fixpoint(body: Jaxpr, given: Sequence[Causes], consts: int, carries: int) -> list[Causes]:
-    """Returns the causes of a loop's carry after any number of iterations."""
-    carried = list(given[consts : consts + carries])
-    while True:
-        after = causes(body, [*given[:consts], *carried, *given[consts + carries :]])[:carries]
-        merged = [old | new for old, new in zip(carried, after, strict=True)]
-        if merged == carried:
-            return carried
-        carried = merged
 
 
 def _own_cause(eqn: JaxprEqn, out: Any) -> Causes:
@@ -156,10 +137,6 @@ def _own_cause(eqn: JaxprEqn, out: Any) -> Causes:
     return frozenset((name,)) if terms > (1 if name in FIXED else 2) else frozenset()
 
 
-def _rank(atom: Any) -> int:
-    return len(atom.aval.shape)
-
-
 def _is_float(aval: Any) -> bool:
     return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.inexact)
 
@@ -172,23 +149,13 @@ def _evaluate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[
     """
     values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
     get = lambda atom: atom.val if isinstance(atom, Literal) else values[atom]
-    for eqn in _needed(jaxpr):
+    for eqn in needed_equations(jaxpr, jaxpr.outvars):  # Linen's init also runs the model
         with eqn.ctx.manager:
             made = _apply(eqn, [get(atom) for atom in eqn.invars])
         rounds = eqn.primitive.name not in _MOVES
         for var, value in zip(eqn.outvars, made, strict=True):
             values[var] = jax.lax.optimization_barrier(value) if rounds and _is_float(var.aval) else value
     return [get(atom) for atom in jaxpr.outvars]
-
-
-def _needed(jaxpr: Jaxpr) -> list[JaxprEqn]:
-    """Returns the operations that the results depend on: Linen's ``init`` also runs the model."""
-    needed, kept = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)}, []
-    for eqn in reversed(jaxpr.eqns):
-        if eqn.effects or needed.intersection(eqn.outvars):
-            needed.update(atom for atom in eqn.invars if not isinstance(atom, Literal))
-            kept.append(eqn)
-    return kept[::-1]
 
 
 def _apply(eqn: JaxprEqn, args: list[Any]) -> list[Any]:
