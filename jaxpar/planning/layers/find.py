@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
+from jaxpar.planning.names.fold import families
 from jaxpar.utils.jaxprs import opened
 
-_NUMBER = re.compile(r"\d+(?=/|$)")
 _PARAMS = "params/"
 
 
@@ -136,24 +135,15 @@ def _separate(values: _Values) -> Iterator[RepeatedLayers]:
     """Separate layers, those with most parameters first; what is inside of them is a part of them."""
     taken: list[str] = []
     used: list[tuple[int, int]] = []
-    families = _families(values.params)
-    weights = {prefix: -_weight(members, values.params) for prefix, members in families.items()}
-    for prefix in sorted((p for p in families if weights[p]), key=lambda prefix: (weights[prefix], len(prefix))):
+    modules = families(values.params)
+    weights = {prefix: -_weight(members, values.params) for prefix, members in modules.items()}
+    for prefix in sorted((p for p in modules if weights[p]), key=lambda prefix: (weights[prefix], len(prefix))):
         inside = any(prefix.startswith(outer) for outer in taken)
-        spans = () if inside else _spans(values, _members(families[prefix]))
+        spans = () if inside else _spans(values, _members(modules[prefix]))
         if spans and not any(a < spans[-1][1] and spans[0][0] < b for a, b in used):
             taken.append(prefix)
             used.append((spans[0][0], spans[-1][1]))
             yield RepeatedLayers(f"{prefix}*", spans, len(spans), False)
-
-
-def _families(params: Mapping[str, object]) -> dict[str, dict[str, dict[str, str]]]:
-    """(path before a number) → number → (path after it) → path."""
-    families: dict[str, dict[str, dict[str, str]]] = defaultdict(lambda: defaultdict(dict))
-    for path in params:
-        for found in _NUMBER.finditer(path):
-            families[path[: found.start()]][found.group()][path[found.end() :]] = path
-    return families
 
 
 def _weight(members: Mapping[str, Mapping[str, str]], params: Mapping[str, tuple[int, ...]]) -> float:

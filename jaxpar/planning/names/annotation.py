@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -13,12 +12,11 @@ import jax
 from jaxpar.analysis.units import aligned
 from jaxpar.errors import listing
 from jaxpar.planning.names.attention_sites import AttentionSite
+from jaxpar.planning.names.fold import folded
 from jaxpar.planning.names.roles import DimName
 from jaxpar.sharding.names import Names
 from jaxpar.training.loss import LossFn
 from jaxpar.training.model import MakeModel, Tagged, leaves_with_paths, show, tag
-
-_NUMBER = re.compile(r"\d+(?=/|$)")
 
 
 @dataclass(frozen=True)
@@ -95,16 +93,8 @@ class Annotation:
                 if dim.name is not None:
                     reasons.setdefault(dim.name, (set(), dim.reason))[0].add(size)
         lines = aligned([("name", "sizes", "why"), *((n, _sizes(s), why) for n, (s, why) in sorted(reasons.items()))])
-        folded = Counter((_NUMBER.sub("*", a.path), a.shape, a.names) for a in self.arrays)
-        rows = [
-            (
-                f"{path} ({count})" if count > 1 else path,
-                " × ".join(map(str, shape)),
-                ", ".join(n or "·" for n in names),
-            )
-            for (path, shape, names), count in folded.items()
-        ]
-        lines += ["", *aligned([("array", "shape", "dims"), *rows])]
+        rows = ((a.path, " × ".join(map(str, a.shape)), ", ".join(n or "·" for n in a.names)) for a in self.arrays)
+        lines += ["", *aligned([("array", "shape", "dims"), *folded(rows)])]
         lines += ["", *aligned(self._attention_rows())] if self.attention else []
         lines += ["", *(f"note: {note}" for note in self._remarks())] if any(self._remarks()) else []
         return "\n".join(lines)

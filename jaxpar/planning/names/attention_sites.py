@@ -13,7 +13,8 @@ from jaxpar.planning.attention.axes import Dims, Group
 from jaxpar.planning.attention.find import ScoreReader, find
 from jaxpar.planning.attention.positions import constant
 from jaxpar.planning.attention.values import Conditional, Linear, Product, Value, View
-from jaxpar.planning.names.propagate import NamesOfValue, TracedValue, Visited
+from jaxpar.planning.names.primitive_rules import TracedValue
+from jaxpar.planning.names.propagate import NamesOfValue, Visited
 from jaxpar.sharding.names import Names
 from jaxpar.utils.jaxprs import needed_equations, opened, scan_counts
 

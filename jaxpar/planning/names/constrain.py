@@ -13,7 +13,8 @@ from jaxpar.parallel.zero.gather import gather_weight, sharded_dot
 from jaxpar.planning.attention.attention import FoundAttention
 from jaxpar.planning.attention.run import attend, shapes, shards_sequence
 from jaxpar.planning.names.attention_sites import AttentionSite, BodyAttention, Known, needed_with
-from jaxpar.planning.names.propagate import TracedValue, Visited
+from jaxpar.planning.names.primitive_rules import TracedValue
+from jaxpar.planning.names.propagate import Visited
 from jaxpar.sharding.layout import current_layout, with_sharding
 from jaxpar.sharding.names import Names
 from jaxpar.sharding.resolve import resolve

@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
 
 from jaxpar.planning.names.dim_classes import Dim, DimClasses
 
 _NUMBER = re.compile(r"\d+(?=/|$)")
+
+
+def families(params: Iterable[str]) -> dict[str, dict[str, dict[str, str]]]:
+    """Returns, of the paths of parameters: (path before a number) → number → (path after it) → path."""
+    found: dict[str, dict[str, dict[str, str]]] = defaultdict(lambda: defaultdict(dict))
+    for path in params:
+        for number in _NUMBER.finditer(path):
+            found[path[: number.start()]][number.group()][path[number.end() :]] = path
+    return found
+
+
+def folded(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Returns the rows of a table whose first cells are paths, those of equal layers as one row.
+
+    >>> folded([("layers/0/up", "8 × 32"), ("layers/1/up", "8 × 32"), ("head", "8")])
+    [('layers/*/up (2)', '8 × 32'), ('head', '8')]
+    """
+    counts = Counter((_NUMBER.sub("*", path), *cells) for path, *cells in rows)
+    return [(f"{path} ({n})" if n > 1 else path, *cells) for (path, *cells), n in counts.items()]
 
 
 def fold(classes: DimClasses, params: Mapping[str, list[Dim]]) -> DimClasses:
@@ -22,7 +41,7 @@ def fold(classes: DimClasses, params: Mapping[str, list[Dim]]) -> DimClasses:
       classes: the classes; unchanged.
       params: the dims of each parameter, by path.
     """
-    for members in _families(params).values():
+    for members in families(params).values():
         alike: dict[object, list[dict[str, str]]] = defaultdict(list)
         for member in members.values():
             shapes = [(rest, *map(classes.size, params[path])) for rest, path in sorted(member.items())]
@@ -36,15 +55,6 @@ def twice(classes: DimClasses, dims: list[Dim]) -> set[int]:
     """Returns the classes that occur twice in an array: a mesh axis cannot shard both."""
     flat = [atom for dim in dims for atom in classes.flat(dim)]
     return {atom for atom in flat if flat.count(atom) > 1}
-
-
-def _families(params: Mapping[str, list[Dim]]) -> dict[str, dict[str, dict[str, str]]]:
-    """(path before a number) → number → (path after it) → path."""
-    families: dict[str, dict[str, dict[str, str]]] = defaultdict(lambda: defaultdict(dict))
-    for path in params:
-        for found in _NUMBER.finditer(path):
-            families[path[: found.start()]][found.group()][path[found.end() :]] = path
-    return families
 
 
 def _united(classes: DimClasses, params: Mapping[str, list[Dim]], group: list[dict[str, str]]) -> DimClasses:

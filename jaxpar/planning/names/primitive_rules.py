@@ -5,17 +5,30 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from jaxpar.planning.names.dim_classes import Dim, DimClasses, Use
 
 
-class _Operand(Protocol):
+@dataclass(eq=False, slots=True)
+class TracedValue:
+    """An array of the program.
+
+    Attributes:
+      dims: its dims.
+      shape: their sizes.
+      data: whether it depends on the batch.
+      weight: whether it is a parameter, or made of one, and does not depend on the batch.
+      numbers: whether it has the batch's own numbers, such as tokens and labels.
+      counts: the dim along which it counts 0, 1, 2, ..., if it does.
+    """
+
     dims: list[Dim]
     shape: tuple[int, ...]
-    data: bool
-    numbers: bool
-    counts: int | None
+    data: bool = False
+    weight: bool = False
+    numbers: bool = False
+    counts: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +38,8 @@ class Operation:
     classes: DimClasses
     name: str
     params: Mapping[str, Any]
-    reads: Sequence[_Operand]
-    makes: Sequence[_Operand]
+    reads: Sequence[TracedValue]
+    makes: Sequence[TracedValue]
 
     def one(self, a: Dim, b: Dim) -> None:
         """Make two dims one. A dim of size 1 is repeated along the other, and says nothing of it."""
@@ -291,6 +304,18 @@ _ELEMENTWISE = (
     "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin",
     "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor", "zeta",
 )  # fmt: skip
+_SCATTERS = (
+    "scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max", "scatter_add", "scatter_sub",
+    "scatter_mul", "scatter_min", "scatter_max",
+)  # fmt: skip
+_WINDOWS = (
+    "bitcast_convert_type", "tile", "pad", "dynamic_slice", "dynamic_update_slice", "reduce_window",
+    "reduce_window_max", "reduce_window_sum", "reduce_window_min", "select_and_scatter_add", "select_and_gather_add",
+)  # fmt: skip
+_CUMULATIVE = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "rev")
+_REDUCTIONS = (
+    "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor", "argmax", "argmin",
+)  # fmt: skip
 
 RULES: dict[str, Callable[[Operation], None]] = {
     **dict.fromkeys(_ELEMENTWISE, _elementwise),
@@ -312,27 +337,9 @@ RULES: dict[str, Callable[[Operation], None]] = {
     "top_k": _top_k,
     "approx_top_k": _top_k,
     "gather": _gather,
-    **dict.fromkeys(("scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max", "scatter_add"), _scatter),
-    **dict.fromkeys(("scatter-sub", "scatter_sub", "scatter_mul", "scatter_min", "scatter_max"), _scatter),
-    **dict.fromkeys(
-        (
-            "bitcast_convert_type",
-            "tile",
-            "pad",
-            "dynamic_slice",
-            "dynamic_update_slice",
-            "reduce_window",
-            "reduce_window_max",
-            "reduce_window_sum",
-        )
-        + ("reduce_window_min", "select_and_scatter_add", "select_and_gather_add"),
-        _where_equal,
-    ),
     "sort": _sort,
-    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "rev"), _along),
-    **dict.fromkeys(
-        ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor")
-        + ("argmax", "argmin"),
-        _reduce,
-    ),
+    **dict.fromkeys(_SCATTERS, _scatter),
+    **dict.fromkeys(_WINDOWS, _where_equal),
+    **dict.fromkeys(_CUMULATIVE, _along),
+    **dict.fromkeys(_REDUCTIONS, _reduce),
 }

@@ -16,7 +16,8 @@ from jaxpar.planning.names.attention_sites import AttentionSite, all_sites, know
 from jaxpar.planning.names.constrain import constrained
 from jaxpar.planning.names.fold import fold
 from jaxpar.planning.names.given import Given, by_class
-from jaxpar.planning.names.propagate import Propagation, TracedValue, Visited
+from jaxpar.planning.names.primitive_rules import TracedValue
+from jaxpar.planning.names.propagate import Propagation, Visited
 from jaxpar.planning.names.roles import SPACE, ClassNames, DimName, ProgramArrays, name_classes
 from jaxpar.sharding.names import Names
 from jaxpar.training.loss import LossProgram

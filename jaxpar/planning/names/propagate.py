@@ -9,8 +9,8 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from jaxpar.planning.names.dim_classes import Dim, DimClasses, Use
-from jaxpar.planning.names.primitive_rules import RULES, Operation
+from jaxpar.planning.names.dim_classes import DimClasses, Use
+from jaxpar.planning.names.primitive_rules import RULES, Operation, TracedValue
 from jaxpar.sharding.names import Names
 from jaxpar.utils.jaxprs import opened, scan_counts
 
@@ -24,27 +24,6 @@ _NO_DIMS = frozenset((
 _CHOICES = frozenset(("argmax", "argmin", "top_k", "approx_top_k", "sort", "cumsum"))
 """Primitives whose results are other numbers than those of the batch."""
 _SAME = frozenset(("optimization_barrier", "psum", "psum_invariant", "pvary", "sharding_constraint", "reshard", "copy"))
-
-
-@dataclass(eq=False, slots=True)
-class TracedValue:
-    """An array of the program.
-
-    Attributes:
-      dims: its dims.
-      shape: their sizes.
-      data: whether it depends on the batch.
-      weight: whether it is a parameter, or made of one, and does not depend on the batch.
-      numbers: whether it has the batch's own numbers, such as tokens and labels.
-      counts: the dim along which it counts 0, 1, 2, ..., if it does.
-    """
-
-    dims: list[Dim]
-    shape: tuple[int, ...]
-    data: bool = False
-    weight: bool = False
-    numbers: bool = False
-    counts: int | None = None
 
 
 NamesOfValue = Callable[[TracedValue], Names]

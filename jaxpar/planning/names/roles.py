@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from jaxpar.planning.names.dim_classes import Dim, DimClasses, Use
 from jaxpar.planning.names.fold import twice
-from jaxpar.planning.names.propagate import TracedValue
+from jaxpar.planning.names.primitive_rules import TracedValue
 
 SPACE = ("depth", "height", "width")
 """The dims of images and volumes."""

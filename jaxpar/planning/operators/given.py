@@ -21,7 +21,7 @@ AXES = ("data", "model")
 _FORM = "shardings={'mlp': 'model'} or {'**/up/kernel': (None, 'model')}"
 
 
-@dataclass(frozen=True)
+@dataclass
 class GivenShardings:
     """What is given of the shardings of a program.
 
@@ -34,11 +34,11 @@ class GivenShardings:
       zero: whether a parameter is sharded over ``data``.
     """
 
-    paths: Mapping[str, tuple[str | None, ...]] = field(default_factory=dict)
-    model: frozenset[str] = frozenset()
-    whole: frozenset[str] = frozenset()
-    named: frozenset[str] = frozenset()
-    axes: frozenset[str] = frozenset()
+    paths: dict[str, tuple[str | None, ...]] = field(default_factory=dict)
+    model: set[str] = field(default_factory=set)
+    whole: set[str] = field(default_factory=set)
+    named: set[str] = field(default_factory=set)
+    axes: set[str] = field(default_factory=set)
     zero: bool = False
 
     @classmethod
@@ -53,7 +53,7 @@ class GivenShardings:
           PlanError: an unknown dim, path or axis, another number of axes than dims, a dim without a name, or dims that
             no table of rules shards as it is given.
         """
-        found = _Given(program)
+        found, names = cls(), classes_of(program)
         for key, value in shardings.items():
             axes = (value,) if value is None or isinstance(value, str) else tuple(value)
             used = [axis for axis in axes if axis is not None]
@@ -64,37 +64,23 @@ class GivenShardings:
                 )
             found.axes.update(used)
             if value is None or isinstance(value, str):
-                found.add_dim(key, value)
+                found._add_dim(key, value, names)
             else:
-                found.add_paths(key, axes)
+                found._add_paths(key, axes, program)
         if both := found.model & found.whole:
             raise PlanError(
                 f"shardings shard {listing(sorted(both))} over model in one place and not in another; a table of rules "
                 "shards a dim alike in all weights. Remedy: give one of them, or other names= to the dims of one."
             )
-        model, whole, named = map(frozenset, (found.model, found.whole, found.named))
-        return cls(found.paths, model, whole, named, frozenset(found.axes), found.zero)
+        return found
 
-
-class _Given:
-    """What is given so far; as :class:`GivenShardings`."""
-
-    def __init__(self, program: NamedProgram):
-        self._program, self._names = program, classes_of(program)
-        self.paths: dict[str, tuple[str | None, ...]] = {}
-        self.model: set[str] = set()
-        self.whole: set[str] = set()
-        self.named: set[str] = set()
-        self.axes: set[str] = set()
-        self.zero = False
-
-    def add_dim(self, name: str, axis: str | None) -> None:
+    def _add_dim(self, name: str, axis: str | None, names: Mapping[str, str]) -> None:
         """Add a logical dim with its axis."""
-        own = self._names.get(name)
+        own = names.get(name)
         if own is None:
             raise PlanError(
-                f"shardings[{name!r}] is no dim of the model, which has {listing(sorted(self._names))}."
-                f"{did_you_mean(name, self._names)} Remedy: write {_FORM}."
+                f"shardings[{name!r}] is no dim of the model, which has {listing(sorted(names))}."
+                f"{did_you_mean(name, names)} Remedy: write {_FORM}."
             )
         if axis is not None:
             _check_axis(name, own, axis, parameter=False)
@@ -104,9 +90,9 @@ class _Given:
         elif axis is None:
             self.whole.add(own)
 
-    def add_paths(self, pattern: str, axes: Sequence[str | None]) -> None:
+    def _add_paths(self, pattern: str, axes: Sequence[str | None], program: NamedProgram) -> None:
         """Add the arrays that a pattern matches, with the axes of their dims."""
-        for path, dims in _matched(pattern, axes, self._program).items():
+        for path, dims in _matched(pattern, axes, program).items():
             parameter = path.startswith("params/")
             strategy: dict[str, str | None] = dict.fromkeys(AXES)
             for name, axis in zip(dims, axes, strict=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -136,17 +136,3 @@ class OperatorGraph:
             for end in {edge.source, edge.target}:
                 found[end].append(k)
         return tuple(map(tuple, found))
-
-
-def meshes(devices: int, axes: tuple[str, ...]) -> Iterator[dict[str, int]]:
-    """Yields every mesh of these axes on a number of devices.
-
-    >>> [tuple(mesh.values()) for mesh in meshes(4, ("data", "model"))]
-    [(1, 4), (2, 2), (4, 1)]
-    """
-    first, *rest = axes
-    if not rest:
-        yield {first: devices}
-        return
-    for size in (n for n in range(1, devices + 1) if devices % n == 0):
-        yield from ({first: size, **others} for others in meshes(devices // size, tuple(rest)))

@@ -9,7 +9,8 @@ import numpy as np
 
 from jaxpar.planning.operators.costs import OperatorCosts
 from jaxpar.planning.operators.eliminate import least_cost
-from jaxpar.planning.operators.graph import Operator, OperatorGraph, Strategy, meshes
+from jaxpar.planning.operators.graph import Operator, OperatorGraph, Strategy
+from jaxpar.planning.search.space import factorizations
 
 _SWEEPS = 2
 """How often each operator chooses again at the end of a recursive search."""
@@ -219,7 +220,7 @@ class OperatorSearch:
 
     def every_mesh(self, devices: int) -> Iterator[dict[str, int]]:
         """Yields the meshes of the axes on a number of devices."""
-        return meshes(devices, self.axes)
+        return factorizations(devices, self.axes)
 
 
 def prime_factors(n: int) -> list[int]:

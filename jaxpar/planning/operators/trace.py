@@ -17,8 +17,9 @@ import numpy as np
 from jax.extend.core import Jaxpr, Literal
 
 from jaxpar.planning.names.dim_classes import Dim
+from jaxpar.planning.names.primitive_rules import TracedValue
 from jaxpar.planning.names.program import NamedProgram
-from jaxpar.planning.names.propagate import TracedValue, Visited
+from jaxpar.planning.names.propagate import Visited
 from jaxpar.planning.operators.graph import DimArray, Edge, Operand, Operator, OperatorGraph
 from jaxpar.utils.jaxprs import opened, scan_counts
 

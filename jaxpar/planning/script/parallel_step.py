@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import html
 import os
-import re
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
@@ -16,6 +14,7 @@ from jaxpar.analysis.units import aligned, html_table, show_bytes
 from jaxpar.checkpoint.manager import CheckpointManager
 from jaxpar.errors import ConfigError, StateError
 from jaxpar.planning.names.annotation import Annotation
+from jaxpar.planning.names.fold import folded
 from jaxpar.planning.script.arguments import Name, places_of, take_apart
 from jaxpar.planning.script.choose import ChosenLayout
 from jaxpar.planning.script.naming import NamedStep
@@ -24,7 +23,6 @@ from jaxpar.planning.script.trace import StepTrace, shape_of
 from jaxpar.sharding.layout import Layout, to_spec
 
 _COLUMNS = ("array", "shape", "dims", "sharded over", "a device")
-_NUMBER = re.compile(r"\d+(?=/|$)")
 
 
 class ParallelStep:
@@ -205,9 +203,9 @@ class ParallelStep:
         ]
 
     def _rows(self) -> list[tuple[str, ...]]:
-        rows = Counter(
+        return folded(
             (
-                _NUMBER.sub("*", a.path),
+                a.path,
                 " × ".join(map(str, a.shape)),
                 ", ".join(name or "·" for name in a.names),
                 ", ".join("·" if own is None else str(own) for own in to_spec(a.resolved)),
@@ -216,7 +214,6 @@ class ParallelStep:
             for a in self.placed
             if a.shape
         )
-        return [(f"{path} ({n})" if n > 1 else path, *rest) for (path, *rest), n in rows.items()]
 
     def __str__(self) -> str:
         return "\n".join([*self._head(), "", *aligned([_COLUMNS, *self._rows()])])

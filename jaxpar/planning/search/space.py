@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -94,13 +94,13 @@ def meshes(
     workload: Workload, devices: int, space: Space, refused: Counter[str], *, offload: bool = False
 ) -> Iterator[Plan]:
     """Returns a plan for every mesh and batch, before the options of its step are chosen. Arguments as for `plans`."""
-    for sizes in _factorizations(devices, len(space.axes)):
-        mesh: dict[str, Any] = dict(zip(space.axes, sizes, strict=True))
+    for mesh in factorizations(devices, space.axes):
         if any(mesh.get(axis, 1) != size for axis, size in space.fixed.items() if axis in AXES):
             refused["the mesh is fixed"] += 1
             continue
         for batch in space.batches or (0,):
-            base = replace(Plan(batch=batch, offload=offload), **mesh)
+            sizes: dict[str, Any] = dict(mesh)
+            base = Plan(batch=batch, offload=offload, **sizes)
             reason = _problem(base, workload, space.tensor) or _slow(base, space)
             reason = reason or problem(base, workload, ragged=space.ragged)
             tensor = _tensor(base, workload, space)
@@ -128,14 +128,18 @@ def _as_fixed(plan: Plan, space: Space) -> bool:
     return all(getattr(plan, name) == value for name, value in space.fixed.items())
 
 
-def _factorizations(n: int, parts: int) -> Iterator[tuple[int, ...]]:
-    """All ways to write ``n`` as an ordered product of ``parts`` factors."""
-    if parts == 1:
-        yield (n,)
+def factorizations(devices: int, axes: Sequence[str]) -> Iterator[dict[str, int]]:
+    """Yields the sizes of every mesh of these axes on a number of devices.
+
+    >>> [tuple(mesh.values()) for mesh in factorizations(4, ("data", "model"))]
+    [(1, 4), (2, 2), (4, 1)]
+    """
+    first, *rest = axes
+    if not rest:
+        yield {first: devices}
         return
-    for d in range(1, n + 1):
-        if n % d == 0:
-            yield from ((d, *rest) for rest in _factorizations(n // d, parts - 1))
+    for size in (n for n in range(1, devices + 1) if devices % n == 0):
+        yield from ({first: size, **others} for others in factorizations(devices // size, rest))
 
 
 def _problem(plan: Plan, workload: Workload, tensor: tuple[str, ...]) -> str | None:

@@ -14,8 +14,9 @@ from jaxpar.parallel.experts.options import ExpertCall
 from jaxpar.planning.layers.find import RepeatedLayers, find_layers
 from jaxpar.planning.layers.remat import applicable, recomputed
 from jaxpar.planning.names.annotate import trace_loss
+from jaxpar.planning.names.primitive_rules import TracedValue
 from jaxpar.planning.names.program import NamedProgram
-from jaxpar.planning.names.propagate import TracedValue, Visited
+from jaxpar.planning.names.propagate import Visited
 from jaxpar.planning.search.fsdp import StoredArray
 from jaxpar.planning.search.plan import LAYERS
 from jaxpar.planning.search.workload import Backward, ExpertLayers, Factor, Factors, KeptArray, Matmul, Workload
