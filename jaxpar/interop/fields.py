@@ -10,6 +10,16 @@ from jaxpar.errors import ConfigError
 type Fields = dict[str, Any]
 
 CONFIG = "config.json"
+ORIGINAL_SEQ = "original_max_position_embeddings"
+STRETCHED = {"factor": "factor", ORIGINAL_SEQ: "original_seq"}
+_OF_YARN = {name: name for name in ("attention_factor", "mscale", "mscale_all_dim")}
+ROPE_KINDS: dict[str, dict[str, str]] = {
+    "default": {},
+    "linear": {"factor": "factor"},
+    "llama3": {"low_freq_factor": "slow_turns", "high_freq_factor": "fast_turns", **STRETCHED},
+    "yarn": {"beta_slow": "slow_turns", "beta_fast": "fast_turns", **_OF_YARN, **STRETCHED},
+}
+"""For each ``rope_type``: its fields → fields of :class:`jaxpar.models.llama.rope.RopeScaling`."""
 
 
 def number(fields: Mapping[str, Any], key: str) -> Any:

@@ -6,29 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxpar.errors import ConfigError
-from jaxpar.interop.fields import CONFIG, Fields, number
+from jaxpar.interop.fields import CONFIG, ORIGINAL_SEQ, ROPE_KINDS, Fields, number
 from jaxpar.models.llama.config import LlamaConfig
 from jaxpar.models.llama.rope import RopeScaling
 
 ROPE_FIELDS = ("rope_parameters", "rope_scaling", "rope_theta")
 LOCAL = "rope_local_base_freq"
 """The base of the layers with a sliding window, in Gemma 3."""
-_RAMP = "original_max_position_embeddings"
-_KINDS: dict[str, dict[str, str]] = {
-    "default": {},
-    "linear": {"factor": "factor"},
-    "llama3": {"low_freq_factor": "slow_turns", "high_freq_factor": "fast_turns"},
-    "yarn": {
-        "beta_slow": "slow_turns",
-        "beta_fast": "fast_turns",
-        "attention_factor": "attention_factor",
-        "mscale": "mscale",
-        "mscale_all_dim": "mscale_all_dim",
-    },
-}
-"""For each ``rope_type``: its fields → fields of :class:`RopeScaling`."""
-_KINDS["llama3"] |= {"factor": "factor", _RAMP: "original_seq"}
-_KINDS["yarn"] |= {"factor": "factor", _RAMP: "original_seq"}
 _TURNS = {"beta_slow": 1.0, "beta_fast": 32.0}
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
@@ -85,7 +69,7 @@ def scaling_fields(scaling: RopeScaling | None) -> Fields | None:
     """
     if scaling is None:
         return None
-    values = {theirs: getattr(scaling, ours) for theirs, ours in _KINDS[scaling.kind].items()}
+    values = {theirs: getattr(scaling, ours) for theirs, ours in ROPE_KINDS[scaling.kind].items()}
     more = {} if scaling.truncate or scaling.kind != "yarn" else {"truncate": False}
     return {"rope_type": scaling.kind, **{key: value for key, value in values.items() if value is not None}, **more}
 
@@ -98,12 +82,12 @@ def _mapping(value: Any) -> Fields:
 
 def _scaling(rope: Fields, fields: Fields) -> Fields | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in [*_KINDS]:
+    if kind not in [*ROPE_KINDS]:
         raise ConfigError(
-            f"{CONFIG}: rope_scaling must be of rope_type {', '.join(_KINDS)}, got rope_type {kind!r:.100}. Remedy: "
+            f"{CONFIG}: rope_scaling must be of rope_type {', '.join(ROPE_KINDS)}, got rope_type {kind!r:.100}. Remedy: "
             "none; this scaling is not implemented."
         )
-    known = _KINDS[kind]
+    known = ROPE_KINDS[kind]
     neutral = {"partial_rotary_factor": 1.0}
     ignored = ("rope_theta", "rope_type", "type", *(("truncate",) if kind == "yarn" else ()))
     problems = [
@@ -121,10 +105,10 @@ def _scaling(rope: Fields, fields: Fields) -> Fields | None:
     values = {key: value for key, value in rope.items() if key in known and value is not None}
     if kind == "yarn":
         values = {**_TURNS, **{key: value for key, value in values.items() if value != 0}}
-        values.setdefault(_RAMP, fields.get("max_position_embeddings"))
+        values.setdefault(ORIGINAL_SEQ, fields.get("max_position_embeddings"))
         if "factor" not in values:
-            values["factor"] = number(fields, "max_position_embeddings") / (number(values, _RAMP) or 1)
-    required = set(known) - {"attention_factor", "mscale", "mscale_all_dim"}
+            values["factor"] = number(fields, "max_position_embeddings") / (number(values, ORIGINAL_SEQ) or 1)
+    required = known.keys() - {"attention_factor", "mscale", "mscale_all_dim"}
     found = {known[key]: number(values, key) for key in known if key in required or key in values}
     truncate = {"truncate": rope["truncate"]} if isinstance(rope.get("truncate"), bool) else {}
     return {"kind": kind, **found, **truncate}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,6 +13,8 @@ from jaxpar.interop.configurations.report import ImportReport, KeyRow, KeyStatus
 from jaxpar.utils.checks import INT32, is_count, shown
 
 type ValueKind = Literal["count", "natural", "integer", "number", "bool", "text", "list", "mapping"]
+type NeutralKeys = tuple[tuple[str, tuple[Any, ...], str], ...]
+"""Keys, separated by spaces; the values that change nothing; and the reason why others are refused."""
 
 _MISSING = object()
 _MOST = 2**24
@@ -129,6 +131,11 @@ class ConfigKeys:
         """Records that a key is left out without an effect on the run, if the file has it."""
         self._record(path, "ignored", "", reason)
 
+    def ignore_each(self, paths: Iterable[str], reason: str) -> None:
+        """Records several ignored keys of one reason."""
+        for path in paths:
+            self.ignore(path, reason)
+
     def refuse(self, path: str, reason: str, *, default: bool = False) -> None:
         """Records that a key has no counterpart. With ``default``, a value that the file leaves out is meant."""
         if path in self.options.ignore:
@@ -146,9 +153,15 @@ class ConfigKeys:
         else:
             self.refuse(path, reason)
 
+    def neutral_all(self, table: NeutralKeys, prefix: str = "") -> None:
+        """Ignores or refuses several keys as :meth:`neutral` does."""
+        for keys, values, reason in table:
+            for key in keys.split():
+                self.neutral(f"{prefix}{key}", values, reason)
+
     def ignore_all(self, reasons: Mapping[str, str], prefix: str = "") -> None:
-        """Records several ignored keys."""
-        for key, reason in reasons.items():
+        """Records several ignored keys: reason → its keys, separated by spaces."""
+        for key, reason in by_key(reasons).items():
             self.ignore(f"{prefix}{key}", reason)
 
     def error(self, path: str, problem: str, remedy: str = "") -> ConfigError:
@@ -197,6 +210,15 @@ def _paths(data: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
         yield f"{prefix}{key}", value
         if isinstance(value, Mapping):
             yield from _paths(value, f"{prefix}{key}.")
+
+
+def by_key(*tables: Mapping[str, str]) -> dict[str, str]:
+    """Returns key → reason, from tables of reason → its keys.
+
+    >>> by_key({"for the profiler": "profile mstx"})
+    {'profile': 'for the profiler', 'mstx': 'for the profiler'}
+    """
+    return {key: reason for reasons in tables for reason, keys in reasons.items() for key in keys.split()}
 
 
 def put(config: dict[str, Any], path: str, value: Any) -> None:

@@ -314,7 +314,8 @@ _WINDOWS = (
 )  # fmt: skip
 _CUMULATIVE = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "rev")
 _REDUCTIONS = (
-    "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor", "argmax", "argmin",
+    "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor", "argmax",
+    "argmin",
 )  # fmt: skip
 
 RULES: dict[str, Callable[[Operation], None]] = {

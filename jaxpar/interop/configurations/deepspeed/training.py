@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
+from jaxpar.interop.configurations.deepspeed.ignored import OPTIMIZER_IGNORED, TENSOR_IGNORED
+from jaxpar.interop.configurations.families import read_betas
 from jaxpar.interop.configurations.keys import ConfigKeys, fixed_scale, put
 from jaxpar.interop.configurations.layout import AxisSizes
 
@@ -19,10 +20,7 @@ def read_sizes(keys: ConfigKeys) -> AxisSizes:
       ConfigError: the sizes do not divide the devices, or the number of devices is not known.
     """
     at, devices = "tensor_parallel.", keys.options.devices
-    for key in ("tp_grain_size", "tp_overlap_comm", "dtype", "injection_policy_tuple", "keep_module_on_host"):
-        keys.ignore(f"{at}{key}", "for PyTorch modules")
-    for key in ("partition_config", "preset_model", "replace_with_kernel_inject"):
-        keys.ignore(f"{at}{key}", "rules shard the weights")
+    keys.ignore_all(TENSOR_IGNORED, at)
     path = keys.first([f"{at}autotp_size", f"{at}tp.tp_size"])
     tensor = keys.take(path, "natural", 1, "mesh.model") or 1
     sequence = keys.take("sequence_parallel_size", "count", 1, "mesh.ulysses")
@@ -115,8 +113,7 @@ def _write_scale(keys: ConfigKeys, config: dict[str, Any], *, used: bool) -> Non
         return
     keys.translate("fp16.loss_scale", "precision.scale")
     if fixed:
-        for key in ("initial_scale_power", *names):
-            keys.ignore(f"fp16.{key}", "loss_scale is fixed")
+        keys.ignore_each((f"fp16.{key}" for key in ("initial_scale_power", *names)), "loss_scale is fixed")
         put(config, "precision.scale", fixed_scale(float(fixed)))
         return
     keys.translate("fp16.initial_scale_power", "precision.scale.initial")
@@ -127,16 +124,7 @@ def _write_scale(keys: ConfigKeys, config: dict[str, Any], *, used: bool) -> Non
 
 
 _BETAS = {"Adam", "AdamW", "OneBitAdam", "Lamb", "Lion"}
-_NAMES: Mapping[str, str] = {
-    "adam": "Adam",
-    "adamw": "AdamW",
-    "onebitadam": "OneBitAdam",
-    "lamb": "Lamb",
-    "lion": "Lion",
-    "sgd": "SGD",
-    "adagrad": "Adagrad",
-}
-_UNUSED = ("torch_adam", "fused", "cuda_aware", "comm_backend_name", "foreach", "max_coeff", "min_coeff")
+_NAMES = {name.lower(): name for name in ("Adam", "AdamW", "OneBitAdam", "Lamb", "Lion", "SGD", "Adagrad")}
 
 
 def write_optimizer(keys: ConfigKeys, stage: int, config: dict[str, Any]) -> None:
@@ -161,8 +149,7 @@ def _write_named(keys: ConfigKeys, at: str, stage: int, config: dict[str, Any]) 
         keys.refuse("optimizer.type", f"only {', '.join(_NAMES.values())} are translated")
         keys.ignore("optimizer.params", "the optimizer is not translated")
         return
-    for key in _UNUSED:
-        keys.ignore(f"{at}{key}", "no effect on the result")
+    keys.ignore_all(OPTIMIZER_IGNORED, at)
     keys.neutral(f"{at}amsgrad", (False,), "not built")
     keys.neutral(f"{at}bias_correction", (True,), "moments are always corrected")
     decoupled = keys.get(f"{at}adam_w_mode", "bool", True)
@@ -171,10 +158,7 @@ def _write_named(keys: ConfigKeys, at: str, stage: int, config: dict[str, Any]) 
     options: dict[str, Any] = {}
     if kind in _BETAS:
         default = [0.9, 0.99] if kind == "Lion" else [0.9, 0.999]
-        betas = keys.take(f"{at}betas", "list", default, "optimizer.options")
-        if len(betas) != 2 or not all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in betas):
-            raise keys.error(f"{at}betas", f"must be two numbers from 0 to below 1, got {betas}")
-        options |= {"b1": betas[0], "b2": betas[1]}
+        options |= read_betas(keys, f"{at}betas", default)
     if kind != "Lion" and kind != "SGD":
         eps = 1e-10 if kind == "Adagrad" else 1e-8
         options["eps"] = keys.take(f"{at}eps", "number", eps, "optimizer.options.eps")

@@ -13,13 +13,13 @@ from jaxpar.interop.configurations.deepspeed.training import (
     write_precision,
 )
 from jaxpar.interop.configurations.deepspeed.zero import write_zero
-from jaxpar.interop.configurations.keys import ConfigKeys, ImportOptions, put
+from jaxpar.interop.configurations.keys import ConfigKeys, ImportOptions, by_key, put
 from jaxpar.interop.configurations.layout import AxisSizes
 from jaxpar.interop.configurations.report import ImportedRun
 
 _KNOWN = (
     *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "zero_optimization"),
-    *("gradient_clipping", "stage", "enabled", *ignored.TOP_IGNORED, *ignored.ZERO_IGNORED),
+    *("gradient_clipping", "stage", "enabled", *by_key(ignored.TOP_IGNORED, ignored.ZERO_IGNORED)),
 )
 """Names of keys that an error may suggest."""
 
@@ -48,7 +48,7 @@ def import_deepspeed(data: Mapping[str, Any], options: ImportOptions) -> Importe
     if options.base is None:
         raise keys.error("the configuration", "has no model", "--base RUN.yaml")
     keys.ignore_all(ignored.TOP_IGNORED)
-    for section, reason in ignored.FEATURES.items():
+    for section, reason in by_key(ignored.FEATURES).items():
         if keys.get(f"{section}.enabled", "bool", False):
             keys.refuse(section, reason)
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from jaxpar.interop.configurations.families import further_tokens, with_family
 from jaxpar.interop.configurations.keys import ConfigKeys
 from jaxpar.interop.configurations.megatron.ignored import MODEL_NEUTRAL
 
@@ -32,8 +33,7 @@ def read_model(keys: ConfigKeys) -> dict[str, Any]:
       ConfigError: a size is missing or wrong.
     """
     if keys.options.base is not None:
-        for name in (*_ARGUMENTS, *(name for name, *_ in MODEL_NEUTRAL)):
-            keys.ignore(name, "--base has the model")
+        keys.ignore_each((*_ARGUMENTS, *(name for name, *_ in MODEL_NEUTRAL)), "--base has the model")
         return {}
     for name, values, default, reason in MODEL_NEUTRAL:
         if not keys.has(name) and default not in values:
@@ -45,27 +45,9 @@ def read_model(keys: ConfigKeys) -> dict[str, Any]:
     if latent:
         fields |= {"head_dim": latent.pop("head_dim"), "kv_heads": fields["heads"], "latent_attention": latent}
     experts = _experts(keys, fields)
-    fields |= _further_tokens(keys, with_experts=bool(experts))
-    if not experts:
-        if latent:
-            keys.refuse("--multi-latent-attention", "latent attention is only built for models with experts")
-            fields.pop("latent_attention")
-        return {"family": "llama", **fields}
-    family = "deepseek_v3" if latent else "qwen3_moe" if fields["qk_norm"] else "mixtral"
-    return {"family": family, **fields, **experts}
-
-
-def _further_tokens(keys: ConfigKeys, *, with_experts: bool) -> dict[str, Any]:
-    """Multi-token prediction: the number of further tokens, and the weight of their losses."""
-    count = keys.take("--mtp-num-layers", "natural", 0, "model.mtp_depth")
-    if not count:
-        keys.ignore("--mtp-loss-scaling-factor", "no further tokens are predicted")
-        return {}
-    if not with_experts:
-        keys.refuse("--mtp-num-layers", "further tokens are only predicted by models with experts")
-        return {}
-    weight = keys.take("--mtp-loss-scaling-factor", "number", 0.1, "model.mtp_weight")
-    return {"mtp_depth": count, "mtp_weight": float(weight)}
+    further = ("--mtp-num-layers", "--mtp-loss-scaling-factor")
+    fields |= further_tokens(keys, *further, default=0.1, with_experts=bool(experts))
+    return with_family(keys, fields, experts, "--multi-latent-attention")
 
 
 def _needed(keys: ConfigKeys, name: str, target: str) -> int:
@@ -75,13 +57,8 @@ def _needed(keys: ConfigKeys, name: str, target: str) -> int:
 
 
 def _sizes(keys: ConfigKeys) -> dict[str, Any]:
-    layers, embed = (
-        _needed(keys, name, at) for name, at in (("--num-layers", "model.layers"), ("--hidden-size", "model.embed"))
-    )
-    heads, vocab = (
-        _needed(keys, name, at)
-        for name, at in (("--num-attention-heads", "model.heads"), ("--vocab-size", "model.vocab"))
-    )
+    layers, embed = _needed(keys, "--num-layers", "model.layers"), _needed(keys, "--hidden-size", "model.embed")
+    heads, vocab = _needed(keys, "--num-attention-heads", "model.heads"), _needed(keys, "--vocab-size", "model.vocab")
     if embed % heads and not keys.has("--kv-channels"):
         raise keys.error("--hidden-size", f"must be a multiple of {heads} heads, got {embed}")
     grouped = keys.take("--group-query-attention", "bool", False, "model.kv_heads")
@@ -126,8 +103,7 @@ def _numerics(keys: ConfigKeys) -> dict[str, Any]:
 def _latent(keys: ConfigKeys) -> dict[str, Any]:
     names = ("--kv-lora-rank", "--q-lora-rank", "--qk-head-dim", "--qk-pos-emb-head-dim", "--v-head-dim")
     if not keys.take("--multi-latent-attention", "bool", False, "model.latent_attention"):
-        for name in names:
-            keys.ignore(name, "--multi-latent-attention is not given")
+        keys.ignore_each(names, "--multi-latent-attention is not given")
         return {}
     keys.neutral("--rotary-scaling-factor", (1, 1.0), "rotary positions are not stretched by YaRN")
     target = "model.latent_attention"
@@ -143,9 +119,7 @@ def _latent(keys: ConfigKeys) -> dict[str, Any]:
 def _experts(keys: ConfigKeys, dense: dict[str, Any]) -> dict[str, Any]:
     count = keys.take("--num-experts", "count", 1, "model.experts")
     if count == 1:
-        for name in _ARGUMENTS:
-            if name.startswith("--moe-"):
-                keys.ignore(name, "the model has no experts")
+        keys.ignore_each((name for name in _ARGUMENTS if name.startswith("--moe-")), "the model has no experts")
         return {}
     k = keys.take("--moe-router-topk", "count", 2, "model.k")
     if k > count:

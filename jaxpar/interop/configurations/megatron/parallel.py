@@ -76,8 +76,7 @@ def _context(keys: ConfigKeys) -> tuple[int, int]:
     kinds = "p2p" if kinds is None else kinds
     kind = kinds[0] if isinstance(kinds, list) and len(set(map(str, kinds))) == 1 else kinds
     if size == 1:
-        keys.ignore(_COMM, f"{_CP} is 1")
-        keys.ignore(_LEVELS, f"{_CP} is 1")
+        keys.ignore_each((_COMM, _LEVELS), f"{_CP} is 1")
         return 1, 1
     if kind not in ("p2p", "a2a", "all_gather", "allgather", "a2a+p2p"):
         raise keys.error(_COMM, f"must be p2p, a2a, allgather or a2a+p2p, the same in all layers, got {kinds!r}")
@@ -155,8 +154,7 @@ def write_pipeline(keys: ConfigKeys, sizes: AxisSizes, layers: int | None, confi
     """
     names = (_LAYERS, _STAGES, _FIRST, _LAST)
     if sizes.pipeline == 1:
-        for name in (*names, "--microbatch-group-size-per-virtual-pipeline-stage"):
-            keys.ignore(name, f"{_PP} is 1")
+        keys.ignore_each((*names, "--microbatch-group-size-per-virtual-pipeline-stage"), f"{_PP} is 1")
         return 1
     keys.neutral("--microbatch-group-size-per-virtual-pipeline-stage", (sizes.pipeline,), "groups have one per stage")
     virtual = keys.take(_STAGES, "count", 1, "parallel.pipeline.virtual_stages")
@@ -221,8 +219,8 @@ def write_recompute(
     modules = keys.raw("--recompute-modules")
     put(config, "parallel.remat", "none")
     if kind != "full":
-        for name in ("--recompute-method", "--recompute-num-layers", "--distribute-saved-activations"):
-            keys.ignore(name, "--recompute-granularity is not full")
+        others = ("--recompute-method", "--recompute-num-layers", "--distribute-saved-activations")
+        keys.ignore_each(others, "--recompute-granularity is not full")
         keys.neutral(
             "--recompute-modules", ("core_attn", ["core_attn"]), "only core_attn is translated; see parallel.remat"
         )
@@ -265,10 +263,8 @@ def write_zero(keys: ConfigKeys, sizes: AxisSizes, config: dict[str, Any]) -> No
     name = keys.take("--data-parallel-sharding-strategy", "text", "no_shard", "parallel.optimizer.stage")
     if name not in strategies:
         raise keys.error("--data-parallel-sharding-strategy", f"must be one of {', '.join(strategies)}, got {name!r}")
-    fsdp = [
-        keys.take(flag, "bool", False, "parallel.optimizer.stage")
-        for flag in ("--use-megatron-fsdp", "--use-custom-fsdp")
-    ]
+    flags = ("--use-megatron-fsdp", "--use-custom-fsdp")
+    fsdp = [keys.take(flag, "bool", False, "parallel.optimizer.stage") for flag in flags]
     if any(fsdp):
         stage = strategies[name]
     if keys.take("--use-torch-fsdp2", "bool", False, "parallel.optimizer.stage"):

@@ -50,8 +50,7 @@ def write_optimizer(keys: ConfigKeys, batch: int, config: dict[str, Any]) -> Non
     """
     steps = _steps(keys, batch, "train")
     if keys.options.steps is not None:
-        for name in ("--train-iters", "--train-samples"):
-            keys.ignore(name, "--steps")
+        keys.ignore_each(("--train-iters", "--train-samples"), "--steps")
         steps = keys.options.steps
     if steps is None:
         raise keys.error("--train-iters", "is missing, and so is --train-samples", "--steps N")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from jaxpar.interop.configurations.keys import ConfigKeys, ImportOptions
+from jaxpar.interop.configurations.keys import ConfigKeys, ImportOptions, by_key
 from jaxpar.interop.configurations.megatron import ignored
 from jaxpar.interop.configurations.megatron.model import read_model
 from jaxpar.interop.configurations.megatron.parallel import (
@@ -23,7 +23,7 @@ from jaxpar.interop.configurations.report import ImportedRun, ImportReport, KeyR
 _KNOWN = (
     *("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size", "--num-layers"),
     *("--sequence-parallel", "--use-distributed-optimizer", "--micro-batch-size", "--global-batch-size"),
-    *ignored.IGNORED,
+    *by_key(ignored.IGNORED),
 )
 """Names of arguments that an error may suggest."""
 
@@ -55,12 +55,11 @@ def import_megatron(
     arguments = replace(arguments, conditional=left).decide(conditions)
     keys = ConfigKeys(arguments.values, options)
     for name in arguments.values:
-        reason = next((reason for start, reason in ignored.PREFIXES.items() if name.startswith(start)), None)
+        reason = next((reason for start, reason in by_key(ignored.PREFIXES).items() if name.startswith(start)), None)
         if reason is not None:
             keys.ignore(name, reason)
     keys.ignore_all(ignored.IGNORED)
-    for name, values, reason in ignored.NEUTRAL:
-        keys.neutral(name, values, reason)
+    keys.neutral_all(ignored.NEUTRAL)
     model = read_model(keys)
     layers = model.get("layers")
     sizes = read_sizes(keys, model, arguments.launcher)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from jaxpar.interop.configurations.keys import ConfigKeys
+from jaxpar.interop.configurations.keys import ConfigKeys, NeutralKeys
 
 _TARGETS = {
     "wq": ("attention/q",),
@@ -23,6 +23,14 @@ _TARGETS = {
     "linear_fc2": ("mlp/down",),
 }
 """Modules of MindFormers and the weights of our models."""
+_IGNORED = {
+    "adapters start at zero": "lora_a_init lora_b_init",
+    "dtypes are those of the model": "param_init_type compute_dtype",
+}
+_NEUTRAL: NeutralKeys = (
+    ("exclude_layers freeze_include freeze_exclude", ("", []), "targets select the weights, and all others are frozen"),
+    ("lora_dropout", (0, 0.0), "there is no dropout"),
+)
 
 
 def read_adapters(keys: ConfigKeys, prefix: str) -> dict[str, Any] | None:
@@ -40,11 +48,8 @@ def read_adapters(keys: ConfigKeys, prefix: str) -> dict[str, Any] | None:
         keys.refuse(at, "only the pet_type lora is translated")
         return None
     keys.translate(f"{at}.pet_type", "model.lora")
-    keys.ignore_all(dict.fromkeys(("lora_a_init", "lora_b_init"), "adapters start at zero"), f"{at}.")
-    keys.ignore_all(dict.fromkeys(("param_init_type", "compute_dtype"), "dtypes are those of the model"), f"{at}.")
-    for key in ("exclude_layers", "freeze_include", "freeze_exclude"):
-        keys.neutral(f"{at}.{key}", ("", []), "targets select the weights, and all others are frozen")
-    keys.neutral(f"{at}.lora_dropout", (0, 0.0), "there is no dropout")
+    keys.ignore_all(_IGNORED, f"{at}.")
+    keys.neutral_all(_NEUTRAL, f"{at}.")
     return {
         "rank": keys.take(f"{at}.lora_rank", "count", 8, "model.lora.rank"),
         "alpha": float(keys.take(f"{at}.lora_alpha", "number", 16, "model.lora.alpha")),

@@ -46,14 +46,12 @@ def read_experts(keys: ConfigKeys, prefix: str, dense: dict[str, Any]) -> dict[s
     """
     for where in ("moe_config.", prefix):
         keys.ignore_all(MOE_IGNORED, where)
-        for key, values, reason in MOE_NEUTRAL:
-            keys.neutral(f"{where}{key}", values, reason)
+        keys.neutral_all(MOE_NEUTRAL, where)
     mixture = _Mixture(keys, prefix)
     experts = mixture.path(*_EXPERTS)
     count = keys.take(experts, "count", 1, "model.experts")
     if count == 1:
-        keys.ignore(experts, "one expert: the model is dense")
-        keys.ignore("moe_config", "one expert: the model is dense")
+        keys.ignore_each((experts, "moe_config"), "one expert: the model is dense")
         return {}
     chosen = mixture.path(*_CHOSEN)
     k = keys.take(chosen, "count", 1, "model.k")

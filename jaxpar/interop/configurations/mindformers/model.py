@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxpar.interop.configurations.families import further_tokens, with_family
 from jaxpar.interop.configurations.keys import ConfigKeys
 from jaxpar.interop.configurations.mindformers.adapters import read_adapters
 from jaxpar.interop.configurations.mindformers.experts import read_experts
@@ -58,8 +59,7 @@ def read_model(keys: ConfigKeys) -> ImportedModel:
     """
     prefix = next((prefix for prefix in SECTIONS if keys.has(prefix[:-1])), SECTIONS[0])
     seq = keys.take(f"{prefix}seq_length", "count", None, "data.seq")
-    for key, values, reason in MODEL_NEUTRAL:
-        keys.neutral(f"{prefix}{key}", values, reason)
+    keys.neutral_all(MODEL_NEUTRAL, prefix)
     keys.ignore_all(MODEL_IGNORED, prefix)
     keys.ignore("model.arch", "model.family follows from the sizes")
     if not keys.has(f"{prefix}hidden_size"):
@@ -67,38 +67,18 @@ def read_model(keys: ConfigKeys) -> ImportedModel:
             raise keys.error(f"{prefix}hidden_size", "is missing, so the model is not known", "--base RUN.yaml")
         return ImportedModel(prefix, seq=seq)
     adapters = read_adapters(keys, prefix)
-    fields = (
-        ({} if adapters is None else {"lora": adapters})
-        | _sizes(keys, prefix)
-        | _rope(keys, prefix)
-        | _numerics(keys, prefix)
-    )
+    fields: dict[str, Any] = {} if adapters is None else {"lora": adapters}
+    fields |= _sizes(keys, prefix)
+    fields["rope_theta"] = float(keys.take(_named(keys, prefix, THETA), "number", 10000.0, "model.rope_theta"))
+    fields |= read_rope_scaling(keys, prefix) | _numerics(keys, prefix)
     latent = _latent(keys, prefix)
     if latent:
         fields |= {"head_dim": latent.pop("head_dim"), "kv_heads": fields["heads"], "latent_attention": latent}
     experts = read_experts(keys, prefix, fields)
-    fields |= _further_tokens(keys, prefix, with_experts=bool(experts))
-    if experts:
-        family = "deepseek_v3" if latent else "qwen3_moe" if fields["qk_norm"] else "mixtral"
-        return ImportedModel(prefix, {"family": family, **fields, **experts}, seq)
-    if latent:
-        keys.refuse(f"{prefix}kv_lora_rank", "latent attention is only built for models with experts")
-        fields.pop("latent_attention")
-    return ImportedModel(prefix, {"family": "llama", **fields}, seq)
-
-
-def _further_tokens(keys: ConfigKeys, prefix: str, *, with_experts: bool) -> dict[str, Any]:
-    """Multi-token prediction: the number of further tokens, and the weight of their losses."""
     depth, weight = _named(keys, prefix, MTP_DEPTH), _named(keys, prefix, MTP_WEIGHT)
-    count = keys.take(depth, "natural", 0, "model.mtp_depth")
-    if not count:
-        keys.ignore(weight, "no further tokens are predicted")
-        return {}
-    if not with_experts:
-        keys.refuse(depth, "further tokens are only predicted by models with experts")
-        return {}
     default = 0.1 if depth.endswith("mtp_num_layers") else 0.3  # as in MindFormers
-    return {"mtp_depth": count, "mtp_weight": float(keys.take(weight, "number", default, "model.mtp_weight"))}
+    fields |= further_tokens(keys, depth, weight, default, with_experts=bool(experts))
+    return ImportedModel(prefix, with_family(keys, fields, experts, f"{prefix}kv_lora_rank"), seq)
 
 
 def _named(keys: ConfigKeys, prefix: str, names: Sequence[str]) -> str:
@@ -128,18 +108,12 @@ def _mlp(keys: ConfigKeys, prefix: str, embed: int) -> int:
     path = _named(keys, prefix, MLP)
     rounding = {name: f"{prefix}{name}" for name in ("multiple_of", "ffn_dim_multiplier")}
     if keys.has(path):
-        for key in rounding.values():
-            keys.ignore(key, f"{path} sets the width")
+        keys.ignore_each(rounding.values(), f"{path} sets the width")
         return int(keys.take(path, "count", None, "model.mlp"))
     multiple = keys.take(rounding["multiple_of"], "count", 256, "model.mlp")
     factor = keys.take(rounding["ffn_dim_multiplier"], "number", None, "model.mlp")
     width = 4 * embed if factor is None else int((factor + 0.01) * 4 * embed)
     return -(-int(2 * width / 3) // multiple) * int(multiple)
-
-
-def _rope(keys: ConfigKeys, prefix: str) -> dict[str, Any]:
-    theta = keys.take(_named(keys, prefix, THETA), "number", 10000.0, "model.rope_theta")
-    return {"rope_theta": float(theta), **read_rope_scaling(keys, prefix)}
 
 
 def _numerics(keys: ConfigKeys, prefix: str) -> dict[str, Any]:

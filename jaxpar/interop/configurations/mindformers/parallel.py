@@ -27,8 +27,7 @@ def read_sizes(keys: ConfigKeys, model: ImportedModel) -> AxisSizes:
     keys.neutral("parallel.comm_fusion", ({},), "parallel.fusion sets sizes of collectives")
     if not keys.get("use_parallel", "bool", True):
         keys.translate("use_parallel", "mesh.data")
-        keys.ignore("parallel_config", "use_parallel is false: one device")
-        keys.ignore("parallel", "use_parallel is false: one device")
+        keys.ignore_each(("parallel_config", "parallel"), "use_parallel is false: one device")
         return AxisSizes()
     keys.translate("use_parallel", "mesh")
     mode = keys.raw("parallel.parallel_mode")
@@ -97,8 +96,7 @@ def _context(keys: ConfigKeys) -> tuple[int, int]:
     if algorithm not in _ALGORITHMS:
         raise keys.error(f"{at}context_parallel_algo", f"must be one of {', '.join(_ALGORITHMS)}, got {algorithm!r}")
     if size == 1:
-        for key in ("context_parallel_algo", "ulysses_degree_in_cp"):
-            keys.ignore(f"{at}{key}", "context_parallel is 1")
+        keys.ignore_all({"context_parallel is 1": "context_parallel_algo ulysses_degree_in_cp"}, at)
         return 1, 1
     keys.translate(f"{at}context_parallel_algo", "parallel.context.impl")
     if algorithm == "hybrid_cp":
@@ -198,8 +196,7 @@ def write_optimizer_parallelism(keys: ConfigKeys, sizes: AxisSizes, config: dict
     group_path, save = f"{at}optimizer_weight_shard_size", f"{at}optimizer_weight_shard_aggregated_save"
     keys.ignore(save, "checkpoints hold each piece once")
     if not keys.take("parallel.enable_parallel_optimizer", "bool", False, "parallel.optimizer.stage"):
-        for path in (*names.values(), group_path, again):
-            keys.ignore(path, "enable_parallel_optimizer is false")
+        keys.ignore_each((*names.values(), group_path, again), "enable_parallel_optimizer is false")
         return
     scattered = keys.take(names["gradient_accumulation_shard"], "bool", False, "parallel.optimizer.stage")
     gathered_again = keys.take(again, "bool", False, "parallel.optimizer.stage")

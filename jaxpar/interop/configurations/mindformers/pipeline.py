@@ -130,9 +130,7 @@ def write_pipeline(
     if sizes.pipeline == 1:
         if chunks > 1:
             raise keys.error(split, f"must be 1 without pipeline stages, got {chunks}", "pipeline_stage: 2 or more")
-        for path in (micro, _SCHEDULER, _INTERLEAVE):
-            keys.ignore(path, "pipeline_stage is 1")
-        keys.ignore("parallel.pipeline_config", "pipeline_stage is 1")
+        keys.ignore_each((micro, _SCHEDULER, _INTERLEAVE, "parallel.pipeline_config"), "pipeline_stage is 1")
         return
     microbatches = keys.take(micro, "count", 1, "parallel.pipeline.microbatches")
     if microbatches < sizes.pipeline:

@@ -32,7 +32,7 @@ def write_recompute(keys: ConfigKeys, sizes: AxisSizes, stages: StageLayers | No
     selected = _read(keys, "select_recompute", stages)
     keys.ignore(f"{_AT}select_comm_recompute", "a recomputing layer recomputes its collectives too")
     if _write_swap(keys, full, config):
-        keys.ignore_all(dict.fromkeys(("mp_comm_recompute", "recompute_slice_activation"), "swap decides"), _AT)
+        keys.ignore_all({"swap decides": "mp_comm_recompute recompute_slice_activation"}, _AT)
         return
     if any(full):
         _write_full(keys, full, sizes, stages, config)
@@ -40,8 +40,7 @@ def write_recompute(keys: ConfigKeys, sizes: AxisSizes, stages: StageLayers | No
         _write_selected(keys, selected, stages, config)
     else:
         put(config, "parallel.remat", "none")
-        keys.ignore(f"{_AT}mp_comm_recompute", "no layer recomputes")
-        keys.ignore(f"{_AT}recompute_slice_activation", "no layer recomputes")
+        keys.ignore_all({"no layer recomputes": "mp_comm_recompute recompute_slice_activation"}, _AT)
 
 
 def _read(keys: ConfigKeys, name: str, stages: StageLayers | None) -> list[int | bool]:
@@ -137,8 +136,7 @@ def _write_selected(
     keys: ConfigKeys, selected: list[int | bool], stages: StageLayers | None, config: dict[str, Any]
 ) -> None:
     """Writes recomputation of the MLP's elementwise operations, of which our policies have no exact counterpart."""
-    for key in ("mp_comm_recompute", "recompute_slice_activation"):
-        keys.ignore(f"{_AT}{key}", "no whole layer recomputes")
+    keys.ignore_all({"no whole layer recomputes": "mp_comm_recompute recompute_slice_activation"}, _AT)
     path = f"{_AT}select_recompute"
     note = "the nearest policy: results of matmuls are kept, the rest recomputes"
     if selected == [True]:

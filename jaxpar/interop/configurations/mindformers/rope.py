@@ -6,27 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxpar.interop.configurations.keys import ConfigKeys
+from jaxpar.interop.fields import ORIGINAL_SEQ, ROPE_KINDS, STRETCHED
 
 _TARGET = "model.rope_scaling"
-_ORIGINAL = "original_max_position_embeddings"
-_YARN = ("factor", _ORIGINAL, "beta_slow", "beta_fast", "mscale", "mscale_all_dim")
 _FIELDS = {
-    "LINEAR": {"factor": "factor"},
-    "LLAMA3": {
-        "factor": "factor",
-        _ORIGINAL: "original_seq",
-        "original_max_position_embedding": "original_seq",
-        "low_freq_factor": "slow_turns",
-        "high_freq_factor": "fast_turns",
-    },
-    "YARN": {
-        "factor": "factor",
-        _ORIGINAL: "original_seq",
-        "beta_slow": "slow_turns",
-        "beta_fast": "fast_turns",
-        "mscale": "mscale",
-        "mscale_all_dim": "mscale_all_dim",
-    },
+    "LINEAR": ROPE_KINDS["linear"],
+    "LLAMA3": {**STRETCHED, "original_max_position_embedding": "original_seq", **ROPE_KINDS["llama3"]},
+    "YARN": {theirs: ours for theirs, ours in (STRETCHED | ROPE_KINDS["yarn"]).items() if theirs != "attention_factor"},
 }
 """The kinds of scaling that are built, and our names of their fields."""
 _DEFAULTS: dict[str, dict[str, float]] = {
@@ -50,8 +36,7 @@ def read_rope_scaling(keys: ConfigKeys, prefix: str) -> dict[str, Any]:
         values = keys.get(where, "mapping", {})
         kind = str(values.get("rope_type", values.get("type", "none"))).upper()
     if kind in ("NONE", "DEFAULT") and (values in (None, 1) or isinstance(values, dict)):
-        keys.ignore(method, "off")
-        keys.ignore(where, "off")
+        keys.ignore_each((method, where), "off")
         return {}
     if kind not in _FIELDS or not isinstance(values, dict):
         keys.refuse(where if keys.has(where) else method, f"rotary positions scaled by {kind} are not built")
@@ -60,7 +45,7 @@ def read_rope_scaling(keys: ConfigKeys, prefix: str) -> dict[str, Any]:
     if unknown:
         keys.refuse(where, f"{', '.join(unknown)} of {kind} {'is' if len(unknown) == 1 else 'are'} not built")
         return {}
-    required = _YARN if kind == "YARN" and not of_hugging_face else ("factor",) if kind == "LINEAR" else ()
+    required = [*_FIELDS["YARN"]] if kind == "YARN" and not of_hugging_face else ["factor"] if kind == "LINEAR" else []
     missing = [name for name in required if name not in values]
     if missing:
         raise keys.error(where, f"must have {', '.join(missing)} for the method {kind}")
@@ -93,11 +78,11 @@ def _check_length(keys: ConfigKeys, prefix: str, where: str, found: dict[str, An
     length = max(keys.get(longest, "count", 0), keys.get(f"{prefix}seq_length", "count", 0))
     if "original_seq" not in found:
         if not length:
-            raise keys.error(where, f"must have {_ORIGINAL} for the method YARN")
+            raise keys.error(where, f"must have {ORIGINAL_SEQ} for the method YARN")
         found["original_seq"] = length
     elif length and keys.has(longest) and found["original_seq"] >= length:
         raise keys.error(
-            f"{where}.{_ORIGINAL}", f"must be less than {longest.removeprefix(prefix)}={length}, got "
+            f"{where}.{ORIGINAL_SEQ}", f"must be less than {longest.removeprefix(prefix)}={length}, got "
             f"{found['original_seq']}"
         )  # fmt: skip
     if "factor" not in found:

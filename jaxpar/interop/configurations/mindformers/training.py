@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from jaxpar.interop.configurations.families import read_betas
 from jaxpar.interop.configurations.keys import ConfigKeys, fixed_scale, put, token_sources
 from jaxpar.interop.configurations.layout import AxisSizes
 from jaxpar.interop.configurations.mindformers.model import ImportedModel
 
-_RUNNER = {"sink_mode": "steps run one by one", "sink_size": "steps run one by one", "num_classes": "for classifiers"}
+_RUNNER = {"steps run one by one": "sink_mode sink_size", "for classifiers": "num_classes"}
 _ADAMW = ("AdamW", "AdamWeightDecay", "FusedAdamWeightDecay", "FP32StateAdamWeightDecay", "FusedCastAdamWeightDecay")
 _SGD = ("SGD", "Momentum")
 _SCHEDULES = {"ConstantWarmUpLR": "constant", "LinearWithWarmUpLR": "linear", "CosineWithWarmUpLR": "cosine"}
@@ -85,8 +86,7 @@ def read_steps(keys: ConfigKeys, batch: int) -> int:
     total = keys.get(path, "integer", -1)
     sizes = keys.raw(samples)
     if keys.options.steps is not None:
-        keys.ignore("runner_config.epochs", "--steps")
-        keys.ignore(path, "--steps")
+        keys.ignore_each(("runner_config.epochs", path), "--steps")
         return keys.options.steps
     if total > 0:
         keys.ignore("runner_config.epochs", "lr_schedule.total_steps is the number of steps")
@@ -109,14 +109,8 @@ def write_optimizer(keys: ConfigKeys, steps: int, config: dict[str, Any]) -> Non
     kind = keys.take("optimizer.type", "text", "AdamW", "optimizer.name")
     options: dict[str, Any] = {}
     if kind in (*_ADAMW, "Adam"):
-        betas = keys.take("optimizer.betas", "list", [0.9, 0.999], "optimizer.options")
-        if len(betas) != 2 or not all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in betas):
-            raise keys.error("optimizer.betas", f"must be two numbers from 0 to below 1, got {betas}")
-        options = {
-            "b1": betas[0],
-            "b2": betas[1],
-            "eps": keys.take("optimizer.eps", "number", 1e-8, "optimizer.options"),
-        }
+        options = read_betas(keys, "optimizer.betas", [0.9, 0.999])
+        options["eps"] = keys.take("optimizer.eps", "number", 1e-8, "optimizer.options")
         decay = keys.get("optimizer.weight_decay", "number", 0.0)
         note = "applies to norms too, which MindFormers leaves out" if decay else ""
         keys.translate("optimizer.weight_decay", "optimizer.options.weight_decay", note)
@@ -139,10 +133,8 @@ def write_optimizer(keys: ConfigKeys, steps: int, config: dict[str, Any]) -> Non
         name = "adamw"
     for flag in ("amsgrad", "maximize", "swap"):
         keys.neutral(f"optimizer.{flag}", (False,), "not built")
-    keys.ignore_all(
-        {"use_fused": "XLA fuses operations", "params": "all parameters", "loss_scale": "see runner_wrapper"},
-        "optimizer.",
-    )
+    others = {"XLA fuses operations": "use_fused", "all parameters": "params", "see runner_wrapper": "loss_scale"}
+    keys.ignore_all(others, "optimizer.")
     put(config, "optimizer", {"name": name, **_schedule(keys, steps), "options": options})
 
 
@@ -200,8 +192,8 @@ def write_wrapper(keys: ConfigKeys, config: dict[str, Any]) -> None:
       ConfigError: a value is not a positive number.
     """
     at, most = "runner_wrapper.", "runner_wrapper.max_grad_norm"
-    keys.ignore(f"{at}type", "a class of MindFormers")
-    keys.ignore_all({"local_norm": "norms are recorded", "micro_batch_num": "parallel_config decides"}, at)
+    others = {"norms are recorded": "local_norm", "parallel_config decides": "micro_batch_num"}
+    keys.ignore_all({"a class of MindFormers": "type", **others}, at)
     keys.neutral(f"{at}use_skip_data_by_global_norm", (False,), "train.spike rolls back instead")
     if keys.take(f"{at}use_clip_grad", "bool", False, "optimizer.clip_norm"):
         clip = keys.take(most, "number", 1.0, "optimizer.clip_norm")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxpar.interop.configurations.keys import ConfigKeys, ImportOptions
+from jaxpar.interop.configurations.keys import ConfigKeys, ImportOptions, by_key
 from jaxpar.interop.configurations.mindformers import ignored
 from jaxpar.interop.configurations.mindformers.model import read_model
 from jaxpar.interop.configurations.mindformers.parallel import (
@@ -27,7 +27,7 @@ from jaxpar.interop.configurations.report import ImportedRun
 _KNOWN = (
     *("data_parallel", "model_parallel", "context_parallel", "expert_parallel", "pipeline_stage", "micro_batch_num"),
     *("seq_split_num", "use_seq_parallel", "recompute", "select_recompute", "optimizer_weight_shard_size"),
-    *(*ignored.MODEL_IGNORED, *ignored.TOP_IGNORED, *ignored.MOE_IGNORED),
+    *by_key(ignored.MODEL_IGNORED, ignored.TOP_IGNORED, ignored.MOE_IGNORED),
 )
 """Names of keys that an error may suggest."""
 
@@ -52,8 +52,7 @@ def import_mindformers(data: Mapping[str, Any], options: ImportOptions) -> Impor
     """
     keys = ConfigKeys(data, options)
     keys.ignore_all(ignored.TOP_IGNORED)
-    for key, values, reason in ignored.TOP_NEUTRAL:
-        keys.neutral(key, values, reason)
+    keys.neutral_all(ignored.TOP_NEUTRAL)
     model = read_model(keys)
     sizes = read_sizes(keys, model)
     config: dict[str, Any] = {"model": model.fields} if model.fields else {}
