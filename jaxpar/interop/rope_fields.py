@@ -84,8 +84,8 @@ def _scaling(rope: Fields, fields: Fields) -> Fields | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in [*ROPE_KINDS]:
         raise ConfigError(
-            f"{CONFIG}: rope_scaling must be of rope_type {', '.join(ROPE_KINDS)}, got rope_type {kind!r:.100}. Remedy: "
-            "none; this scaling is not implemented."
+            f"{CONFIG}: rope_scaling must be of rope_type {', '.join(ROPE_KINDS)}, got rope_type {kind!r:.100}. "
+            "Remedy: none; this scaling is not implemented."
         )
     known = ROPE_KINDS[kind]
     neutral = {"partial_rotary_factor": 1.0}
