@@ -23,8 +23,9 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from jaxpar.analysis.hlo.audit import Audit
 from jaxpar.analysis.hlo.collectives import Collective
@@ -207,7 +208,7 @@ def roofline(
     compute, hbm, timed = _timed(report, hardware, dtype)
     device, flops, work = hardware.accelerator, report.matmul_flops + report.kernel_flops, max(compute, hbm)
     transfers = _by_axes(timed)
-    busiest, stalled = _busiest(timed)
+    busiest, stalled = _busiest(timed, lambda t: t.hidden + t.stalled), _busiest(timed, lambda t: t.stalled)
     exposed = sum(t.transfers.exposed for t in timed)
     step = exposed + max(work + stalled, busiest)
     # With FLOPs missing from the audit there is no MFU, unless the caller gives the model's FLOPs.
@@ -270,12 +271,9 @@ def _timed(report: Audit, hardware: Topology, dtype: str) -> tuple[float, float,
         if c.flight is not None:
             flights.setdefault(c.flight, []).append(n)
     for members in flights.values():
-        busy: dict[str, float] = {}
-        for n in members:
-            for queue, share in timed[n].queues.items():
-                busy[queue] = busy.get(queue, 0.0) + timed[n].transfers.exposed * share
+        together = _busiest((timed[n] for n in members), lambda t: t.exposed)
         sequential = sum(timed[n].transfers.exposed for n in members)
-        ratio = max(busy.values(), default=0.0) / sequential if sequential else 1.0
+        ratio = together / sequential if sequential else 1.0
         for n in members:
             transfers = replace(timed[n].transfers, exposed=timed[n].transfers.exposed * ratio)
             timed[n] = replace(timed[n], transfers=transfers)
@@ -310,32 +308,24 @@ def _by_axes(timed: list[_Timed]) -> tuple[Transfers, ...]:
     groups: dict[tuple[str, ...], list[Transfers]] = {}
     for one in timed:
         groups.setdefault(one.transfers.axes, []).append(one.transfers)
-    sums = (
-        Transfers(
-            axes=axes,
-            levels=tuple(dict.fromkeys(level for t in same for level in t.levels)),
-            count=sum(t.count for t in same),
-            wire_bytes=sum(t.wire_bytes for t in same),
-            hidden=sum(t.hidden for t in same),
-            stalled=sum(t.stalled for t in same),
-            exposed=sum(t.exposed for t in same),
-            network_seconds=sum(t.network_seconds for t in same),
-            network_bytes=sum(t.network_bytes for t in same),
-        )
-        for axes, same in groups.items()
-    )
-    return tuple(sorted(sums, key=lambda t: -t.seconds))
+    found = []
+    for axes, same in groups.items():
+        levels = tuple(dict.fromkeys(level for t in same for level in t.levels))
+        sums: dict[str, Any] = {name: sum(getattr(t, name) for t in same) for name in _SUMMED}
+        found.append(Transfers(axes, levels, **sums))
+    return tuple(sorted(found, key=lambda t: -t.seconds))
 
 
-def _busiest(timed: list[_Timed]) -> tuple[float, float]:
-    """Returns the seconds of overlapped transfers, and of their stalls, each on its busiest link."""
+_SUMMED = ("count", "wire_bytes", "hidden", "stalled", "exposed", "network_seconds", "network_bytes")
+
+
+def _busiest(timed: Iterable[_Timed], seconds: Callable[[Transfers], float]) -> float:
+    """Returns these seconds of the transfers, on their busiest link."""
     busy: dict[str, float] = {}
-    stalled: dict[str, float] = {}
     for one in timed:
         for queue, share in one.queues.items():
-            busy[queue] = busy.get(queue, 0.0) + (one.transfers.hidden + one.transfers.stalled) * share
-            stalled[queue] = stalled.get(queue, 0.0) + one.transfers.stalled * share
-    return max(busy.values(), default=0.0), max(stalled.values(), default=0.0)
+            busy[queue] = busy.get(queue, 0.0) + seconds(one.transfers) * share
+    return max(busy.values(), default=0.0)
 
 
 def _bound(compute: float, hbm: float, step: float, transfers: tuple[Transfers, ...]) -> str:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
+
+GAP = "  "
+"""What stands between the columns of a table."""
 
 
 def axes_of_dims(spec: Iterable[Any], rank: int) -> tuple[tuple[str, ...], ...]:
@@ -45,14 +48,15 @@ def show_bytes(n: int) -> str:
     return f"{n} B" if power == 0 else f"{n / 2 ** (10 * power):.2f} {units[power]}"
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Returns the rows of a table as lines with aligned columns.
+def aligned(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[str]:
+    """Returns the rows of a table as lines with aligned columns; ``right`` are the numbers of those aligned right.
 
     >>> aligned([("kind", "count"), ("all-gather", "2")])
     ['kind        count', 'all-gather  2']
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    pad = [str.rjust if i in right else str.ljust for i in range(len(widths))]
+    return [GAP.join(f(cell, n) for f, cell, n in zip(pad, row, widths, strict=True)).rstrip() for row in rows]
 
 
 def table_lines(

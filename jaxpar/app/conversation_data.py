@@ -27,10 +27,7 @@ def check_conversations(config: RunConfig) -> None:
             f"data.chat_template makes a row of each conversation, or packs several into one, and packing: {shown} "
             "does neither. Remedy: packing: documents, or leave data.packing out."
         )
-    for key, excluded in (
-        ("data.blend", bool(data.blend)),
-        ("parallel.context.load_balance", balance == "balanced"),
-    ):
+    for key, excluded in (("data.blend", bool(data.blend)), ("parallel.context.load_balance", balance == "balanced")):
         if excluded:
             raise ConfigError(
                 f"data.chat_template makes rows of conversations, which {key} does not support. Remedy: leave {key} "

@@ -53,10 +53,6 @@ class LoadImbalance:
             rows.append((names[key], f"{load.matmul_flops:.4g}", show_bytes(round(load.wire_bytes)), step))
         return rows
 
-    def table(self) -> list[tuple[str, ...]]:
-        """Returns :meth:`rows` below a header."""
-        return [COLUMNS, *self.rows()]
-
     def headline(self) -> str:
         """Returns one line: what the figures are of, or why there are none."""
         if not self.loads:
@@ -67,7 +63,7 @@ class LoadImbalance:
         return f"load imbalance {self.factor:g}: the busiest device, by the roofline (a model, not a measurement)"
 
     def __str__(self) -> str:
-        return "\n".join([self.headline(), *(f"  {line}" for line in aligned(self.table()) if self.loads)])
+        return "\n".join([self.headline(), *(f"  {line}" for line in aligned([COLUMNS, *self.rows()]) if self.loads)])
 
 
 def load_imbalance(step: AheadOfTime, mesh: Mapping[str, int], factor: float) -> LoadImbalance:

@@ -11,7 +11,7 @@ import dataclasses
 import html
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -172,9 +172,7 @@ class Audit:
                 f"{show_bytes(round(self.worst_wire_bytes()))} on the wire"
             )
         if self.other_arms:
-            sent: dict[str, float] = {}
-            for c in self.other_arms:
-                sent[c.dtype] = sent.get(c.dtype, 0) + c.total_wire_bytes
+            sent = _sent_by(self.other_arms, lambda c: c.dtype)
             by_dtype = ", ".join(f"{dtype} {show_bytes(round(size))}" for dtype, size in sorted(sent.items()))
             text += f"; other arms of branches, not counted, send {show_bytes(round(sum(sent.values())))} ({by_dtype})"
         if not self.certain:
@@ -192,16 +190,21 @@ class Audit:
 
         The key of a collective over several axes joins their names, as ``data+model``.
         """
-        by_kind: dict[str, float] = {}
-        by_axis: dict[str, float] = {}
-        for c in self.collectives:
-            by_kind[c.kind] = by_kind.get(c.kind, 0) + c.total_wire_bytes
-            by_axis["+".join(c.axes)] = by_axis.get("+".join(c.axes), 0) + c.total_wire_bytes
+        by_kind = _sent_by(self.collectives, lambda c: c.kind)
+        by_axis = _sent_by(self.collectives, lambda c: "+".join(c.axes))
         sent = {"total": self.wire_bytes(), "by_kind": by_kind, "by_axis": by_axis}
         derived = {"wire_bytes": sent, "exposed_bytes": self.exposed(), "certain": self.certain}
         worst = {"matmul_flops": self.worst_matmul_flops, "wire_bytes": self.worst_wire_bytes()}
         derived |= {"worst_routing": worst if self.ragged else None}
         return json.dumps(dataclasses.asdict(self) | derived, indent=1)
+
+
+def _sent_by(collectives: Iterable[Collective], key: Callable[[Collective], str]) -> dict[str, float]:
+    """Returns the bytes that collectives send in one run, by a key."""
+    sent: dict[str, float] = {}
+    for c in collectives:
+        sent[key(c)] = sent.get(key(c), 0) + c.total_wire_bytes
+    return sent
 
 
 def _narrow(row: tuple[str, ...]) -> tuple[str, ...]:

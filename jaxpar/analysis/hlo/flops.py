@@ -104,16 +104,13 @@ def _convolution(instruction: Instruction, out: ArrayType, lhs: ArrayType, rhs: 
     if found is None:
         raise AuditError(f"{instruction.name}: the convolution does not specify its dims (dim_labels).")
     lhs_at, rhs_at, out_at = ({label: i for i, label in enumerate(text)} for text in found.groups())
-    window = _window(instruction.attribute("window") or "")
+    texts = re.findall(r"(\w+)=([\w\-]+)", instruction.attribute("window") or "")
+    window = {name: value.split("x") for name, value in texts}
     taps = 1
     for label in (label for label in lhs_at if label.isdigit()):
         one = {name: values[int(label)] for name, values in window.items() if int(label) < len(values)}
         taps *= _taps(lhs.shape[lhs_at[label]], out.shape[out_at[label]], rhs.shape[rhs_at[label]], one)
     return 2 * out.shape[out_at["b"]] * out.shape[out_at["f"]] * rhs.shape[rhs_at["i"]] * taps
-
-
-def _window(text: str) -> dict[str, list[str]]:
-    return {name: value.split("x") for name, value in re.findall(r"(\w+)=([\w\-]+)", text)}
 
 
 def _taps(size: int, out: int, kernel: int, window: Mapping[str, str]) -> int:

@@ -36,6 +36,8 @@ _PLUMBING = (
     "jaxpar/sharding/layout.py",
 )
 """Files of jaxpar whose functions move tensors for a model: their collectives are attributed to the model."""
+_OF_A_TURN = ("wire_bytes", "exposed_bytes", "beside_flops")
+"""What a ring's turns add up to."""
 
 
 @dataclass(frozen=True)
@@ -203,26 +205,15 @@ class HloWalk:
         place, steps = self._rings.get(key, (len(self.collectives), 0))
         share = step.count // times if times else 0
         self._rings[key] = place, steps + share
-        ring = dataclasses.replace(
-            step,
-            form=f"ring of {steps + share} permutes",
-            wire_bytes=step.wire_bytes * share,
-            exposed_bytes=step.exposed_bytes * share,
-            beside_flops=step.beside_flops * share,
-            count=times,
-        )
+        turn: dict[str, Any] = {name: getattr(step, name) * share for name in _OF_A_TURN}
+        ring = dataclasses.replace(step, form=f"ring of {steps + share} permutes", count=times, **turn)
         if place == len(self.collectives):
             self.collectives.append(ring)
             return
         earlier = self.collectives[place]
-        self.collectives[place] = dataclasses.replace(
-            ring,
-            wire_bytes=ring.wire_bytes + earlier.wire_bytes,
-            exposed_bytes=ring.exposed_bytes + earlier.exposed_bytes,
-            beside_flops=ring.beside_flops + earlier.beside_flops,
-            certain=ring.certain and earlier.certain,
-            tensor=ring.tensor or earlier.tensor,
-        )
+        turn = {name: value + getattr(earlier, name) for name, value in turn.items()}
+        certain, tensor = ring.certain and earlier.certain, ring.tensor or earlier.tensor
+        self.collectives[place] = dataclasses.replace(ring, certain=certain, tensor=tensor, **turn)
 
     def _describe(
         self, part: Part, axes: tuple[str, ...], group: int, instruction: Instruction, where: Computation, scope: Scope

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import jax
@@ -87,13 +86,12 @@ def explain(
     >>> report.total("params").device_bytes
     4096
     """
-    state, causes = shape_state_and_causes(layout, make_model, tx, (step or {}).get("precision"))
+    step = step or {}
+    state, causes = shape_state_and_causes(layout, make_model, tx, step.get("precision"))
     unordered = {path: sorted(names - FIXED) for path, names in causes.items() if names - FIXED}
     tensors, stored = place(layout, state), stored_tensors(layout, state)
     used: set[tuple[str, str]] = set()
-    rows = [
-        _row(layout, t, {"step": "other", "key": "other", "loss_scale": "other"}.get(t.role, t.role)) for t in tensors
-    ]
+    rows = [_row(layout, t, "other" if t.role in ("step", "key", "loss_scale") else t.role) for t in tensors]
     on_disk, unsupported = disk_of(state), refusal(state)
     rows += [_row(layout, t, t.role, disk=on_disk.path) for t in stored if on_disk is not None]
     rows = [with_reason(row, unordered.get(row.path, ())) for row in rows]
@@ -108,34 +106,27 @@ def explain(
             used |= gradient.used
             problems += [] if tensor.problems else gradient.problems
     inputs, plain_batch = _batch(layout, batch)
-    traced = loss_fn is not None and batch is not None
-    activations, attentions = [], ()  # type: list[PlacedLeaf], tuple[str, ...]
-    if loss_fn is not None and batch is not None:
-        activations, attentions = _activations(layout, loss_fn, state, plain_batch)
-    if isinstance(loss_fn, PipelineLoss) and loss_fn.dims is not None and (step or {}).get("pipeline") is not None:
+    loss = None if batch is None else loss_fn
+    activations, attentions = ([], ()) if loss is None else _activations(layout, loss, state, plain_batch)
+    if isinstance(loss_fn, PipelineLoss) and loss_fn.dims is not None and step.get("pipeline") is not None:
         # A pipelined step shards the activations between layers by these dims. Tracing the loss does not use them.
         used |= layout.resolve(loss_fn.dims).used
     for tensor in [*inputs, *activations]:
         used |= tensor.resolved.used
         problems += tensor.problems
         rows.append(_row(layout, tensor, tensor.role))
-    memory = None
-    if loss_fn is not None and batch is not None:
-        memory = Memory("", {}, ("the layout has problems",))
-        if not problems:
-            memory = estimate(layout, loss_fn, state, plain_batch, [*tensors, *inputs], **(step or {}))
     sizes = {axis: size for axis, size in layout.sizes.items() if size > 1}
     unused, texts = _unused(layout, used), tuple(dict.fromkeys(problems))
     notes: tuple[str, ...] = () if problems or on_disk is None else (_on_disk(layout, state, rows, on_disk.path),)
     notes += _converted(layout)
-    precision = Precision.of((step or {}).get("precision"))
-    int8_reduced = precision.reduce == INT8
-    if loss_fn is not None and batch is not None and not problems:
-        notes += gathered_exactly(rows, precision.gather, _exact(layout, loss_fn, state, plain_batch, step or {}))
-    notes += narrow_sums(rows, memory.narrow, int8_reduced) if memory is not None else ()
-    notes += assumed_replicated(memory.assumed) if memory is not None else ()
+    memory = None if loss is None else Memory("", {}, ("the layout has problems",))
+    if loss is not None and not problems:
+        memory = estimate(layout, loss, state, plain_batch, [*tensors, *inputs], **step)
+        precision = Precision.of(step.get("precision"))
+        notes += gathered_exactly(rows, precision.gather, _exact(layout, loss, state, plain_batch, step))
+        notes += narrow_sums(rows, memory.narrow, precision.reduce == INT8) + assumed_replicated(memory.assumed)
     notes += unequal_initial_values(unordered)
-    return Report(sizes, layout.mesh.size, tuple(rows), unused, traced, texts, memory, (*notes, *attentions))
+    return Report(sizes, layout.mesh.size, tuple(rows), unused, loss is not None, texts, memory, (*notes, *attentions))
 
 
 def check(
@@ -288,29 +279,22 @@ def _activations(
             names = ", ".join(str(route.dims).replace("'", "") for route in routes)
             notes[f"matmul in {place}, {names}: {Matmuls.of(x, ws, routes).describe(layout.sizes)}"] = None
 
-    def forward(state: Any, batch: Any) -> Any:
-        return loss_of(loss_fn, state, batch)(state.params)[0]
-
-    with ExitStack() as stack:
-        for observer in (hint_observer(note), attention_observer(take), experts_observer(route)):
-            stack.enter_context(observer)
-        stack.enter_context(matmul_observer(multiply))
-        stack.enter_context(tracing_under(layout))
-        jax.eval_shape(forward, state, batch)
+    hints, attention, experts = hint_observer(note), attention_observer(take), experts_observer(route)
+    with hints, attention, experts, matmul_observer(multiply), tracing_under(layout):
+        jax.eval_shape(lambda state, batch: loss_of(loss_fn, state, batch)(state.params)[0], state, batch)
     return list(found.values()), tuple(notes)
 
 
 def _exact(
     layout: Layout, loss_fn: Callable[..., Any], state: Any, batch: Any, step: Mapping[str, Any]
 ) -> ExactWeights:
-    precision, per_step = Precision.of(step.get("precision")), "per_step"
-    all_rounded = step.get("pipeline") is not None or per_step in (
-        step.get("grad_reduction"),
-        step.get("weight_gather"),
-    )
+    precision = Precision.of(step.get("precision"))
+    per_step = "per_step" in (step.get("grad_reduction"), step.get("weight_gather"))
     loss = lambda params, state, batch: loss_of(loss_fn, state, batch)(params)[0]
     with tracing_under(layout), precision_scope(precision):
-        return exact_weights(loss, state, precision, state, batch, all_rounded=all_rounded)
+        return exact_weights(
+            loss, state, precision, state, batch, all_rounded=per_step or step.get("pipeline") is not None
+        )
 
 
 def _converted(layout: Layout) -> tuple[str, ...]:

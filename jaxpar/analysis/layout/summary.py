@@ -4,27 +4,10 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from jaxpar.analysis.layout.rows import FoldedRow, Row, fold
-from jaxpar.analysis.units import show_bytes
-
-_GAP = "  "
-
-
-@dataclass(frozen=True)
-class _Moments:
-    """Tensors of the optimizer with the name and the shape of a parameter.
-
-    Attributes:
-      follow: the names of those that are sharded as their parameter, such as ``mu`` and ``nu``.
-      differ: those that are not, such as the moments under ZeRO 1; the path is ``mu, nu of blocks/q``.
-      rest: all other tensors of the optimizer.
-    """
-
-    follow: tuple[str, ...]
-    differ: tuple[Row, ...]
-    rest: tuple[Row, ...]
+from jaxpar.analysis.units import GAP, aligned, show_bytes
 
 
 def tensor_lines(rows: Sequence[Row], width: int) -> list[str]:
@@ -39,7 +22,7 @@ def tensor_lines(rows: Sequence[Row], width: int) -> list[str]:
     """
     params = [row for row in rows if row.part == "params"]
     lines = _section("parameter", params, width)
-    lines += _optimizer(_moments(params, [row for row in rows if row.part == "opt_state"]), width)
+    lines += _optimizer(params, [row for row in rows if row.part == "opt_state"], width)
     for part in ("variables", "batch", "cache"):
         lines += _section(part, [row for row in rows if row.part == part], width)
     if reasons := _reasons(rows):
@@ -47,8 +30,12 @@ def tensor_lines(rows: Sequence[Row], width: int) -> list[str]:
     return lines
 
 
-def _moments(params: Sequence[Row], state: Sequence[Row]) -> _Moments:
-    """Sort the tensors of an optimizer by whether they belong to a parameter and are sharded like it."""
+def _optimizer(params: Sequence[Row], state: Sequence[Row], width: int) -> list[str]:
+    """Returns the lines of an optimizer's tensors.
+
+    Those with the name and the shape of a parameter have only a line for all that are sharded as their parameter, such
+    as ``mu`` and ``nu``, and one for each other sharding, such as ``mu, nu of blocks/q`` under ZeRO 1.
+    """
     by_name = {_name(row): row for row in params}
     follow: dict[str, None] = {}
     differ: dict[tuple[str, tuple[tuple[str, ...], ...]], list[tuple[str, Row]]] = {}
@@ -70,16 +57,9 @@ def _moments(params: Sequence[Row], state: Sequence[Row]) -> _Moments:
         replace(found[0][1], path=f"{', '.join(dict.fromkeys(kind for kind, _ in found))} of {name}")
         for (name, _), found in differ.items()
     ]
-    return _Moments(tuple(follow), tuple(merged), tuple(rest))
-
-
-def _optimizer(moments: _Moments, width: int) -> list[str]:
-    lines = []
-    if moments.follow:
-        lines += ["", *wrap(f"optimizer: {', '.join(moments.follow)} are sharded as their parameters", width)]
-    lines += _section("optimizer, other sharding", moments.differ, width)
-    lines += _section("optimizer, other tensors", [row for row in moments.rest if row.shape], width)
-    return lines
+    lines = ["", *wrap(f"optimizer: {', '.join(follow)} are sharded as their parameters", width)] if follow else []
+    lines += _section("optimizer, other sharding", merged, width)
+    return lines + _section("optimizer, other tensors", [row for row in rest if row.shape], width)
 
 
 def _section(title: str, rows: Iterable[Row], width: int) -> list[str]:
@@ -92,7 +72,7 @@ def _section(title: str, rows: Iterable[Row], width: int) -> list[str]:
         cells = [(name, spec, size) for name, _, spec, size in cells]
     if _widest(cells) > width:
         return ["", *_in_two_lines(cells)]
-    return ["", *_columns(cells, right=(len(cells[0]) - 1,))]
+    return ["", *aligned(cells, right=(len(cells[0]) - 1,))]
 
 
 def _cells(one: FoldedRow) -> tuple[str, ...]:
@@ -125,27 +105,21 @@ def _reasons(rows: Iterable[Row]) -> list[str]:
 
 def number_lines(rows: Sequence[Sequence[str]], width: int) -> list[str]:
     """Returns a table of numbers, whose first column may be cut into lines."""
-    others = sum(max(map(len, column)) + len(_GAP) for column in list(zip(*rows, strict=True))[1:])
+    others = sum(max(map(len, column)) + len(GAP) for column in list(zip(*rows, strict=True))[1:])
     found: list[Sequence[str]] = []
     for first, *cells in rows:
         *before, last = textwrap.wrap(first, max(width - others, 10), subsequent_indent="  ") or [""]
         found += [*((text, *[""] * len(cells)) for text in before), (last, *cells)]
-    return _columns(found, right=range(1, len(rows[0])))
-
-
-def _columns(rows: Sequence[Sequence[str]], right: Iterable[int]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    pad = [str.rjust if i in right else str.ljust for i in range(len(widths))]
-    return [_GAP.join(f(cell, n) for f, cell, n in zip(pad, row, widths, strict=True)).rstrip() for row in rows]
+    return aligned(found, right=range(1, len(rows[0])))
 
 
 def _widest(rows: Sequence[Sequence[str]]) -> int:
-    return sum(max(map(len, column)) for column in zip(*rows, strict=True)) + len(_GAP) * (len(rows[0]) - 1)
+    return sum(max(map(len, column)) for column in zip(*rows, strict=True)) + len(GAP) * (len(rows[0]) - 1)
 
 
 def _in_two_lines(rows: Sequence[Sequence[str]]) -> list[str]:
     """Returns a line with each name, and under it what the columns say of it."""
-    details = _columns([row[1:] for row in rows], right=(1,))
+    details = aligned([row[1:] for row in rows], right=(1,))
     return [line for row, detail in zip(rows, details, strict=True) for line in (row[0], f"    {detail}")]
 
 

@@ -171,12 +171,8 @@ class Reader:
             for value, spec in zip(makes, specs, strict=True):
                 if spec is not None and len(spec) != len(value.shape):
                     raise UnknownSharding(name)
-        except (
-            UnknownSharding,
-            LookupError,
-            TypeError,
-            ValueError,
-        ):  # no rule, or a rule that does not know these parameters
+        except (UnknownSharding, LookupError, TypeError, ValueError):
+            # No rule, or a rule that does not know these parameters.
             specs = [None] * len(makes)
             large = [value for value in makes if value.bytes > SMALL]
             if large and any(any(v.spec or ()) for v in reads):
