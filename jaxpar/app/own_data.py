@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import jax
@@ -135,19 +135,6 @@ class OwnData:
 _RETURNS = "Remedy: a sequence of examples, a mapping of arrays, or an iterable with get_state and set_state."
 
 
-_OF_TEXT = (
-    "source",
-    "blend",
-    "packing",
-    "tokenizer",
-    "format",
-    "text_field",
-    "bad_rows",
-    "patterns",
-    "heldout_fraction",
-)
-
-
 def own_data(config: DataConfig) -> OwnData | None:
     """Returns the data that a configuration names; ``None`` if it names a text.
 
@@ -164,8 +151,8 @@ def own_data(config: DataConfig) -> OwnData | None:
         return None
     function = load_function(config.factory, "data.factory")
     takes = frozenset(_OFFERED) & inspect.signature(function).parameters.keys() - config.args.keys()
-    default = DataConfig()
-    for key in (*_OF_TEXT, *(() if "seq" in takes else ("seq",))):
+    default, used = DataConfig(), {"factory", "args", "dims", "batch", "seed", *takes}
+    for key in (one.name for one in fields(DataConfig) if one.name not in used):
         if getattr(config, key) != getattr(default, key):
             why = f"{config.factory} takes no argument `seq`" if key == "seq" else "data.factory names data of your own"
             raise ConfigError(f"data.{key} is set, but {why}. Remedy: leave data.{key} out.")

@@ -243,6 +243,11 @@ WRONG: dict[str, tuple[str, list[str], str]] = {
         ["data.source=synthetic"],
         "data.source is set, but data.factory names data of your own. Remedy: leave data.source out.",
     ),
+    "a chat template": (
+        "mlp",
+        ["data.chat_template=chat_template.jinja"],
+        "data.chat_template is set, but data.factory names data of your own. Remedy: leave data.chat_template out.",
+    ),
     "no data": (
         "mlp",
         ["data.factory=own_models:no_data"],
