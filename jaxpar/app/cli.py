@@ -149,7 +149,7 @@ class PlanCommand:
 
         if self.scale is None:
             goals = Goals(self.objective, parse_prices(self.price), self.programs)
-            return go_topologies(self.config, self.set, self.topology, goals, outputs, max_batch=self.max_batch)
+            return go_topologies(self.config, self.set, self.topology, goals, outputs, self.max_batch)
         if self.objective != "time" or self.price or self.max_batch is not None:
             raise ConfigError(
                 "--scale minimizes the time, and takes no --objective, --price or --max-batch. Remedy: leave them out."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from jaxpar.app.config import RunConfig
 from jaxpar.data.chat_template import load_chat_template
@@ -42,15 +43,9 @@ def run_conversations(config: RunConfig, tokenizer: Tokenizer) -> ConversationDa
       DataError: as :func:`jaxpar.data.load_conversations` and :func:`jaxpar.data.load_chat_template`.
     """
     data = config.data
-    return load_conversations(
-        data.source,
-        tokenizer,
-        load_chat_template(data.chat_template or ""),
-        seq=data.seq,
-        bad_rows=data.bad_rows,
-        heldout_fraction=data.heldout_fraction,
-        packed=data.packing == PACKED,
-    )
+    template = load_chat_template(data.chat_template or "")
+    options: dict[str, Any] = {name: getattr(data, name) for name in ("seq", "bad_rows", "heldout_fraction")}
+    return load_conversations(data.source, tokenizer, template, packed=data.packing == PACKED, **options)
 
 
 def conversation_plans(

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from tyro.conf import Positional, UseAppendAction, arg, subcommand
 
-from jaxpar.app.arguments import File, Number
+from jaxpar.app.arguments import File, Number, write_text
 from jaxpar.errors import ConfigError, DamagedError, JaxparError
 from jaxpar.interop.configurations.keys import ImportOptions
 from jaxpar.interop.configurations.report import ImportedRun, ImportReport
@@ -158,8 +158,7 @@ def convert[T](command: ImportMindFormersCommand, name: str, data: T, importer: 
     options = ImportOptions(str(command.file), command.devices, command.steps, frozenset(command.ignore), family)
     found = importer(data, options)
     _show(found.report)
-    if command.json is not None:
-        command.json.write_text(found.report.to_json() + "\n", encoding="utf-8")
+    write_text(command.json, lambda: found.report.to_json() + "\n")
     found.report.check()
     config = found.config if base is None else _merged(base, found.config)
     _write(command, name, config, found.devices)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxpar.app.arguments import Config, File, Flag, Fraction, Number, Overrides, TopologyName
+from jaxpar.app.arguments import Config, File, Flag, Fraction, Number, Overrides, TopologyName, write_text
 from jaxpar.errors import ConfigError
 from jaxpar.utils.terminal import say, terminal_width
 
@@ -132,10 +132,8 @@ def _explained(command: _LayoutCommand, job: Job) -> Report:
     from jaxpar.analysis.html_document import document
 
     report = jp.explain(_layout(command, job), job.make_model, job.tx, **_inputs(job))
-    if command.json is not None:
-        command.json.write_text(report.to_json(), encoding="utf-8")
-    if command.html is not None:
-        command.html.write_text(document(job.name, report._repr_html_()), encoding="utf-8")
+    write_text(command.json, report.to_json)
+    write_text(command.html, lambda: document(job.name, report._repr_html_()))
     return report
 
 
@@ -176,13 +174,10 @@ def _compiled(command: Check, topology: str) -> int:
     if found.program is not None:
         say(f"compiled for {topology} ({found.program.device_kind}) in {found.program.compile_cpu_seconds:.0f} CPU s")
     print(found.to_text(terminal_width()), end="")
-    if command.json is not None:
-        command.json.write_text(found.to_json(), encoding="utf-8")
-    if command.html is not None:
-        text = page(found, f"{job.name} on {topology}", layout._repr_html_())
-        command.html.write_text(text, encoding="utf-8")
-    if command.hlo is not None and found.program is not None:
-        command.hlo.write_text(found.program.text, encoding="utf-8")
+    write_text(command.json, found.to_json)
+    write_text(command.html, lambda: page(found, f"{job.name} on {topology}", layout._repr_html_()))
+    if found.program is not None:
+        write_text(command.hlo, found.program.as_text)
     same = _golden(command.golden, found) if command.golden is not None else True
     return 0 if found.fits and same else 1
 

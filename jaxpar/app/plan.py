@@ -12,6 +12,7 @@ from typing import Any, cast
 import jax
 import yaml
 
+from jaxpar.app.arguments import write_text
 from jaxpar.app.config import Loaded, OverlapConfig, RunConfig, load_run
 from jaxpar.app.factory import FactoryModel
 from jaxpar.app.job import Job, make_job
@@ -30,8 +31,10 @@ from jaxpar.planning.search.experts import has_ragged_exchange
 from jaxpar.planning.search.pipeline import pipeline_table
 from jaxpar.planning.search.plan import EMBED, Plan
 from jaxpar.planning.search.report import PlanReport
+from jaxpar.planning.search.scaling import ScalingReport
 from jaxpar.planning.search.search import CompilerMeasures, Objective, SearchOptions, find, has_values
 from jaxpar.planning.search.space import Space, tensor_dims
+from jaxpar.planning.search.topologies import TopologyReport
 from jaxpar.planning.search.traced import workload
 from jaxpar.planning.search.workload import Workload
 from jaxpar.sharding.hardware.topology import Topology
@@ -78,6 +81,11 @@ class PlanOutputs:
     json: Path | None = None
     picture: Path | None = None
 
+    def show(self, report: PlanReport | ScalingReport | TopologyReport) -> None:
+        """Prints a report, and writes it as JSON if that was asked for."""
+        print(f"\n{report.to_text(terminal_width())}", end="")
+        write_text(self.json, report.to_json)
+
 
 def go(config: Path, settings: Sequence[str], topology: str, options: PlanOptions, outputs: PlanOutputs) -> int:
     """Run ``jaxpar plan``: print the ranked plans, and write what was asked for."""
@@ -86,18 +94,11 @@ def go(config: Path, settings: Sequence[str], topology: str, options: PlanOption
     model = CostModel(planner.workload, parsed)
     space = planner.space(options.max_batch, parsed)
     chosen = chosen_space(planner.request(options.search), planner.trace, model, space)
-    searched = find(
-        model,
-        chosen.space,
-        CompilerMeasures(planner.run_of, parsed),
-        SearchOptions(options.objective, at_most=options.programs, given=planner.given(parsed.devices)),
-        progress=say,
-    )
+    search = SearchOptions(options.objective, at_most=options.programs, given=planner.given(parsed.devices))
+    searched = find(model, chosen.space, CompilerMeasures(planner.run_of, parsed), search, progress=say)
     searched.notes = (*chosen.notes, *searched.notes, *planner.notes)
     report = PlanReport(searched, planner)
-    print(f"\n{report.to_text(terminal_width())}", end="")
-    if outputs.json is not None:
-        outputs.json.write_text(report.to_json(), encoding="utf-8")
+    outputs.show(report)
     write_best(report, planner, outputs)
     return 0
 
@@ -164,15 +165,8 @@ class RunPlanner:
         if isinstance(model, FactoryModel):
             return cast(ModelPlanner, self._own).workload
         models = {name: make_decoder(replace(model, remat=name)) for name in _REMAT}
-        return workload(
-            job.make_model,
-            job.loss_fn,
-            job.batch_spec(),
-            job.tx,
-            models=models,
-            flash=True,
-            reduce_bytes=self._reduce_bytes,
-        )
+        run = (job.make_model, job.loss_fn, job.batch_spec(), job.tx)
+        return workload(*run, models=models, flash=True, reduce_bytes=self._reduce_bytes)
 
     @property
     def _reduce_bytes(self) -> int:

@@ -10,27 +10,18 @@ from jaxpar.errors import PlanError
 from jaxpar.planning.search.scaling import ScaleOptions, scale
 from jaxpar.planning.search.topologies import Goals, compare_topologies
 from jaxpar.sharding.hardware.topology import Topology
-from jaxpar.utils.terminal import say, terminal_width
+from jaxpar.utils.terminal import say
 
 
 def go_topologies(
-    config: Path,
-    settings: Sequence[str],
-    topologies: str,
-    goals: Goals,
-    outputs: PlanOutputs,
-    *,
-    max_batch: int | None = None,
+    config: Path, settings: Sequence[str], topologies: str, goals: Goals, outputs: PlanOutputs, max_batch: int | None
 ) -> int:
     """Run ``jaxpar plan`` on topologies separated by commas: rank them, and write what was asked for of the best."""
     parsed = [Topology.parse(name) for name in topologies.split(",")]
     planner = RunPlanner(config, settings)
-    report = compare_topologies(
-        planner, lambda topology: planner.space(max_batch, topology), parsed, goals, progress=say
-    )
-    print(f"\n{report.to_text(terminal_width())}", end="")
-    if outputs.json is not None:
-        outputs.json.write_text(report.to_json(), encoding="utf-8")
+    space = lambda topology: planner.space(max_batch, topology)
+    report = compare_topologies(planner, space, parsed, goals, progress=say)
+    outputs.show(report)
     write_best(report.best, planner, outputs)
     return 0
 
@@ -45,9 +36,7 @@ def go_scale(config: Path, settings: Sequence[str], kind: str, options: ScaleOpt
         raise PlanError("--scale plans many sizes, but --output writes one. Remedy: plan one topology for --output.")
     planner = RunPlanner(config, settings)
     report = scale(planner, planner.space(), kind.partition(":")[0], options, progress=say)
-    print(f"\n{report.to_text(terminal_width())}", end="")
-    if outputs.json is not None:
-        outputs.json.write_text(report.to_json(), encoding="utf-8")
+    outputs.show(report)
     if outputs.picture is not None:
         report.draw().savefig(outputs.picture)
     return 0

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from tyro.conf import UseAppendAction, arg
 
-from jaxpar.app.arguments import Config, File, Number
+from jaxpar.app.arguments import Config, File, Number, write_text
 from jaxpar.errors import ConfigError
 from jaxpar.utils.terminal import terminal_width
 
@@ -48,6 +48,5 @@ class TensorCommand:
         run = (job.make_model, job.tx, job.loss_fn, batch)
         found = jp.tensor.compare_tensor(*run, topology=self.topology, layouts=rules, devices=self.devices)
         print(found.to_text(terminal_width()), end="")
-        if self.json is not None:
-            self.json.write_text(found.to_json(), encoding="utf-8")
+        write_text(self.json, found.to_json)
         return 0 if found.best is not None else 1

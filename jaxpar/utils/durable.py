@@ -111,24 +111,23 @@ def write_atomically(file: Path, text: str) -> None:
 
 def sync_folder(folder: Path) -> None:
     """Sync a folder's directory entries to disk."""
-    f = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(f)
-    finally:
-        os.close(f)
+    _sync(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
 
 
 def sync_files(files: Iterable[Path]) -> None:
     """Sync files and the folders that they are in to disk."""
     paths = list(files)
     for file in paths:
-        f = open_regular(file, os.O_RDONLY)
-        try:
-            os.fsync(f)
-        finally:
-            os.close(f)
+        _sync(open_regular(file, os.O_RDONLY))
     for folder in {file.parent for file in paths}:
         sync_folder(folder)
+
+
+def _sync(f: int) -> None:
+    try:
+        os.fsync(f)
+    finally:
+        os.close(f)
 
 
 def remove(path: Path) -> None:

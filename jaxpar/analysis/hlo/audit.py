@@ -263,17 +263,13 @@ def audit(program: Any, *, mesh: Any = None, imbalance: float = 1.0) -> Audit:
     work = walk.run()
     return Audit(
         mesh=sizes,
-        matmul_flops=work.matmul_flops,
-        kernel_flops=work.kernel_flops,
-        hbm_bytes=work.hbm_bytes,
         collectives=tuple(walk.collectives),
         other_arms=tuple(walk.other_arms),
         unknown_loops=tuple(dict.fromkeys(walk.unknown_loops)),
         silent_kernels=tuple(walk.silent_kernels),
         memory=_memory(program),
         imbalance=imbalance,
-        grouped_flops=work.grouped_flops,
-        worst_grouped_flops=work.worst_grouped_flops,
+        **dataclasses.asdict(work),
     )
 
 

@@ -74,25 +74,18 @@ def join(what: ProcessPlace | Cluster, *, heartbeat: int = 100, patience: int = 
     """
     import jax
 
-    place: dict[str, Any] = {}
-    method: str | None = "deactivate"
-    bind = os.environ.get(BIND)
     if isinstance(what, ProcessPlace):
-        place = {"coordinator_address": what.coordinator, "num_processes": what.count, "process_id": what.rank}
-        bind = bind or what.coordinator
+        bind = os.environ.get(BIND) or what.coordinator
+        place: dict[str, Any] = {"cluster_detection_method": "deactivate", "coordinator_bind_address": bind}
+        place |= {"coordinator_address": what.coordinator, "num_processes": what.count, "process_id": what.rank}
         if what.rank == 0:
             wait_for_name(bind)
             check_free(bind)
     else:
-        method, bind = what.method, bind_of(what)
+        place = {"cluster_detection_method": what.method, "coordinator_bind_address": bind_of(what)}
     try:
-        jax.distributed.initialize(
-            **place,
-            cluster_detection_method=method,
-            coordinator_bind_address=bind,
-            heartbeat_timeout_seconds=heartbeat,
-            initialization_timeout=patience,
-        )
+        limits = {"heartbeat_timeout_seconds": heartbeat, "initialization_timeout": patience}
+        jax.distributed.initialize(**place, **limits)
     except (RuntimeError, ValueError) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise LaunchError(

@@ -117,13 +117,8 @@ class Local:
                 changed = {**os.environ, **self._variables(rank - first)}
                 environ = {name: text for name, text in changed.items() if text is not None}
                 with self._open_log(rank, how) as log:
-                    self._running[rank] = _Child(
-                        command(rank, total, address),
-                        environ,
-                        log,
-                        own=rank != 0 or not self._console,
-                        stdin=None if rank else self._stdin,
-                    )
+                    own, stdin = rank != 0 or not self._console, None if rank else self._stdin
+                    self._running[rank] = _Child(command(rank, total, address), environ, log, own=own, stdin=stdin)
                 self.peers.append(Peer(rank, time.monotonic()))
         except LaunchError:
             self.end()

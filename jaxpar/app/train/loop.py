@@ -111,10 +111,8 @@ class Run:
         self._account, self._console, self._stop = account, console, stop
         self._watch, self._passed = LossWatch(config.max_consecutive_nonfinite, config.spike), SkippedBatches()
         self._exchange, self._stragglers = StatusExchange(), Stragglers(config.straggler)
-        self._timer, self._profiler = (
-            StepTimer(account),
-            Profiler(config.profile, Path(job.config.output), console.print),
-        )
+        self._timer = StepTimer(account)
+        self._profiler = Profiler(config.profile, Path(job.config.output), console.print)
         self._data, self._stream, self._rate = data, data.stream, _rates(job, layout)
         self._share = row_share(layout, job.batch_dims())
         self._state: Any = None

@@ -100,12 +100,13 @@ def check_run(run: RunConfig, config: ServerConfig) -> None:
     Raises:
       ConfigError: the text names the key.
     """
+    pipeline = run.parallel.pipeline
     for key, value in (
         ("parallel.offload.optimizer", run.parallel.offload.optimizer),
         ("model.lora", run.model.get("lora")),
         ("train.init_from", run.train.init_from),
         ("optimizer.name: one_bit_adam", run.optimizer.name == "one_bit_adam"),
-        ("parallel.pipeline.schedule: pipedream", _pipedream(run)),
+        ("parallel.pipeline.schedule: pipedream", pipeline is not None and pipeline.schedule.startswith("pipedream")),
     ):
         if value:
             raise ConfigError(
@@ -113,18 +114,11 @@ def check_run(run: RunConfig, config: ServerConfig) -> None:
                 "leave one of them out."
             )
     if run.data.batch % config.workers:
+        larger = math.ceil(run.data.batch / config.workers) * config.workers
         raise ConfigError(
             f"data.batch={run.data.batch} is divided among the {config.workers} workers of parallel.parameter_server, "
-            f"and is not a multiple of {config.workers}. Remedy: data.batch: {_next(run.data.batch, config.workers)}."
+            f"and is not a multiple of {config.workers}. Remedy: data.batch: {larger}."
         )
-
-
-def _pipedream(run: RunConfig) -> bool:
-    return run.parallel.pipeline is not None and run.parallel.pipeline.schedule.startswith("pipedream")
-
-
-def _next(batch: int, workers: int) -> int:
-    return math.ceil(batch / workers) * workers
 
 
 def job_program(file: str, settings: Sequence[str], config: ServerConfig) -> TrainingProgram:
@@ -210,12 +204,9 @@ class ServerProgress:
         self._writer = MetricsWriter(Path(run.output), None, tell=console.print)
         self._losses: dict[int, dict[int, float]] = {}
         self._began = time.perf_counter()
-        bound = {"stale_synchronous": f", staleness {config.staleness}", "local_sgd": f", every {config.sync_every}"}
-        console.print(
-            f"servers {config.servers}, workers {config.workers}, {config.mode}{bound.get(config.mode, '')} steps"
-            if config.mode in bound
-            else f"servers {config.servers}, workers {config.workers}, {config.mode}"
-        )
+        bounds = {"stale_synchronous": f", staleness {config.staleness}", "local_sgd": f", every {config.sync_every}"}
+        bound = f"{bounds[config.mode]} steps" if config.mode in bounds else ""
+        console.print(f"servers {config.servers}, workers {config.workers}, {config.mode}{bound}")
 
     def add(self, worker: int, step: int, figures: Mapping[str, float]) -> None:
         """Record a worker's figures; the mean loss of a step, when all first workers have reported it."""

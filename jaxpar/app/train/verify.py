@@ -54,18 +54,9 @@ def verify(job: Job, *, steps: int, bound: float, console: Console) -> Verdict:
     tx = without_signs(job.tx, steps)
     if tx is not job.tx:
         console.print(f"excluded            optimizer: the signs of {NAME}, which depend on the number of devices")
-    verdict = compare(
-        layout.on_one_device(),
-        layout,
-        job.make_model,
-        tx,
-        job.loss_fn,
-        [next(stream) for _ in range(steps)],
-        job.batch_dims(),
-        bound=bound,
-        seed=job.config.train.seed,
-        **job.step_options(),
-    )
+    batches = [next(stream) for _ in range(steps)]
+    run = (layout.on_one_device(), layout, job.make_model, tx, job.loss_fn, batches, job.batch_dims())
+    verdict = compare(*run, bound=bound, seed=job.config.train.seed, **job.step_options())
     stream.close()
     console.print(f"initial parameters  {'bitwise equal' if verdict.parameters_equal else 'DIFFER'}")
     console.print(f"loss                largest relative difference {verdict.loss:.2e} over {steps} steps")
