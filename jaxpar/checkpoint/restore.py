@@ -157,7 +157,7 @@ def _plan(
     for row, (path, tensor) in enumerate(source.tensors):
         if source.stacked:
             mine = [(at, block) for at, block in blocks.items() if at[0][0] <= row < at[0][1]]
-            yield path, tensor, {at[1:]: block[row - at[0][0]] for at, block in mine}
+            yield path, tensor, {at[1:]: block[row - at[0][0], ...] for at, block in mine}  # an array, also of a scalar
         elif source.row is not None:
             yield path, tensor, {((source.row, source.row + 1), *at): block[None] for at, block in blocks.items()}
         else:

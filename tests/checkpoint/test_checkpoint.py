@@ -174,6 +174,18 @@ def test_layers_of_a_pipeline_of_none_stacked_and_single(tmp_path: Path) -> None
         jp.restore(tmp_path / "single", {"params": {"block": {"w": like(np.zeros((5, 6, 8), np.float32), alone)}}})
 
 
+def test_a_scalar_of_each_layer_is_stacked_and_taken_from_a_stack(tmp_path: Path) -> None:
+    scales, two = np.float32([3.5, -1.25, 0.75, 2.0]), mesh(pipeline=2)
+    jp.save(tmp_path / "single", {"params": {f"layer_{i}": {"scale": jnp.asarray(x)} for i, x in enumerate(scales)}})
+    for target in (like(scales, two, "pipeline"), like(scales, two)):
+        stacked = jp.restore(tmp_path / "single", {"params": {"layer": {"scale": target}}})
+        assert np.array_equal(stacked["params"]["layer"]["scale"], scales)
+    jp.save(tmp_path / "stack", stacked)
+    single = {"params": {f"layer_{i}": {"scale": like(scales[i], two)} for i in range(4)}}
+    found = jp.restore(tmp_path / "stack", single)["params"]
+    assert [float(found[f"layer_{i}"]["scale"]) for i in range(4)] == scales.tolist()
+
+
 def test_parts_and_other_names(saved: Path, state: jp.TrainState, mlp: Any) -> None:
     fresh = jp.init(mlp.one_device, mlp.make, TX, seed=9)
     found = jp.restore(saved, fresh, only=["params"])
