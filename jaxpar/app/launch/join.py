@@ -83,9 +83,9 @@ def join(what: ProcessPlace | Cluster, *, heartbeat: int = 100, patience: int = 
             check_free(bind)
     else:
         place = {"cluster_detection_method": what.method, "coordinator_bind_address": bind_of(what)}
+    place |= {"heartbeat_timeout_seconds": heartbeat, "initialization_timeout": patience}
     try:
-        limits = {"heartbeat_timeout_seconds": heartbeat, "initialization_timeout": patience}
-        jax.distributed.initialize(**place, **limits)
+        jax.distributed.initialize(**place)
     except (RuntimeError, ValueError) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise LaunchError(
