@@ -20,6 +20,7 @@ def run(
     return status, rows
 
 
+@pytest.mark.slow
 def test_parts_that_compile_little_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -32,6 +32,7 @@ def generator() -> dict[str, Any]:
     return runpy.run_path(str(DOCS / "generate.py"))
 
 
+@pytest.mark.slow
 def test_every_page_is_read_and_reached_without_a_warning(tmp_path: Path) -> None:
     """Links, docstrings and tables of contents are resolved; only the writing of HTML is left to the slow test."""
     done = build("dummy", DOCS, tmp_path)

@@ -12,6 +12,7 @@ import pytest
 from by_hand import audited, collective
 from hypothesis import given
 from hypothesis import strategies as st
+from profiles import few
 
 import jaxpar as jp
 from jaxpar.analysis.hlo.audit import Audit
@@ -157,7 +158,7 @@ def test_what_the_audit_could_not_count_makes_a_lower_bound() -> None:
     assert silent.mfu is not None and f"MFU ≤ {silent.mfu:.1%} (the model's FLOPs, bf16)" in silent.headline()
 
 
-@pytest.mark.parametrize("name", ["tpu_fsdp", "tpu_fsdp_tp", "tpu_tp_sp", "tpu_gathered_by_hand"])
+@pytest.mark.parametrize("name", few(["tpu_fsdp", "tpu_fsdp_tp", "tpu_tp_sp", "tpu_gathered_by_hand"], 2))
 def test_stored_programs_keep_the_books(name: str) -> None:
     report = stored(name)
     found = roofline(report, "v5e:4x4")

@@ -9,13 +9,14 @@ from pathlib import Path
 from subprocess import PIPE
 
 import pytest
+from profiles import few
 
 # A shell's background jobs ignore SIGINT, and so does what they start.
 HEED = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
 SCRIPT = f"{HEED}\nimport sys; from jaxpar.app.entry import run; sys.exit(run())"
 
 
-@pytest.mark.parametrize("command", ["train", "explain"])
+@pytest.mark.parametrize("command", few(["train", "explain"], 1))
 def test_ctrl_c_while_a_command_starts(command: str, tmp_path: Path) -> None:
     (tmp_path / "slow_model.py").write_text("import time\nprint('imported', flush=True)\ntime.sleep(60)\n")
     (tmp_path / "run.yaml").write_text("model: {factory: 'slow_model:make', loss: 'slow_model:loss'}\n")

@@ -83,6 +83,7 @@ def test_the_program_holds_int4_in_half_a_byte() -> None:
     assert held < model.explain().total("params", "cache").device_bytes + 200
 
 
+@pytest.mark.slow
 def test_gathers_are_of_integers() -> None:
     model = generator(jp.MeshSpec(data=4, model=2).build(), quantized_weights(CONFIG, 4, 8))
     program = model.decode.lower(model.prepared, model.abstract).compile()
@@ -119,6 +120,7 @@ def test_a_model_of_ones_own_decodes_with_integers() -> None:
     assert made == want
 
 
+@pytest.mark.slow
 def test_targets_and_dims_of_built_in_models() -> None:
     how = quantized_weights(CONFIG)
     assert how.axis is CONTRACTING_DIMS and how.skip == ("*norm/scale",)

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from profiles import few_pairs
 
 import jaxpar as jp
 from jaxpar.errors import CheckpointError
@@ -144,8 +145,7 @@ def tensor_bytes(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     }
 
 
-@pytest.mark.parametrize("layout", ["dp", "fsdp_tp"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "layout"), few_pairs(CASES, ["dp", "fsdp_tp"], len(CASES)))
 def test_a_round_trip_is_bitwise(case: str, layout: str, layouts: dict[str, jp.Layout], tmp_path: Path) -> None:
     config = huggingface.read_config(GOLDEN / case)
     params = huggingface.load(layouts[layout], GOLDEN / case)
@@ -157,6 +157,7 @@ def test_a_round_trip_is_bitwise(case: str, layout: str, layouts: dict[str, jp.L
     chex.assert_trees_all_equal(params, again)
 
 
+@pytest.mark.slow
 def test_a_state_is_that_of_init_with_other_parameters(layouts: dict[str, jp.Layout]) -> None:
     layout, tx = layouts["fsdp_tp"], optax.adam(1e-3)
     config = huggingface.read_config(GOLDEN / "llama3")

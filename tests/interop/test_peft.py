@@ -119,6 +119,7 @@ def check_merged(state: Any, adapter: dict[str, np.ndarray], folder: Path) -> No
     assert changed == 8
 
 
+@pytest.mark.slow
 def test_an_adapter_that_was_written_by_hand_is_loaded(tmp_path: Path) -> None:
     folder, tensors = by_hand(tmp_path / "adapter")
     lora = peft.read_lora(folder, CONFIG)

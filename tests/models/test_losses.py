@@ -51,7 +51,7 @@ SCALED = [(SCALES[(first + n) % 2], sizes) for first in range(2) for n, sizes in
 """Ordered such that by default float16 meets all sizes with the larger scale."""
 
 
-@pytest.mark.parametrize(("dtype", "scaled"), few_pairs(HALF, SCALED, 2))
+@pytest.mark.parametrize(("dtype", "scaled"), few_pairs(HALF, SCALED, 1))
 def test_16_bit_gradients_equal_those_of_fp32(dtype: str, scaled: tuple[float, tuple[int, int]]) -> None:
     scale, (vocab, tokens) = scaled
     x, head, targets = inputs(vocab, tokens, dtype)
@@ -63,7 +63,7 @@ def test_16_bit_gradients_equal_those_of_fp32(dtype: str, scaled: tuple[float, t
     assert_near(found, expected, BOUND[dtype])
 
 
-@pytest.mark.parametrize(("unit", "dtype"), few_pairs([1.0, 1e-6, 3e4], HALF, 3))
+@pytest.mark.parametrize(("unit", "dtype"), few_pairs([1.0, 1e-6, 3e4], HALF, 2))
 def test_the_unit_of_a_mask_changes_nothing(dtype: str, unit: float) -> None:
     x, head, targets = inputs(1000, 1024, dtype)
     mask = np.random.default_rng(1).uniform(0, 1, targets.shape).astype(np.float32)
@@ -76,7 +76,7 @@ def test_the_unit_of_a_mask_changes_nothing(dtype: str, unit: float) -> None:
     assert_near(found, expected, BOUND[dtype])
 
 
-@pytest.mark.parametrize("loss", [cross_entropy, linear_cross_entropy], ids=["whole", "in pieces"])
+@pytest.mark.parametrize("loss", few([cross_entropy, linear_cross_entropy], 1), ids=["whole", "in pieces"])
 def test_fractional_weights_are_divided_by_their_sum(loss: Any) -> None:
     x, head, targets = inputs(50, 16, "float32")
     factors = (x, head) if loss is linear_cross_entropy else (x @ head,)

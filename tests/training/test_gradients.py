@@ -65,7 +65,7 @@ def whole() -> dict[str, Any]:
     return found(mean_and_weight, masked(32), devices=1)
 
 
-@pytest.mark.parametrize(("way", "grad_accum_steps"), few_pairs(WAYS, [1, 2, 4], 6))
+@pytest.mark.parametrize(("way", "grad_accum_steps"), few_pairs(WAYS, [1, 2, 4], 2))
 def test_microbatches_of_any_weight_sum_to_the_large_batch(
     way: str, grad_accum_steps: int, whole: dict[str, Any]
 ) -> None:
@@ -116,7 +116,7 @@ def test_stages_compose_with_tensor_parallelism(
     assert max(gradient_gaps(llama_on_one_device["grads"], metrics["grads"]).values()) < 1e-5
 
 
-@pytest.mark.parametrize("topology", ["v5e:2x4", "h100:8"])
+@pytest.mark.parametrize("topology", few(["v5e:2x4", "h100:8"], 1))
 def test_kernels_take_the_shards_of_a_step_whose_axes_are_manual(topology: str, layout_of: Any) -> None:
     layout = jp.Layout(jp.MeshSpec(data=8).on(topology), jp.Zero(1).rules(layout_of("dp", 8).rules))
     config = LlamaConfig(vocab=256, embed=256, layers=1, heads=2, kv_heads=1, head_dim=128, mlp=256, dtype="bfloat16")
@@ -198,14 +198,18 @@ def dtypes(text: str, primitive: str) -> set[str]:
 
 @pytest.mark.parametrize(
     ("precision", "gathered", "reduced"),
-    [
-        (None, "f32", "f32"),
-        ("fp32", "f32", "f32"),
-        ("bf16", "bf16", "f32"),
-        ({"compute": "bf16", "reduce": "bf16"}, "bf16", "bf16"),
-        ({"gather": "bf16"}, "bf16", "f32"),
-        ({"compute": "bf16", "gather": "fp32"}, "f32", "f32"),
-    ],
+    few(
+        [
+            (None, "f32", "f32"),
+            ("fp32", "f32", "f32"),
+            ("bf16", "bf16", "f32"),
+            ({"compute": "bf16", "reduce": "bf16"}, "bf16", "bf16"),
+            ({"gather": "bf16"}, "bf16", "f32"),
+            ({"compute": "bf16", "gather": "fp32"}, "f32", "f32"),
+        ],
+        4,
+        names=3,
+    ),
     ids=str,
 )
 def test_weights_and_gradients_cross_the_mesh_in_the_dtypes_asked_for(

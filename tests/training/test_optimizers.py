@@ -294,6 +294,7 @@ def test_updates_equal_one_device(part: int, mlp: Any) -> None:
     assert_close(train(mlp.layout(), mlp, tx), train(mlp.one_device, mlp, tx))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", few(TRAINED, 1))
 def test_training_equals_one_device(name: str, mlp: Any) -> None:
     assert_close(train(mlp.layout(), mlp, build(name)), train(mlp.one_device, mlp, build(name)))

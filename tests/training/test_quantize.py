@@ -80,7 +80,7 @@ def test_integers_are_those_of_numpy(bits: int, group: int | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("devices", "how"), few_pairs([(4, 2), (2, 4), (8, 1)], [(8, None), (4, 8), (4, 4), (8, 2)], 2)
+    ("devices", "how"), few_pairs([(4, 2), (2, 4), (8, 1)], [(8, None), (4, 8), (4, 4), (8, 2)], 1)
 )
 def test_values_are_bitwise_those_of_one_device(devices: tuple[int, int], how: tuple[int, int | None]) -> None:
     """Shards hold whole groups, parts of one, or parts of several."""

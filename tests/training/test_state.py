@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from profiles import few
 
 import jaxpar as jp
 from jaxpar.models.llama import make_llama, preset
@@ -17,7 +18,7 @@ LAYOUTS = Path(__file__).parents[2] / "configs" / "layouts"
 CONFIG = preset("tiny", layers=2, embed=128, mlp=1024, vocab=2048)
 
 
-@pytest.mark.parametrize("name", ["fsdp", "fsdp_tp"])
+@pytest.mark.parametrize("name", few(["fsdp", "fsdp_tp"], 1))
 def test_nothing_is_ever_whole_on_one_device(name: str) -> None:
     layout = jp.Layout.from_yaml(LAYOUTS / f"{name}.yaml")
     make_model, tx = make_llama(CONFIG), optax.adamw(1e-3)
@@ -39,6 +40,7 @@ def test_init_moves_no_array_between_host_and_devices() -> None:
     assert largest == max(np.prod(x.shape) for x in jax.tree.leaves(state.params)) / 8
 
 
+@pytest.mark.slow
 def test_the_seed_decides_the_parameters() -> None:
     layout = jp.Layout.from_yaml(LAYOUTS / "dp.yaml")
     states = [jp.init(layout, make_llama(preset("tiny", layers=1)), optax.sgd(0.1), seed=seed) for seed in (0, 0, 1)]

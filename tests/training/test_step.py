@@ -14,6 +14,7 @@ import optax
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from profiles import few
 
 import jaxpar as jp
 from jaxpar.analysis.divergence import first_nonfinite
@@ -54,7 +55,7 @@ def assert_close(got: Any, want: Any) -> None:
     chex.assert_trees_all_close(got, want, rtol=2e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("clip_norm", [None, 0.1, 1e6])
+@pytest.mark.parametrize("clip_norm", few([None, 0.1, 1e6], 2))
 def test_steps_equal_the_loop_by_hand_and_clip_norm_equals_optax(clip_norm: float | None, mlp: Any) -> None:
     plain = optax.sgd(0.1, momentum=0.9)
     tx = plain if clip_norm is None else optax.chain(optax.clip_by_global_norm(clip_norm), plain)
@@ -73,7 +74,7 @@ def test_clipping_a_zero_gradient_leaves_it_zero(state: Any, mlp: Any) -> None:
     chex.assert_trees_all_equal(new.params, state.params)
 
 
-@pytest.mark.parametrize("options", [{}, {"grad_reduction": "per_step"}, {"clip_norm": 1.0}], ids=str)
+@pytest.mark.parametrize("options", few([{}, {"grad_reduction": "per_step"}, {"clip_norm": 1.0}], 2), ids=str)
 def test_a_step_that_is_not_finite_changes_nothing(options: Any, mlp: Any) -> None:
     """Every layout skips the same steps, and training continues as if the step had not been taken."""
     poisoned = np.where(np.arange(8)[:, None] == 5, np.inf, mlp.batch())  # on one device of eight
@@ -135,6 +136,7 @@ def test_anything_but_a_dict_beside_the_loss_is_named_aux(state: Any, mlp: Any) 
     assert metrics["aux"] == mlp.batch().max()
 
 
+@pytest.mark.slow
 def test_kept_gradients_are_those_before_clipping(state: Any, mlp: Any, spec_of: Any) -> None:
     step = jp.train_step(mlp.layout(), mlp.loss, clip_norm=0.1, return_grads=True)
     _, metrics = step(state, mlp.batch())
@@ -210,6 +212,7 @@ def test_a_step_lowers_and_compiles_from_shapes_alone(mlp: Any) -> None:
     assert_close(jax.device_get(state.params), by_hand(mlp, TX, 1))
 
 
+@pytest.mark.slow
 def test_an_explicit_mesh_trains_to_the_same_values(mlp: Any) -> None:
     def loss_fn(model: Any, batch: jax.Array) -> jax.Array:
         # Under Explicit axes, types carry shardings, so sharded parameters are gathered before they meet the batch.

@@ -97,7 +97,7 @@ CASES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", few(CASES, 4))
+@pytest.mark.parametrize("name", few(CASES, 2))
 def test_parts_without_counted_rows_add_nothing(name: str) -> None:
     sizes, options = CASES[name]
     layout = layout_of(ZERO.rules(RULES) if name.startswith("ZeRO") else RULES, sizes)
@@ -133,6 +133,7 @@ def test_an_evaluation_by_a_pipeline_leaves_them_out(seed: int) -> None:
         assert float(got[metric]) == pytest.approx(float(value), rel=1e-5), metric
 
 
+@pytest.mark.slow
 def test_a_batch_in_which_nothing_counts() -> None:
     """With microbatches, loss and gradients are 0. In one piece, the loss is NaN, and the step is skipped."""
     batch = batch_of(0)

@@ -48,6 +48,7 @@ def test_the_json_has_what_a_script_wants() -> None:
     assert told["refused"] == "" and told["warnings"] == [WARNING]
 
 
+@pytest.mark.slow
 def test_the_text_says_whether_it_fits_and_what_to_change() -> None:
     text = str(found())
     assert text.startswith("fits v5e:4x4: 9.00 MiB at the peak of 16.00 GiB, 15.99 GiB free\n")
@@ -68,6 +69,7 @@ def test_the_memory_that_kept_weights_take_is_told_with_the_key_that_asked_for_i
     assert "kept weights" not in str(found("tpu_fsdp"))
 
 
+@pytest.mark.slow
 def test_a_peak_beyond_the_memory_does_not_fit() -> None:
     large = found(memory={"peak": 17 * 2**30})
     assert not large.fits and large.findings[0].kind == "does not fit"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import optax
 import pytest
+from profiles import few
 from stored import facts, held, step, text
 
 import jaxpar as jp
@@ -44,7 +45,7 @@ def test_a_buffer_has_the_category_of_its_maker(buffer: Buffer, category: str) -
     assert sum(found.categories.values()) + found.unattributed == found.total == 10_000
 
 
-@pytest.mark.parametrize("name", ["tpu_fsdp", "tpu_fsdp_tp", "tpu_tp_sp", "tpu_unrolled", "tpu_kept"])
+@pytest.mark.parametrize("name", few(["tpu_fsdp", "tpu_fsdp_tp", "tpu_tp_sp", "tpu_unrolled", "tpu_kept"], 2))
 def test_the_categories_of_a_program_add_up_to_the_walk(name: str) -> None:
     known = facts(name)
     config = LlamaConfig(**known["config"])

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import audit_programs as programs
 import pytest
+from profiles import few
 
 import jaxpar as jp
 from jaxpar.analysis.hlo.audit import Audit
@@ -110,7 +111,9 @@ def test_the_source_is_the_line_of_the_model(line_mesh):
         assert calls[c.kind] in SOURCE[int(found[1]) - 1]
 
 
-@pytest.mark.parametrize("name", ["tpu_fsdp", "tpu_fsdp_tp", "tpu_tp_sp", "tpu_unrolled", "gpu_fsdp", "gpu_tp_sp"])
+@pytest.mark.parametrize(
+    "name", few(["tpu_fsdp", "tpu_fsdp_tp", "tpu_tp_sp", "tpu_unrolled", "gpu_fsdp", "gpu_tp_sp"], 2)
+)
 def test_no_source_is_a_library_or_a_verb_of_jaxpar(name, stored):
     for c in stored(name).collectives:
         assert c.source or c.op_name.startswith("state.params["), c

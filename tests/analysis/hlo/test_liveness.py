@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from profiles import few
 
 from jaxpar.analysis.hlo.liveness import own_line, peak
 from jaxpar.analysis.hlo.parser import Location, parse
@@ -103,7 +104,7 @@ def test_memory_for_a_loop_to_fill_is_named_after_the_loop() -> None:
 PROGRAMS = ["tpu_fsdp", "tpu_fsdp_tp", "tpu_tp_sp", "tpu_unrolled", "gpu_fsdp", "gpu_tp_sp", "tpu_kernel", "tpu_nested"]
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", few(PROGRAMS, 3))
 def test_the_peak_is_never_less_than_the_arguments(name, stored_text):
     module = parse(stored_text(name))
     arguments = module[module.entry].parameters
@@ -116,7 +117,7 @@ def test_the_peak_is_never_less_than_the_arguments(name, stored_text):
     ]
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", few(PROGRAMS, 3))
 def test_no_buffer_is_put_down_to_a_library(name, stored_text):
     sources = {b.source for b in peak(parse(stored_text(name))).buffers} - {""}
     assert all("llama.py" in s or "losses.py" in s or "audit_programs.py" in s for s in sources), sources

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from profiles import examples
+from profiles import examples, few, few_pairs
 
 import jaxpar as jp
 from jaxpar.analysis.layout.draw_shards import draw_shards, shards
@@ -118,7 +118,7 @@ DRAWN = {
 }
 
 
-@pytest.mark.parametrize("case", DRAWN)
+@pytest.mark.parametrize("case", few(DRAWN, 3))
 def test_draw_renders(case: str) -> None:
     layout, dims, shape = DRAWN[case]
     figure = draw_shards(layout, *dims, shape=shape, role="params", path="params/up")
@@ -128,8 +128,7 @@ def test_draw_renders(case: str) -> None:
     assert plt.get_fignums() == []
 
 
-@pytest.mark.parametrize("case", DRAWN)
-@pytest.mark.parametrize("size", [(4, 3), (6, 4)])
+@pytest.mark.parametrize(("case", "size"), few_pairs(DRAWN, [(4, 3), (6, 4)], len(DRAWN)))
 def test_labels_stay_inside_their_blocks(case: str, size: tuple[float, float]) -> None:
     from matplotlib.figure import Figure
 

@@ -52,7 +52,7 @@ def test_at_least_thirty_points_are_within_a_tenth() -> None:
     assert len(POINTS) - len(MISSED) >= 30 and MISSED.keys() <= {point["name"] for point in POINTS}
 
 
-@pytest.mark.parametrize("point", few(POINTS, 8), ids=lambda point: point["name"])
+@pytest.mark.parametrize("point", few(POINTS, 3), ids=lambda point: point["name"])
 def test_the_estimate_is_within_a_tenth_of_the_compiler(point: dict[str, Any]) -> None:
     memory: Memory = SCRIPT["estimate_of"](point)
     assert memory.unknown == () and memory.total is not None
@@ -100,7 +100,7 @@ def test_a_scan_saves_what_its_backward_pass_reads_and_remat_saves_the_carry() -
     assert again.parts["gradients"] == kept.parts["gradients"] == 8 * MIB
 
 
-@pytest.mark.parametrize(("reshard_after_forward", "share"), [(True, 0), (4, 4), (False, 1)])
+@pytest.mark.parametrize(("reshard_after_forward", "share"), few([(True, 0), (4, 4), (False, 1)], 2, names=2))
 def test_gathered_weights_that_are_kept_are_a_part_of_their_own(reshard_after_forward: Any, share: int) -> None:
     """The kept weights are all of the layers' matrices in 16 bits, or a part of them within groups; otherwise the
     estimate has no such line."""
@@ -201,7 +201,7 @@ def test_a_step_that_does_not_trace_is_a_reason_not_an_exception(mlp: Any) -> No
     assert report.memory == Memory("", {}, ("the layout has problems",))
 
 
-@pytest.mark.parametrize("name", ["dp", "fsdp", "tp", "fsdp_tp_sp"])
+@pytest.mark.parametrize("name", few(["dp", "fsdp", "tp", "fsdp_tp_sp"], 2))
 def test_a_linen_model_is_estimated_too(name: str, layout_of: Any) -> None:
     config = ViTConfig()
     images = jp.tag(jax.ShapeDtypeStruct((1024, 16, 16, 3), np.float32), "batch", None, None, None)

@@ -14,6 +14,7 @@ from flax import linen as nn
 from flax import nnx
 from jax.extend.core import Primitive
 from memory_cases import LAYOUT, MIB, explained, rows, square
+from profiles import few_pairs
 
 import jaxpar as jp
 from jaxpar.analysis.memory.jaxpr import Reader
@@ -108,8 +109,7 @@ MODELS = {
 
 @pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("batch", [16, 16384])
+@pytest.mark.parametrize(("name", "batch"), few_pairs(MODELS, [16, 16384], len(MODELS)))
 def test_gradients_by_hand(name: str, sharded: bool, accumulate: int, batch: int) -> None:
     make, loss, tx, expected = MODELS[name]
     rules = LAYOUT.rules.replace(unannotated="replicate", params={"embed": "data"} if sharded else {})

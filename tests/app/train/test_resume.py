@@ -19,6 +19,7 @@ import numpy as np
 import optax
 import pytest
 import yaml
+from profiles import few
 from rich.console import Console
 
 import jaxpar as jp
@@ -254,10 +255,19 @@ def test_what_keeps_a_run_from_going_on_is_said(whole: Path, tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("key", "value", "status", "text"),
-    [
-        ("position", "x", ExitCode.CONFIGURATION, "DataError: MANIFEST: metadata: position: this is not a saved data"),
-        ("skipped", -1, ExitCode.FAILED, "DamagedError: MANIFEST: metadata: skipped must be an integer from 0 to"),
-    ],
+    few(
+        [
+            (
+                "position",
+                "x",
+                ExitCode.CONFIGURATION,
+                "DataError: MANIFEST: metadata: position: this is not a saved data",
+            ),
+            ("skipped", -1, ExitCode.FAILED, "DamagedError: MANIFEST: metadata: skipped must be an integer from 0 to"),
+        ],
+        1,
+        names=4,
+    ),
     ids=["position", "skipped"],
 )
 def test_a_forged_manifest_ends_a_run_before_its_first_step(

@@ -93,6 +93,7 @@ def test_a_run_of_the_command_line(mode: str, tmp_path: Path) -> None:
     assert (tmp_path / "out/checkpoints/4").is_dir()
 
 
+@pytest.mark.slow
 def test_ray_is_imported_only_by_a_run() -> None:
     code = "import sys, jaxpar.app.cli, jaxpar.app.train.launch; print(sorted({'ray', 'jax'} & set(sys.modules)))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from profiles import few_pairs
+from profiles import few, few_pairs
 
 import jaxpar as jp
 from jaxpar.errors import LayoutError
@@ -53,7 +53,7 @@ def largest_gap(f: Any, *x: np.ndarray) -> float:
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "seq", "head_dim"),
-    [(2, 2, 128, 128), (4, 1, 7, 6)],
+    few([(2, 2, 128, 128), (4, 1, 7, 6)], 1, names=4),
     ids=["whole blocks", "one key head, odd sizes"],
 )
 def test_the_tpu_kernel_equals_the_reference(heads: int, kv_heads: int, seq: int, head_dim: int) -> None:
@@ -64,7 +64,7 @@ def test_the_tpu_kernel_equals_the_reference(heads: int, kv_heads: int, seq: int
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "seq", "head_dim"),
-    [(2, 2, 256, 64), (4, 2, 130, 24), (4, 1, 7, 6), (1, 1, 70, 128)],
+    few([(2, 2, 256, 64), (4, 2, 130, 24), (4, 1, 7, 6), (1, 1, 70, 128)], 2, names=4),
     ids=["whole blocks", "grouped, padded", "one key head, odd sizes", "smaller blocks"],
 )
 def test_the_gpu_kernel_equals_the_reference(heads: int, kv_heads: int, seq: int, head_dim: int) -> None:
@@ -75,7 +75,7 @@ def test_the_gpu_kernel_equals_the_reference(heads: int, kv_heads: int, seq: int
 
 @pytest.mark.parametrize(
     ("sizes", "kv_heads"),
-    few_pairs([{"data": 2, "model": 4}, {"data": 2, "context": 4}, {"ulysses": 2, "model": 4}], [4, 2, 1], 4),
+    few_pairs([{"data": 2, "model": 4}, {"data": 2, "context": 4}, {"ulysses": 2, "model": 4}], [4, 2, 1], 3),
     ids=str,
 )
 def test_dense_equals_the_reference_in_every_layout(sizes: dict[str, int], kv_heads: int) -> None:
@@ -148,6 +148,7 @@ def test_what_flash_cannot_do_something_else_does(spec: jp.MeshSpec, text: str) 
         program("v5e:2x4", spec, impl="flash")
 
 
+@pytest.mark.slow
 def test_flash_is_there_without_a_kernel() -> None:
     with jp.Layout(jp.MeshSpec(data=2, model=2).build(jax.devices()[:4]), RULES):
         assert largest_gap(lambda *x: attention(*x, impl="flash", block=8), *inputs(2, 20, 4, 2, 6)) <= 1e-5

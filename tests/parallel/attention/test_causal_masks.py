@@ -62,7 +62,7 @@ def changed_later(x: list[np.ndarray], token: int) -> list[np.ndarray]:
     return [np.concatenate([a[:, :token], 5 - 3 * a[:, token:]], 1) for a in x]
 
 
-@pytest.mark.parametrize(("impl", "words"), few_pairs(["dense", "flash"], UNSAID, len(UNSAID)))
+@pytest.mark.parametrize(("impl", "words"), few_pairs(["dense", "flash"], UNSAID, 3))
 def test_a_later_token_changes_no_earlier_result(impl: str, words: str) -> None:
     check(impl, UNSAID[words])
 
@@ -70,7 +70,7 @@ def test_a_later_token_changes_no_earlier_result(impl: str, words: str) -> None:
 @pytest.mark.parametrize(
     ("impl", "words"),
     few_pairs(
-        [impl for impl in MESHES if impl not in ("dense", "flash")], ["window", "function", "window, chunk, where"], 6
+        [impl for impl in MESHES if impl not in ("dense", "flash")], ["window", "function", "window, chunk, where"], 2
     ),
 )
 def test_nor_where_the_sequence_is_split(impl: str, words: str) -> None:
@@ -87,7 +87,7 @@ def check(impl: str, words: dict[str, Any]) -> None:
         assert (after[:, token:] != before[:, token:]).any()
 
 
-@pytest.mark.parametrize("impl", few(MESHES, 5))
+@pytest.mark.parametrize("impl", few(MESHES, 2))
 def test_a_prefix_shows_its_own_tokens_to_each_other_and_no_others(impl: str) -> None:
     x, gradient = arrays(np.random.default_rng(1), 16, 16)
     run = compiled(impl, forward=True, mask=jp.Mask(prefix=6), **({"q_offset": 0} if impl == "split_kv" else {}))

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from attention_reference import documents, gap
 from jax.sharding import PartitionSpec as P
-from profiles import few_pairs
+from profiles import few, few_pairs
 
 import jaxpar as jp
 from jaxpar.parallel.attention.attention_local import compute, ordered
@@ -72,21 +72,25 @@ def by_tiles(engine: Backend, keys: KeySource, x: tuple[jax.Array, ...], options
 
 @pytest.mark.parametrize(
     ("keys", "x", "options", "bound"),
-    [
-        ("ring", arrays(256, 256, (8, 8)), {"segment_ids": documents(256), "softcap": 0.8}, 2e-6),
-        (
-            "here",
-            arrays(140, 300, (64, 24), jnp.bfloat16),
-            {
-                "q_offset": 160,
-                "prefix": np.array([0, 9]),
-                "mask": jp.Mask(causal=False, window=(30, 50), chunk=250),
-                "scale": 0.3,
-            },
-            2e-2,
-        ),
-        ("here", arrays(140, 200, (8, 8)), {"q_offset": -70, "mask": jp.Mask(prefix=9, window=2**31)}, 2e-6),
-    ],
+    few(
+        [
+            ("ring", arrays(256, 256, (8, 8)), {"segment_ids": documents(256), "softcap": 0.8}, 2e-6),
+            (
+                "here",
+                arrays(140, 300, (64, 24), jnp.bfloat16),
+                {
+                    "q_offset": 160,
+                    "prefix": np.array([0, 9]),
+                    "mask": jp.Mask(causal=False, window=(30, 50), chunk=250),
+                    "scale": 0.3,
+                },
+                2e-2,
+            ),
+            ("here", arrays(140, 200, (8, 8)), {"q_offset": -70, "mask": jp.Mask(prefix=9, window=2**31)}, 2e-6),
+        ],
+        2,
+        names=4,
+    ),
     ids=[
         "a ring, documents, soft cap",
         "bfloat16, fewer queries, prefixes, a two-sided window in chunks",
@@ -109,7 +113,7 @@ def test_splash_takes_masks_and_documents() -> None:
     assert gap(got, by_tiles("jax", "here", x, options)) <= 5e-6
 
 
-@pytest.mark.parametrize(("causal", "given"), few_pairs([True, False], ["documents", "nothing"], 2))
+@pytest.mark.parametrize(("causal", "given"), few_pairs([True, False], ["documents", "nothing"], 1))
 def test_the_gpu_kernel_takes_documents_and_all_tokens(causal: bool, given: str) -> None:
     x = arrays(130, 130, (16, 16))
     options: Any = {"mask": jp.Mask(causal=causal), "scale": 0.2}

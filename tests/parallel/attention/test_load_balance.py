@@ -16,7 +16,7 @@ from attention_reference import masks
 from hypothesis import given
 from hypothesis import strategies as st
 from interpreters import python
-from profiles import examples
+from profiles import examples, few
 
 import jaxpar as jp
 from jaxpar.errors import ConfigError, LayoutError, MissingExtraError
@@ -66,12 +66,16 @@ def test_it_counts_what_looking_at_every_score_counts(data: st.DataObject) -> No
 
 @pytest.mark.parametrize(
     ("mask", "segmented"),
-    [
-        (CAUSAL, False),
-        (jp.Mask(causal=True, window=6, prefix=3), True),
-        (jp.Mask(causal=False, chunk=8), False),
-        (jp.Mask(causal=False, where=lambda q, k: (q - k) % 16 < 4), True),
-    ],
+    few(
+        [
+            (CAUSAL, False),
+            (jp.Mask(causal=True, window=6, prefix=3), True),
+            (jp.Mask(causal=False, chunk=8), False),
+            (jp.Mask(causal=False, where=lambda q, k: (q - k) % 16 < 4), True),
+        ],
+        2,
+        names=2,
+    ),
     ids=["causal", "window", "chunk", "where"],
 )
 def test_the_tiles_are_those_that_attention_visits(mask: jp.Mask, segmented: bool) -> None:

@@ -92,7 +92,7 @@ PROBLEMS: dict[str, list[jp.Mask]] = {
 
 
 @pytest.mark.parametrize(
-    ("impl", "mask"), few([(impl, mask) for impl, some in PROBLEMS.items() for mask in some], 6, names=2)
+    ("impl", "mask"), few([(impl, mask) for impl, some in PROBLEMS.items() for mask in some], 2, names=2)
 )
 def test_queries_may_stand_anywhere(impl: str, mask: jp.Mask) -> None:
     """Values and gradients with traced offsets and prefixes, drawn at random and at the ends of int32."""
@@ -108,7 +108,7 @@ def test_queries_may_stand_anywhere(impl: str, mask: jp.Mask) -> None:
         assert_close(found, reference(x, gradient, seen))
 
 
-@pytest.mark.parametrize("impl", few(MESHES, 3))
+@pytest.mark.parametrize("impl", few(MESHES, 2))
 def test_queries_may_stand_before_the_keys(impl: str) -> None:
     """With an offset known at trace time, a ring leaves out hops, and lists of tiles are built on the host."""
     rng = np.random.default_rng(3)
@@ -121,7 +121,7 @@ def test_queries_may_stand_before_the_keys(impl: str) -> None:
         assert_close(found, reference(x, gradient, sees(mask, offset + np.arange(queries), np.arange(keys))))
 
 
-@pytest.mark.parametrize("impl", ["dense", "flash", "ring"])
+@pytest.mark.parametrize("impl", few(["dense", "flash", "ring"], 2))
 def test_a_query_at_minus_one_is_no_padding(impl: str) -> None:
     """Four queries from -2 on, two keys, one of them a prefix: all but the last query see only the first key."""
     x, gradient = arrays(np.random.default_rng(0), 4, 2, batch=1, heads=1, kv_heads=1)
@@ -129,7 +129,7 @@ def test_a_query_at_minus_one_is_no_padding(impl: str) -> None:
     np.testing.assert_allclose(o[0, :3, 0], np.repeat(x[2][0, :1, 0], 3, 0), rtol=1e-6)
 
 
-@pytest.mark.parametrize("impl", ["dense", "flash", "ring"])
+@pytest.mark.parametrize("impl", few(["dense", "flash", "ring"], 2))
 def test_slopes_of_any_distance(impl: str) -> None:
     """The distance is exact when query and key are further apart than the greatest int32."""
     rng = np.random.default_rng(4)

@@ -260,6 +260,7 @@ def test_no_keys_are_gathered_for_whole_queries() -> None:
     assert text.count("psum") == 2 and text.count("pmax") == 1
 
 
+@pytest.mark.slow
 def test_merge_inside_a_map_that_keeps_count() -> None:
     x = random(2, 2, 4, 6), random(2, 24, 2, 6, seed=1), random(2, 24, 2, 5, seed=2)
     mesh = jp.MeshSpec(context=4).build(jax.devices()[:4])

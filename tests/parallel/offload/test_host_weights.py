@@ -165,6 +165,7 @@ def test_one_layer_comes_at_a_time_forward_backward_and_in_the_update() -> None:
     assert len([shape for shape, _, back in found if back]) == 6
 
 
+@pytest.mark.slow
 def test_a_state_goes_on_from_a_copy_of_it() -> None:
     layout, tx = layout_of_rules("fsdp"), jp.offload.to_host(optax.adam(LR), parameters=True, min_bytes=0)
     step = jp.train_step(layout, loss, donate=False)

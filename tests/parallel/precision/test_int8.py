@@ -13,6 +13,7 @@ import optax
 import pytest
 from generators import TIED as CONFIG
 from generators import one_device
+from profiles import few
 
 import jaxpar as jp
 from jaxpar.errors import ConfigError, JaxparError, LayoutError
@@ -40,7 +41,7 @@ def made(params: Any) -> list[list[int]]:
     return one.generate(one.prepare(params), PROMPTS, most=MOST)
 
 
-@pytest.mark.parametrize("summed", [[0], [-1], [0, 1], [1, 2]], ids=str)
+@pytest.mark.parametrize("summed", few([[0], [-1], [0, 1], [1, 2]], 2), ids=str)
 def test_no_number_is_off_by_more_than_half_a_step(summed: list[int]) -> None:
     x = jax.random.normal(jax.random.key(0), (6, 10, 7)) * jnp.arange(7)
     kept = jp.inference.Int8.of(x, summed)
@@ -65,7 +66,7 @@ def test_a_product_with_the_integers_is_one_with_the_array() -> None:
     np.testing.assert_allclose(both[1], np.tensordot(x, w, 1), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("mesh", [{"model": 4, "context": 2}, {"model": 2, "context": 4}], ids=str)
+@pytest.mark.parametrize("mesh", few([{"model": 4, "context": 2}, {"model": 2, "context": 4}], 1), ids=str)
 def test_attention_to_a_cache_in_int8_is_attention_to_what_it_stands_for(mesh: dict[str, int]) -> None:
     """Key heads are replicated where query heads are sharded, and slots are sharded."""
     rng = np.random.default_rng(0)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from profiles import few
 
 import jaxpar as jp
 from jaxpar.errors import ConfigError, ModelError
@@ -70,7 +71,7 @@ LAYOUTS: dict[str, tuple[int, jp.Zero, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", few(LAYOUTS, 2))
 def test_every_layout_skips_the_same_steps_and_scales_alike(name: str) -> None:
     devices, zero, options = LAYOUTS[name]
     layout = jp.Layout(jp.MeshSpec(data=-1).build(jax.devices()[:devices]), zero.rules(RULES))

@@ -175,6 +175,7 @@ def test_pooling_and_resizing_send_the_halo_only() -> None:
     assert bytes_by_kind(resize, layout(4, 1), x) == {"collective-permute": 2 * 2 * row}
 
 
+@pytest.mark.slow
 def test_flax_layers_take_conv() -> None:
     x = jnp.asarray(images(8, 32, 32, 3), jnp.float32)
     options: dict[str, Any] = {"strides": (2, 2), "conv_general_dilated": jp.spatial.conv}

@@ -83,7 +83,7 @@ def assert_close(got: tuple[np.ndarray, ...], expected: tuple[np.ndarray, ...], 
         assert np.abs(a - b).max() <= bound * np.abs(b).max()
 
 
-@pytest.mark.parametrize(("kind", "mesh"), few(GRIDS, 4, names=2))
+@pytest.mark.parametrize(("kind", "mesh"), few(GRIDS, 2, names=2))
 def test_values_and_gradients_equal_one_device(kind: str, mesh: dict[str, int]) -> None:
     x, gate, up, down, weights = arrays()
     with jax.default_matmul_precision("highest"):

@@ -82,6 +82,7 @@ class PlainMlp(nnx.Module):
         return jp.hint(hidden @ self.down[...], "batch", "embed")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "mesh"), few(MESHES, 1, names=2))
 def test_a_model_of_plain_matmuls_runs_by_rules_alone(kind: Any, mesh: dict[str, int]) -> None:
     x = np.random.default_rng(0).normal(size=(8, 24)).astype(np.float32)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from profiles import few, few_pairs
 
 import jaxpar as jp
 from jaxpar.errors import LayoutError
@@ -61,11 +62,11 @@ def in_two_rounds(mesh: Any, axes: Any) -> tuple[int, ...]:
     return (devices // 2, 2)
 
 
-@pytest.mark.parametrize("rounds", [False, True], ids=["at once", "in rounds"])
-@pytest.mark.parametrize(("name", "kv_heads"), CASES)
+@pytest.mark.parametrize(("rounds", "case"), few_pairs([False, True], CASES, len(CASES)))
 def test_projections_and_their_gradients_equal_plain_products(
-    name: str, kv_heads: int, rounds: bool, monkeypatch: pytest.MonkeyPatch
+    rounds: bool, case: tuple[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    name, kv_heads = case
     if rounds:
         monkeypatch.setattr(hierarchical, "gather_rounds", in_two_rounds)
     x, ws = inputs(kv_heads)
@@ -236,7 +237,7 @@ def test_a_table_over_the_axes_of_the_sequence_is_exchanged_too(sizes: dict[str,
         np.testing.assert_array_equal(jax.jit(lambda x: lookup(x, ids, x.dtype))(words), words[ids])
 
 
-@pytest.mark.parametrize("over", [("data",), ()], ids=["split over columns too", "over words alone"])
+@pytest.mark.parametrize("over", few([("data",), ()], 1), ids=["split over columns too", "over words alone"])
 def test_a_table_that_is_gathered_by_hand_gives_the_same(over: tuple[str, ...]) -> None:
     random = np.random.default_rng(0)
     rules = {"batch": "data", "seq": None, "residual_seq": None, "vocab": "pipeline", "embed": None}

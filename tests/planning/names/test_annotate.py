@@ -95,13 +95,13 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize("case", models.CASES)
+@pytest.mark.parametrize("case", few(models.CASES, 6))
 def test_dims_are_found(case: str) -> None:
     found = found_in(case)
     assert {path: found[path] for path in EXPECTED[case]} == EXPECTED[case]
 
 
-@pytest.mark.parametrize("case", models.CASES)
+@pytest.mark.parametrize("case", few(models.CASES, 6))
 def test_no_array_has_a_name_twice(case: str) -> None:
     annotation = jp.annotate(*models.CASES[case]())
     for array in annotation.arrays:
@@ -144,7 +144,7 @@ OURS = {
 }
 
 
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", few(OURS, 1))
 def test_our_models_without_their_names_are_named_as_by_hand(name: str) -> None:
     make_model, loss_fn, batch = OURS[name]
     rules = dict.fromkeys(("batch", "seq", "residual_seq", "embed", "mlp", "vocab", "norm", "heads", "layers"))

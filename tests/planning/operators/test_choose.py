@@ -67,7 +67,7 @@ def best(planner: ModelPlanner, chosen: ChosenSpace, topology: str = "v5e:2x4") 
     return min(found, key=lambda plan: model.cost(plan).step)
 
 
-@pytest.mark.parametrize("name", ["recursive", "dynamic_programming"])
+@pytest.mark.parametrize("name", few(["recursive", "dynamic_programming"], 1))
 def test_many_tokens_are_split_and_few_are_not(name: str) -> None:
     many, small = mlp(2**16), mlp(8)
     assert choose(many, name).space.fixed["data"] == 8

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from profiles import few
 
 from jaxpar.planning.search.best_estimate import best_estimate
 from jaxpar.planning.search.cost import CostModel, StepCost
@@ -41,15 +42,19 @@ def rank(plan: Plan, cost: StepCost, objective: Objective) -> tuple[float, float
 @pytest.mark.parametrize("objective", ["time", "memory"])
 @pytest.mark.parametrize(
     ("name", "batch", "seq", "more"),
-    [
-        ("v5e:2x4", 32, 2048, {}),
-        ("v5e:2x2*4", 32, 2048, {}),
-        ("v5e:2x4*2", 4, 32768, {}),
-        ("v5e:2x2", 64, 8192, {}),
-        ("h100:2x4", 4, 4096, {"fixed": {"model": 4}}),
-        ("h100:4x2", 8, 1024, {"fixed": {"remat": "full", "pipeline": 4}}),
-        ("v5e:2x4", 8, 2048, {"batches": (8, 256)}),
-    ],
+    few(
+        [
+            ("v5e:2x4", 32, 2048, {}),
+            ("v5e:2x2*4", 32, 2048, {}),
+            ("v5e:2x4*2", 4, 32768, {}),
+            ("v5e:2x2", 64, 8192, {}),
+            ("h100:2x4", 4, 4096, {"fixed": {"model": 4}}),
+            ("h100:4x2", 8, 1024, {"fixed": {"remat": "full", "pipeline": 4}}),
+            ("v5e:2x4", 8, 2048, {"batches": (8, 256)}),
+        ],
+        3,
+        names=4,
+    ),
 )
 def test_pruning_changes_no_result(name: str, batch: int, seq: int, more: dict[str, Any], objective: Objective) -> None:
     work, topology = llama_workload(batch, seq), Topology.parse(name)

@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from profiles import few
 
 from jaxpar.parallel.experts.options import ExpertCall
 from jaxpar.planning.search.best_estimate import best_estimate
@@ -199,7 +200,7 @@ def test_meshes_that_do_not_fit_the_experts_have_a_reason() -> None:
     assert every == set() and refused["expert crosses 8 slices: the step would wait for the network"] == 1
 
 
-@pytest.mark.parametrize("batch", [ROWS, 64 * ROWS])
+@pytest.mark.parametrize("batch", few([ROWS, 64 * ROWS], 1))
 def test_pruning_changes_no_estimate(batch: int) -> None:
     work, topology = mixture().of_batch(batch), Topology.parse("v5e:2x4")
     space = Space(("pipeline", "data", "expert", "context", "model"), ("expert_mlp",), remat=("none", "full"))

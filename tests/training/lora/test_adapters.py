@@ -215,6 +215,7 @@ def test_frozen_weights_have_no_optimizer_state_and_no_gradients() -> None:
     assert weight not in sizes(adapt(make_nnx, CONFIG))
 
 
+@pytest.mark.slow
 def test_initial_adapters_change_nothing_and_initial_weights_are_those_of_the_model() -> None:
     layout = layout_of(2, 2)
     state = jp.init(layout, adapt(make_linen, CONFIG), optax.sgd(0.1), seed=3)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from profiles import few
 
 import jaxpar as jp
 from jaxpar.training.lora import low_rank
@@ -103,7 +104,7 @@ def results(function: Callable[[Any, Any], Any], w: LowRank) -> tuple[Any, Any, 
     return mine, theirs, next(count)
 
 
-@pytest.mark.parametrize("name", [*FOLLOWED, *SUMMED])
+@pytest.mark.parametrize("name", few([*FOLLOWED, *SUMMED], 14))
 def test_value_and_gradients_are_those_of_the_sum(name: str) -> None:
     function, w = (FOLLOWED | SUMMED)[name]
     mine, theirs, count = results(function, w)
@@ -126,7 +127,7 @@ def test_a_followed_product_has_no_gradient_of_the_size_of_the_weight() -> None:
 LAYOUT = {"batch": "data", "embed": None, "mlp": "model", "params": {"embed": "data"}}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", few(["float32", "bfloat16"], 1))
 def test_sharded_products_and_gathers_are_followed(dtype: str) -> None:
     layout = jp.Layout(jp.MeshSpec(data=2, model=2).build(jax.devices()[:4]), jp.Rules.from_dict(LAYOUT))
     up, gate, down = weight(8, 12), weight(8, 12, rank=1), weight(12, 8)

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
+from profiles import few
 
 import jaxpar as jp
 from jaxpar.errors import AnnotationError, LayoutError, ModelError
@@ -53,7 +54,7 @@ def test_the_seed_decides_the_parameters_in_every_layout_alike(mlp: Any) -> None
     assert not np.array_equal(other["square"], a["square"])
 
 
-@pytest.mark.parametrize("features", [24, 32, 40])
+@pytest.mark.parametrize("features", few([24, 32, 40], 2))
 def test_random_initial_values_are_bitwise_equal_however_small_the_shards(features: int, mlp: Any) -> None:
     def make(key: jax.Array) -> Any:
         draw = (jax.random.normal, jax.random.gumbel, lambda key, shape: jax.random.truncated_normal(key, -2, 2, shape))
@@ -65,11 +66,15 @@ def test_random_initial_values_are_bitwise_equal_however_small_the_shards(featur
 
 @pytest.mark.parametrize(
     ("make", "paths"),
-    [
-        (lambda w: w, [""]),
-        (lambda w: Pair(w, {"b": w}), ["first", "second/b"]),
-        (lambda w: [w, (w, w)], ["0", "1/0", "1/1"]),
-    ],
+    few(
+        [
+            (lambda w: w, [""]),
+            (lambda w: Pair(w, {"b": w}), ["first", "second/b"]),
+            (lambda w: [w, (w, w)], ["0", "1/0", "1/1"]),
+        ],
+        2,
+        names=2,
+    ),
     ids=["an array", "a named tuple", "lists"],
 )
 def test_any_pytree_is_a_model(make: Any, paths: list[str], mlp: Any, spec_of: Any) -> None:

@@ -106,7 +106,7 @@ def check(found: Any, want: tuple[float, Any]) -> None:
             ({"data": 2}, {"grad_accum_steps": 2, "grad_reduction": "per_step"}),
             ({"data": 4}, {"grad_accum_steps": 2, "grad_reduction": "per_microbatch"}),
         ],
-        3,
+        2,
         names=2,
     ),
     ids=["one device", "mesh", "each device's sums", "microbatches"],
@@ -143,7 +143,7 @@ PIPELINES: dict[str, tuple[dict[str, int], Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", few(PIPELINES, 2))
+@pytest.mark.parametrize("case", few(PIPELINES, 1))
 def test_under_a_pipeline_values_and_gradients_are_the_same(case: str, want: Any) -> None:
     sizes, pipeline = PIPELINES[case]
     check(one_step(layout_of(RULES, sizes), LOSS, make_model, batch_of(), pipeline=pipeline), want)
@@ -169,7 +169,7 @@ def test_sequences_in_chunks_read_parameters_too(activation_checkpointing: Any, 
     check(one_step(layout, CHUNKED, make_model, batch_of(), pipeline=pipeline), want)
 
 
-@pytest.mark.parametrize("pipeline", few([None, schedule("interleaved", chunks=2), schedule("circular")], 2), ids=str)
+@pytest.mark.parametrize("pipeline", few([None, schedule("interleaved", chunks=2), schedule("circular")], 1), ids=str)
 def test_evaluations_read_parameters_too(pipeline: Any, want: Any) -> None:
     layout = layout_of(RULES, {"pipeline": 2, "data": 2})
     with jax.default_matmul_precision("highest"):

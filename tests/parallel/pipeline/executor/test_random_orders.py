@@ -132,7 +132,7 @@ def alone() -> Callable[..., Any]:
     return jax.jit(jax.value_and_grad(loss, (0, 1, 2)))
 
 
-@pytest.mark.parametrize("case", few(CASES, 2), ids=str)
+@pytest.mark.parametrize("case", few(CASES, 1), ids=str)
 def test_any_order_gives_the_gradients_of_one_device(case: tuple[int, int, str, ActivationCheckpointing]) -> None:
     stages, chunks, kinds, activation_checkpointing = case
 
