@@ -17,6 +17,7 @@ from flax import nnx
 from jaxpar import hint
 from jaxpar.errors import ConfigError
 from jaxpar.nnx import axes
+from jaxpar.parallel.spatial.layers import ConvTranspose
 from jaxpar.parallel.spatial.slices import SPATIAL_DIMS, conv, max_pool
 
 _LECUN, _ZEROS, _ONES = nnx.initializers.lecun_normal(), nnx.initializers.zeros, nnx.initializers.ones
@@ -128,9 +129,9 @@ def _conv(c: UNetConfig, before: int, after: int, size: int, rngs: nnx.Rngs) -> 
     )
 
 
-def _upsample(c: UNetConfig, before: int, after: int, rngs: nnx.Rngs) -> nnx.ConvTranspose:
+def _upsample(c: UNetConfig, before: int, after: int, rngs: nnx.Rngs) -> ConvTranspose:
     """Doubles the size; its windows do not overlap, so that slices need no halo."""
-    return nnx.ConvTranspose(
+    return ConvTranspose(
         before,
         after,
         (2,) * c.space,

@@ -64,7 +64,9 @@ class Convolution:
         return result
 
 
-def conv_local(lhs: jax.Array, rhs: jax.Array, *arguments: Any, axes: Sequence[Axes], **options: Any) -> jax.Array:
+def conv_local(
+    lhs: jax.Array, rhs: jax.Array, *arguments: Any, axes: Sequence[Axes], circular: bool = False, **options: Any
+) -> jax.Array:
     """Returns this device's slice of ``jax.lax.conv_general_dilated``, inside a ``shard_map``.
 
     Each device sends the rows at the edges of its slice to its neighbours, and computes its own windows.
@@ -75,6 +77,7 @@ def conv_local(lhs: jax.Array, rhs: jax.Array, *arguments: Any, axes: Sequence[A
       *arguments: the further arguments of ``jax.lax.conv_general_dilated``, as for the whole input: ``"SAME"`` pads the
         whole image.
       axes: for each spatial dim, the manual mesh axes that shard it; ``()`` for a whole dim.
+      circular: rows of the opposite edge of the image stand for its padding.
       **options: further arguments by name.
 
     Returns:
@@ -99,8 +102,8 @@ def conv_local(lhs: jax.Array, rhs: jax.Array, *arguments: Any, axes: Sequence[A
     conv = Convolution.of(jax.ShapeDtypeStruct(shape, lhs.dtype), rhs, *arguments, **options)
     paddings = [window.padding for window in conv.windows]
     for i, (dim, names, count) in enumerate(zip(numbers.lhs_spec[2:], axes, counts, strict=True)):
-        if names:
+        if names or circular:
             halo = conv.windows[i].halo(shape[dim], count)
-            lhs = exchange_halo(lhs, dim, names, halo.before, halo.after)
+            lhs = exchange_halo(lhs, dim, names, halo.before, halo.after, circular=circular)
             paddings[i] = halo.padding
     return conv(lhs, rhs, paddings)

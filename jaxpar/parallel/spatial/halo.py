@@ -11,7 +11,9 @@ from jaxpar.errors import LayoutError
 from jaxpar.sharding.rules import Axes
 
 
-def exchange_halo(x: jax.Array, dim: int, axes: Axes, before: int, after: int, *, fill: float = 0.0) -> jax.Array:
+def exchange_halo(
+    x: jax.Array, dim: int, axes: Axes, before: int, after: int, *, fill: float = 0.0, circular: bool = False
+) -> jax.Array:
     """Returns this device's slice with rows of its two neighbours before and after it, inside a ``shard_map``.
 
     Each device sends ``before + after`` rows, and receives as many in the backward pass, in which a row's gradient
@@ -24,6 +26,7 @@ def exchange_halo(x: jax.Array, dim: int, axes: Axes, before: int, after: int, *
       before: rows of the device before.
       after: rows of the device after.
       fill: what lies beyond the edge of the whole.
+      circular: the first and the last device are neighbours, so that nothing lies beyond the edge.
 
     Returns:
       An array whose dim ``dim`` has ``before + after`` more rows.
@@ -39,6 +42,8 @@ def exchange_halo(x: jax.Array, dim: int, axes: Axes, before: int, after: int, *
     [-1.0, 0.0, 0.0, 1.0, 1.0, 2.0, 2.0, 3.0]
     """
     size = x.shape[dim]
+    if not axes and circular:
+        return jnp.pad(x, [(before, after) if i == dim else (0, 0) for i in range(x.ndim)], mode="wrap")
     if max(before, after) > size:
         raise LayoutError(
             f"a window at the edge of a slice reads {max(before, after)} rows of the neighbour's slice, but dim {dim} "
@@ -47,14 +52,15 @@ def exchange_halo(x: jax.Array, dim: int, axes: Axes, before: int, after: int, *
     if not axes or before == after == 0:
         return x
     count, index = jax.lax.axis_size(axes), jax.lax.axis_index(axes)
-    parts = [x]
+    pairs = [(i, (i + 1) % count) for i in range(count if circular else count - 1)]
+    fill, parts = 0.0 if circular else fill, [x]
     if before > 0:
         last = jax.lax.slice_in_dim(x, size - before, size, axis=dim)
-        moved = jax.lax.ppermute(last, axes, [(i, i + 1) for i in range(count - 1)])
+        moved = jax.lax.ppermute(last, axes, pairs)
         parts.insert(0, _filled(moved, index == 0, fill))
     if after > 0:
         first = jax.lax.slice_in_dim(x, 0, after, axis=dim)
-        moved = jax.lax.ppermute(first, axes, [(i + 1, i) for i in range(count - 1)])
+        moved = jax.lax.ppermute(first, axes, [(j, i) for i, j in pairs])
         parts.append(_filled(moved, index == count - 1, fill))
     return jnp.concatenate(parts, axis=dim)
 

@@ -16,6 +16,7 @@ from jaxpar.errors import LayoutError
 from jaxpar.parallel.spatial.conv import conv_local
 from jaxpar.parallel.spatial.pool import Padding, reduce_window_local, windows_of
 from jaxpar.parallel.spatial.resize import Method, Resizing, resize_local
+from jaxpar.parallel.spatial.transpose import Transposed
 from jaxpar.sharding.layout import current_layout, manual_axes
 from jaxpar.sharding.resolve import resolve
 from jaxpar.sharding.rules import Axes
@@ -58,13 +59,45 @@ def conv(
     numbers = jax.lax.conv_dimension_numbers(
         lhs.shape, rhs.shape, arguments[4] if len(arguments) > 4 else options.get("dimension_numbers")
     )
-    dtype = rhs.dtype
+    local = lambda x, kernel, axes: conv_local(x, kernel, *arguments, axes=axes, **options)
+    return _convolved("conv", local, lhs, rhs, numbers, dims)
 
-    def local(x: jax.Array, kernel: jax.Array, axes: Sequence[Axes]) -> jax.Array:
-        return conv_local(x, kernel.astype(dtype), *arguments, axes=axes, **options)
 
-    # The kernel enters in fp32, so that its gradient is summed over slices in fp32.
-    return _sliced("conv", local, lhs, numbers.lhs_spec[2:], dims, at_least_fp32(rhs), out=numbers.out_spec[2:])
+def conv_transpose(
+    lhs: jax.Array, rhs: jax.Array, *arguments: Any, dims: Sequence[str | None] | None = None, **options: Any
+) -> jax.Array:
+    """Returns ``jax.lax.conv_transpose``, computed slice by slice.
+
+    It sends the halo, which windows that do not overlap do not have, and the sum of the kernel's gradients. The layer
+    :class:`jaxpar.spatial.ConvTranspose` calls it in NNX, and
+    :func:`jaxpar.spatial.intercept_conv_transpose` in Linen.
+
+    Args:
+      lhs: the images.
+      rhs: the kernel, which no mesh axis of the spatial dims shards.
+      *arguments: the further arguments of ``jax.lax.conv_transpose``: strides, padding and so on. The padding may also
+        be ``"CIRCULAR"``, as in Flax.
+      dims: as for :func:`conv`.
+      **options: further arguments by name.
+
+    Returns:
+      The result, sharded as the input.
+
+    Raises:
+      NoLayoutError: no layout is ambient.
+      LayoutError: as :func:`conv`; slices that have more rows than ``stride`` for each row of the input, as ``"VALID"``
+        gives with a kernel larger than its stride, do not divide.
+
+    >>> import jaxpar as jp
+    >>> rules = jp.Rules(batch="data", height="context", width=None, channels=None)
+    >>> x, kernel = jnp.ones((2, 8, 8, 3)), jnp.ones((2, 2, 3, 5))
+    >>> with jp.Layout(jp.MeshSpec(data=-1, context=4).build(), rules):
+    ...     conv_transpose(x, kernel, (2, 2), "SAME").shape
+    (2, 16, 16, 5)
+    """
+    how = Transposed.of(lhs, rhs, *arguments, **options)
+    local = functools.partial(conv_local, circular=how.circular, **how.arguments)
+    return _convolved("conv_transpose", local, lhs, how.kernel(rhs), how.numbers, dims)
 
 
 def max_pool(
@@ -175,6 +208,21 @@ def resize(
         return x
 
     return _sliced("resize", local, x, range(1, x.ndim - 1), dims)
+
+
+def _convolved(
+    name: str,
+    convolve: Callable[..., jax.Array],
+    lhs: jax.Array,
+    rhs: jax.Array,
+    numbers: jax.lax.ConvDimensionNumbers,
+    dims: Sequence[str | None] | None,
+) -> jax.Array:
+    """Returns ``convolve(lhs, rhs, axes)`` of each slice."""
+    dtype = rhs.dtype
+    local = lambda x, kernel, axes: convolve(x, kernel.astype(dtype), axes=axes)
+    # The kernel enters in fp32, so that its gradient is summed over slices in fp32.
+    return _sliced(name, local, lhs, numbers.lhs_spec[2:], dims, at_least_fp32(rhs), out=numbers.out_spec[2:])
 
 
 def _sliced(
