@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import linen, nnx
 
 from jaxpar.parallel.spatial.slices import conv, conv_transpose
@@ -22,7 +21,7 @@ class ConvTranspose(nnx.ConvTranspose):
     >>> import jaxpar as jp
     >>> layer = ConvTranspose(3, 5, (2, 2), strides=(2, 2), rngs=nnx.Rngs(0))
     >>> with jp.Layout(jp.MeshSpec(context=-1).build(), jp.Rules(height="context", width=None)):
-    ...     layer(jnp.ones((1, 16, 8, 3))).shape
+    ...     layer(jax.numpy.ones((1, 16, 8, 3))).shape
     (1, 32, 16, 5)
     """
 
@@ -72,10 +71,10 @@ def intercept_conv_transpose(
 
     >>> import jaxpar as jp
     >>> layer = linen.ConvTranspose(5, (2, 2), strides=(2, 2))
-    >>> variables = layer.init(jax.random.key(0), jnp.ones((1, 16, 8, 3)))
+    >>> variables = layer.init(jax.random.key(0), jax.numpy.ones((1, 16, 8, 3)))
     >>> with jp.Layout(jp.MeshSpec(context=-1).build(), jp.Rules(height="context", width=None)):
     ...     with linen.intercept_methods(intercept_conv_transpose):
-    ...         layer.apply(variables, jnp.ones((1, 16, 8, 3))).shape
+    ...         layer.apply(variables, jax.numpy.ones((1, 16, 8, 3))).shape
     (1, 32, 16, 5)
     """
     layer = context.module

@@ -85,6 +85,7 @@ def conv_transpose(
 
     Raises:
       NoLayoutError: no layout is ambient.
+      ConfigError: an unknown padding.
       LayoutError: as :func:`conv`; slices that have more rows than ``stride`` for each row of the input, as ``"VALID"``
         gives with a kernel larger than its stride, do not divide.
 

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.lax import ConvDimensionNumbers
 
+from jaxpar.errors import ConfigError
+
 CIRCULAR = "CIRCULAR"
 
 
@@ -88,5 +90,9 @@ def _padding(size: int, stride: int, padding: str | tuple[int, int], flipped: bo
     if padding == CIRCULAR:  # as in Flax: of the rows beyond the image, half belong to each edge
         before = size - 1 - (rest + 1 if flipped else rest) // 2
         return before, size + stride - 2 - before
-    before, after = padding
-    return size - 1 - before, size - 1 - after
+    if isinstance(padding, str):
+        raise ConfigError(
+            f"conv_transpose: padding must be one of 'SAME', 'VALID', 'CIRCULAR' or pairs of numbers, got {padding!r}. "
+            f"Remedy: one of these."
+        )
+    return size - 1 - padding[0], size - 1 - padding[1]
