@@ -13,12 +13,12 @@ from hypothesis import HealthCheck, settings
 
 # How fast inputs are drawn depends on what else the machine does.
 _ANY_MACHINE: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
-settings.register_profile("fast", **_ANY_MACHINE)
+settings.register_profile("fast", **_ANY_MACHINE, max_examples=50)
 settings.register_profile("thorough", **_ANY_MACHINE, max_examples=1000)
 settings.load_profile("fast")  # the command line may select the other one afterwards
 
 
-def examples(fast: int = 100, **options: Any) -> settings:
+def examples(fast: int = 50, **options: Any) -> settings:
     """Settings of a property test: ``fast`` examples by default, ten times as many in the profile ``thorough``."""
     thorough = settings.get_current_profile_name() == "thorough"
     return settings(max_examples=10 * fast if thorough else fast, deadline=None, **options)

@@ -49,6 +49,7 @@ def run(code: str, names: dict[str, Any]) -> dict[str, Any]:
     return names
 
 
+@pytest.mark.slow
 def test_zero(start: dict[str, Any]) -> None:
     (code,) = blocks("docs/guides/zero.md")
     found = run(code, start | {"rules": jp.Rules(batch="data", embed=None, mlp=None)})
@@ -56,18 +57,21 @@ def test_zero(start: dict[str, Any]) -> None:
     assert np.isfinite(metrics["loss"])
 
 
+@pytest.mark.slow
 def test_prune(start: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     (code,) = blocks("docs/guides/prune.md")
     run(code, start)
     assert capsys.readouterr().out == "{'down/kernel': 0.5, 'up/kernel': 0.5}\n"
 
 
+@pytest.mark.slow
 def test_quantize(start: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     found = run("\n".join(blocks("docs/guides/quantize.md")), start)
     assert capsys.readouterr().out == "int4 352 2080\n"
     assert found["integers"]["up"]["kernel"].values.dtype == "int4"
 
 
+@pytest.mark.slow
 def test_finetune(start: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     found = run("\n".join(blocks("docs/guides/finetune.md")), start)
@@ -120,6 +124,7 @@ def test_schedules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert "interleaved" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_annotate() -> None:
     names = {"__name__": "annotate"}
     with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -179,6 +184,7 @@ def test_parallelize(style: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     many["train_step"].close()
 
 
+@pytest.mark.slow
 def test_huggingface(start: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (code,) = blocks("docs/guides/huggingface.md")
@@ -210,6 +216,7 @@ def test_sliced_images(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "(2, 32, 32, 4)\nP(None, 'context', 'ulysses', None)\n"
 
 
+@pytest.mark.slow
 def test_experts() -> None:
     (code,) = blocks("docs/guides/experts.md")
     found = run(code, {})

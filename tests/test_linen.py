@@ -75,6 +75,7 @@ class Stack(nn.Module):
         return nn.scan(Layer, **options, metadata_params={nn.PARTITION_NAME: "layers"})()(x, None)[0]
 
 
+@pytest.mark.slow
 def test_a_scan_of_flax_itself_names_the_stacking_dim(layout: jp.Layout) -> None:
     state, losses = trained(layout, Stack(), steps=2)
     (up, down) = (state.params["ScanLayer_0"][name]["kernel"] for name in ("Dense_0", "Dense_1"))

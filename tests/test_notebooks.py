@@ -18,20 +18,6 @@ import jupytext
 
 FOLDER = ROOT / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
-SLOW = (
-    "01_layouts",
-    "02_long_context",
-    "03_pipelines",
-    "05_your_model",
-    "06_will_it_fit",
-    "07_experts",
-    "08_checkpoints",
-    "09_parameter_servers",
-    "10_sliced_images",
-    "11_pretrained_weights",
-)
-"""By default these are not executed; their stored outputs are checked."""
-EXECUTED = [pytest.param(path, marks=[pytest.mark.slow] if path.stem in SLOW else []) for path in NOTEBOOKS]
 
 
 def stored(path: Path) -> Any:
@@ -58,7 +44,8 @@ def test_there_are_notebooks() -> None:
     assert len(NOTEBOOKS) == 11
 
 
-@pytest.mark.parametrize("path", EXECUTED, ids=lambda path: path.stem)
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_it_runs_and_its_outputs_are_current(path: Path) -> None:
     notebook = TOOL["execute"](jupytext.read(path.with_suffix(".py")))
     printed = [output.text for cell in notebook.cells for output in cell.get("outputs", []) if "text" in output]

@@ -23,8 +23,6 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from scipy.stats import spearmanr
-
 from jaxpar.app.plan import RunPlanner
 from jaxpar.errors import JaxparError, PlanError
 from jaxpar.planning.search.compiled import CompiledPlan, compile_plan
@@ -107,6 +105,8 @@ class Accuracy:
 
 def accuracy(planner: RunPlanner, stored: Stored, layers: int = 1) -> Accuracy:
     """Returns how good the planner is on the stored plans whose stages have at least so many layers."""
+    from scipy.stats import spearmanr  # takes 2 seconds, which only this function needs
+
     model = CostModel(planner.workload, TOPOLOGY)
     most = planner.workload.sizes["layers"] // layers
     known = {

@@ -101,6 +101,7 @@ def test_explain_writes_text_json_and_html(tmp_path: Path, capsys: pytest.Captur
     assert files[1].read_text().startswith("<!doctype html>") and "<table>" in files[1].read_text()
 
 
+@pytest.mark.slow
 def test_explain_fits_a_terminal_of_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", str(QUICKSTART), *settings()]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -105,7 +105,8 @@ def terminate_at_three(monkeypatch: pytest.MonkeyPatch) -> None:
 UNIT = {"mlp": "examples", "resnet": "examples", "encoder": "tokens", "gpt": "tokens"}
 
 
-@pytest.mark.parametrize("name", ["mlp", *(pytest.param(name, marks=pytest.mark.slow) for name in list(RUNS)[1:])])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
 def test_a_run_of_any_kind_is_terminated_and_resumes_on_another_mesh(
     name: str, run: Callable[..., str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -129,7 +129,6 @@ def test_the_runs_own_layout_is_a_plan(name: str, plan: Plan) -> None:
     assert given and {field: value for field, value in given.items() if getattr(plan, field) != value} == {}
 
 
-@pytest.mark.slow
 def test_the_runs_own_layout_keeps_options_that_no_plan_has() -> None:
     planner = RunPlanner(ROOT / "configs" / "bench" / "8b_pp4_fsdp4_m8.yaml")
     plan = Plan(pipeline=4, data=4, zero=3, remat="full", microbatches=8, virtual_stages=2)

@@ -176,7 +176,7 @@ ODD = st.one_of(
 )
 
 
-@examples(60)
+@examples(30)
 @given(st.data())
 def test_no_field_raises_another_error(data: st.DataObject) -> None:
     fields = fields_of(data.draw(st.sampled_from(CASES)))

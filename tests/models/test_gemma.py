@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from one_step import BOUND, LLAMA_RULES, check_grads, check_same, layout_of, one_step
-from profiles import examples
+from profiles import examples, few
 
 import jaxpar as jp
 from jaxpar.errors import ConfigError
@@ -207,7 +207,7 @@ def test_a_published_pattern_is_one_scan_and_a_rest() -> None:
     assert scan_groups((([True] * 5 + [False]) * 5)[:26]) == [(0, 24, 6), (24, 26, 1)]
 
 
-@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("softcap", few([None, 2.0], 1))
 def test_a_capped_loss_in_pieces_is_that_of_all_logits(softcap: float | None) -> None:
     x, head = (3 * jax.random.normal(jax.random.key(n), shape) for n, shape in enumerate([(2, 16, 8), (8, 24)]))
     targets = jax.random.randint(jax.random.key(2), (2, 16), 0, 24)

@@ -191,6 +191,7 @@ def shapes(layout: jp.Layout, config: LlamaConfig) -> set[tuple[int, ...]]:
     return {tuple(map(int, found.split(","))) for found in re.findall(r"\w\[(\d+(?:,\d+)*)\]", text)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "tied"), few([("tp", False), ("tp_sp", False), ("fsdp_tp", False), ("tp_sp", True)], 1, names=2)
 )

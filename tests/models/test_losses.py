@@ -87,6 +87,7 @@ def test_fractional_weights_are_divided_by_their_sum(loss: Any) -> None:
         assert float(loss(*factors, targets, jnp.zeros(targets.shape))) == 0.0
 
 
+@pytest.mark.slow
 def test_fp64_has_gradients_of_all_its_arguments() -> None:
     with jax.enable_x64(True):
         rng = np.random.default_rng(0)

@@ -100,6 +100,7 @@ def test_a_worker_that_is_killed_computes_the_same_again(mode: Any, tmp_path: Pa
     assert same(results[0].params, results[1].params)
 
 
+@pytest.mark.slow
 def test_the_bound_of_stale_workers_holds_and_is_used(tmp_path: Path) -> None:
     def slow(worker: int, workers: int) -> Any:
         read = batches(worker, workers)

@@ -114,7 +114,6 @@ def whole(shards: list[np.ndarray], like: jax.Array) -> np.ndarray:
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", few(RUNS, 1))
 def test_steps_are_those_of_the_same_optimizer_in_memory(name: str, tmp_path: Path) -> None:
     tx, min_bytes, stage, expected_paths, pieces, most = RUNS[name]

@@ -58,6 +58,7 @@ def test_equal_programs_compile_once() -> None:
     assert same.metadata.tx is tx and jax.tree.structure(one) == jax.tree.structure(same)
 
 
+@pytest.mark.slow
 def test_what_differs_compiles_again() -> None:
     start(maker())
     devices = jp.Layout(jp.MeshSpec(data=2).build(jax.devices()[2:4]), LAYOUT.rules)

@@ -149,7 +149,7 @@ def constructors() -> Iterator[tuple[str, Callable[..., Any]]]:
 
 
 CONSTRUCTORS = dict(constructors())
-EVERY = pytest.mark.parametrize("name", CONSTRUCTORS)
+EVERY = pytest.mark.parametrize("name", few(CONSTRUCTORS, len(CONSTRUCTORS) // 3))
 
 
 def build(name: str) -> Any:

@@ -95,6 +95,7 @@ def test_the_models_weights_are_what_quantize_gives(tmp_path: Path) -> None:
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
+@pytest.mark.slow
 def test_no_weight_is_gathered_to_round_it() -> None:
     here = layout(4, 2)
     shapes = jp.abstract_state(here, AWARE, TX)

@@ -149,7 +149,7 @@ def one_device(kind: str) -> list[np.ndarray]:
     return run(kind, {"data": 1})
 
 
-@pytest.mark.parametrize(("kind", "mode"), few_pairs(KINDS, MODES, 2))
+@pytest.mark.parametrize(("kind", "mode"), few_pairs(KINDS, MODES, 1))
 def test_every_cell_of_the_table(kind: str, mode: str) -> None:
     said, (sizes, stage, options) = cells()[kind, mode], MODES[mode]
     if said == "error":

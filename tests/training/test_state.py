@@ -30,6 +30,7 @@ def test_nothing_is_ever_whole_on_one_device(name: str) -> None:
     assert memory.temp_size_in_bytes < embedding, "some tensor is built whole"
 
 
+@pytest.mark.slow
 def test_init_moves_no_array_between_host_and_devices() -> None:
     layout = jp.Layout.from_yaml(LAYOUTS / "fsdp.yaml")
     program = init_program(layout, make_llama(CONFIG), optax.adamw(1e-3))

@@ -67,6 +67,7 @@ def test_steps_equal_the_loop_by_hand_and_clip_norm_equals_optax(clip_norm: floa
     assert_close(jax.device_get(state.params), by_hand(mlp, tx, 3))
 
 
+@pytest.mark.slow
 def test_clipping_a_zero_gradient_leaves_it_zero(state: Any, mlp: Any) -> None:
     loss = lambda model, batch: 0.0 * jnp.sum(model["square"])
     new, metrics = jp.train_step(mlp.layout(), loss, clip_norm=1.0, donate=False)(state, mlp.batch())

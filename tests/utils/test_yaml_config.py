@@ -59,7 +59,7 @@ def built(**values: Any) -> Config:
     return build(Config, {"name": "a", **values}, "c.yaml")
 
 
-@examples(40)
+@examples(20)
 @given(TREES)
 def test_plain_data_survives_yaml(tree: dict[str, Any]) -> None:
     assert parse_yaml(yaml.safe_dump(tree)) == tree
@@ -177,7 +177,7 @@ def test_a_circle_of_extends_is_refused(tmp_path: Path) -> None:
         load_yaml(tmp_path / "c.yaml")
 
 
-@examples(40)
+@examples(20)
 @given(TREES, TREES)
 def test_merge_keeps_every_key_and_prefers_the_changes(base: dict[str, Any], changes: dict[str, Any]) -> None:
     merged = merge(base, changes)

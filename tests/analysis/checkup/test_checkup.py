@@ -59,6 +59,7 @@ def test_the_text_says_whether_it_fits_and_what_to_change() -> None:
     assert re.search(r"^  not attributed +-\d+\.\d\d MiB\n  host +3 B$", str(small), re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_the_memory_that_kept_weights_take_is_told_with_the_key_that_asked_for_it() -> None:
     line = r"^  kept weights +336.00 MiB{}$"
     asked = dataclasses.replace(ABOUT, reshard_after_forward=False)
@@ -125,6 +126,7 @@ def texts(svg: ElementTree.Element) -> set[str | None]:
     return {node.text for node in svg.iter() if node.tag.endswith(("}text", "}title"))}
 
 
+@pytest.mark.slow
 def test_the_page_stands_alone_and_shows_three_pictures() -> None:
     about = found()
     text = page(about, "<run>", "<table>the layout</table>")

@@ -104,7 +104,6 @@ def test_the_newest_good_step_goes_on_on_another_mesh(
         restored(folder, model.params, print)
 
 
-@pytest.mark.slow
 def test_two_processes_restore_their_own_bytes_and_one_streams(
     config: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,7 +180,6 @@ class Screen(io.StringIO):
         return True
 
 
-@pytest.mark.slow
 def test_prompts_of_a_file_in_int8_until_a_text(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

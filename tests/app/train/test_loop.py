@@ -69,6 +69,7 @@ def test_a_run_learns_writes_its_metrics_and_draws_its_curve(config: Path, capsy
 WRONG = "exit 2: the configuration or the command line is wrong\n"
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_run_after_its_step_with_everything_written(
     config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

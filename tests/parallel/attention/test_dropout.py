@@ -265,6 +265,7 @@ LOCAL: dict[str, tuple[dict[str, int], P, bool, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "check"), few_pairs(LOCAL, [True, False], 1))
 def test_attention_local_drops_what_one_device_drops(name: str, check: bool) -> None:
     sizes, spec, ambient, options = LOCAL[name]

@@ -65,6 +65,7 @@ def test_a_causal_option_a_bias_and_cross_attention() -> None:
             np.testing.assert_allclose(got, nnx.dot_product_attention(q, k, v, bias=bias, **more), atol=2e-6)
 
 
+@pytest.mark.slow
 def test_it_works_under_a_sharded_sequence() -> None:
     rules = jp.Rules(batch=None, seq="context", heads=None, kv_heads=None, head_dim=None)
     want = of_nnx(nnx.dot_product_attention)(X, mask=MASKS["both"])

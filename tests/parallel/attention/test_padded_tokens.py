@@ -110,7 +110,7 @@ def test_a_row_without_keys_is_zero(impl: str) -> None:
         assert_close(run(x, gradient, bias=bias), want)
 
 
-@pytest.mark.parametrize("impl", few(MESHES, 2))
+@pytest.mark.parametrize("impl", few(sorted(MESHES, key=lambda impl: impl != "ring"), 1))
 def test_a_row_whose_scores_a_finite_bias_lowers_is_a_softmax(impl: str) -> None:
     """Such scores round to one number, so a softmax in fp32 gives all keys the same weight."""
     rng = np.random.default_rng(9)

@@ -56,7 +56,7 @@ def test_a_mask_of_any_size_is_what_its_words_say_in_a_program() -> None:
 
 
 @given(st.data(), masks(sizes, st.none() | st.just(WHERE)), st.sampled_from(["contiguous", "zigzag", "striped"]))
-@examples(50)
+@examples(25)
 def test_no_tile_that_is_left_out_has_a_visible_score(data: Any, mask: jp.Mask, order: Any) -> None:
     """Unmasked tiles have no hidden score either; also in a ring's hops, and for queries at any position."""
     ways, block, seq = 3, data.draw(st.integers(1, 5)), 18
@@ -108,7 +108,7 @@ def test_queries_may_stand_anywhere(impl: str, mask: jp.Mask) -> None:
         assert_close(found, reference(x, gradient, seen))
 
 
-@pytest.mark.parametrize("impl", few(MESHES, 2))
+@pytest.mark.parametrize("impl", few(sorted(MESHES, key=lambda impl: impl != "ring"), 1))
 def test_queries_may_stand_before_the_keys(impl: str) -> None:
     """With an offset known at trace time, a ring leaves out hops, and lists of tiles are built on the host."""
     rng = np.random.default_rng(3)
@@ -121,7 +121,7 @@ def test_queries_may_stand_before_the_keys(impl: str) -> None:
         assert_close(found, reference(x, gradient, sees(mask, offset + np.arange(queries), np.arange(keys))))
 
 
-@pytest.mark.parametrize("impl", few(["dense", "flash", "ring"], 2))
+@pytest.mark.parametrize("impl", few(["ring", "dense", "flash"], 1))
 def test_a_query_at_minus_one_is_no_padding(impl: str) -> None:
     """Four queries from -2 on, two keys, one of them a prefix: all but the last query see only the first key."""
     x, gradient = arrays(np.random.default_rng(0), 4, 2, batch=1, heads=1, kv_heads=1)
@@ -129,7 +129,7 @@ def test_a_query_at_minus_one_is_no_padding(impl: str) -> None:
     np.testing.assert_allclose(o[0, :3, 0], np.repeat(x[2][0, :1, 0], 3, 0), rtol=1e-6)
 
 
-@pytest.mark.parametrize("impl", few(["dense", "flash", "ring"], 2))
+@pytest.mark.parametrize("impl", few(["ring", "dense", "flash"], 1))
 def test_slopes_of_any_distance(impl: str) -> None:
     """The distance is exact when query and key are further apart than the greatest int32."""
     rng = np.random.default_rng(4)
@@ -143,6 +143,7 @@ def test_slopes_of_any_distance(impl: str) -> None:
         assert_close(run(x, gradient, q_offset=np.int32(offset)), want, 3e-5)
 
 
+@pytest.mark.slow
 def test_a_function_of_positions_meets_positions_of_tokens_only() -> None:
     met: list[np.ndarray] = []
 

@@ -370,6 +370,7 @@ def packed() -> dict[str, np.ndarray]:
     return {"tokens": tokens, "targets": np.roll(tokens, -1, 1), "segment_ids": ids, "order": order}
 
 
+@pytest.mark.slow
 def test_a_batch_brings_the_order_of_its_documents() -> None:
     """The loss equals that of one device, where attention ignores the order."""
     table, rules = (

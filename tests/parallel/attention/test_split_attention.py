@@ -324,6 +324,7 @@ def test_a_ring_has_no_loops_over_no_tiles() -> None:
     assert traced("ring", False, order="zigzag").count("while[") == first + in_the_loop + last
 
 
+@pytest.mark.slow
 def test_what_attention_made_is_kept_so_that_the_ring_does_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jaxpar.parallel.attention.split.ring.UNROLLED", 4)
 

@@ -40,7 +40,7 @@ MESHES = {
 }
 
 
-@examples(20)
+@examples(10)
 @given(
     rows=st.integers(1, 3),
     n=st.integers(1, 700),

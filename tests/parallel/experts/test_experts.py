@@ -314,6 +314,7 @@ def test_sizes_that_do_not_fit_are_errors_with_the_remedy() -> None:
     )
 
 
+@pytest.mark.slow
 def test_devices_with_the_same_tokens_share_the_experts() -> None:
     w, x = problem(2, np.float32)
     with layout({"data": 2, "expert": 4}, batch="data"):

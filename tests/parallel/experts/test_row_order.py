@@ -52,7 +52,7 @@ def test_rows_are_the_choices_of_each_group_in_order(case: tuple[np.ndarray, int
     assert at.row.ravel().tolist() == row.tolist()
 
 
-@examples(40)
+@examples(20)
 @given(choices(), st.sampled_from([1, 3]))
 def test_a_capacity_keeps_the_first_choices_and_slots_hold_them(case: tuple[np.ndarray, int], capacity: int) -> None:
     chosen, groups = case
@@ -91,7 +91,7 @@ def _plain(x: jax.Array, w: jax.Array, chosen: jax.Array, groups: int) -> jax.Ar
 GRADIENT, PLAIN = (jax.jit(jax.grad(f, (0, 1)), static_argnums=3) for f in (_by_rows, _plain))
 
 
-@examples(40)
+@examples(20)
 @given(st.sampled_from([1, 3, 4]), st.sampled_from([1, 2]), st.integers(0, 2**31))
 def test_an_exchange_and_its_way_back_fill_every_row_once(devices: int, local: int, seed: int) -> None:
     counts = np.random.default_rng(seed).integers(0, 4, (devices, devices * local))

@@ -85,6 +85,7 @@ def test_conv_equals_that_of_the_whole_image(slices: str) -> None:
     check(partial(run, jp.spatial.conv), whole, layout(*SLICES[slices]), x, *weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slices", few([(2, 2, 2), (1, 1, 8), (2, 1, 4)], 1))
 def test_conv_of_volumes(slices: tuple[int, int, int]) -> None:
     x, w, up = images(1, 16, 8, 8, 3), images(3, 3, 3, 3, 5), images(2, 2, 2, 5, 3)

@@ -211,6 +211,7 @@ def test_stages_1_and_2_gather_each_weight_once() -> None:
     assert report.wire_bytes() - 2 * whole < 64, report.table()  # only norm and loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", few([0, 1], 1))
 def test_microbatches_do_not_reduce_once_more(stage: int) -> None:
     """Eight microbatches reduce one microbatch's gradient bytes; per-microbatch reduction sends eight times as many."""

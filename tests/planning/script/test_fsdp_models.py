@@ -112,7 +112,8 @@ def train_vae(layout: str | None) -> tuple[Any, list[float], Any]:
     return step, losses, (nnx.state(model), nnx.state(optimizer))
 
 
-@pytest.mark.parametrize("layout", ["fsdp", pytest.param("zero1", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["fsdp", "zero1"])
 def test_a_device_keeps_its_part_of_a_vae(layout: str) -> None:
     step, losses, state = train_vae(layout)
     _, expected, reference = train_vae(None)

@@ -160,6 +160,7 @@ def nnx_step(model: Classifier, optimizer: nnx.Optimizer, metrics: nnx.Metric, b
     optimizer.update(model, grads)
 
 
+@pytest.mark.slow
 def test_an_nnx_step_that_returns_nothing_changes_its_objects() -> None:
     rows = {"x": batch_of(0)["x"], "y": np.arange(16) % 4}
     found = []

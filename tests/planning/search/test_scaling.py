@@ -86,6 +86,7 @@ def test_sizes_are_powers_of_two(text: str) -> None:
     )
 
 
+@pytest.mark.slow
 def test_weak_scaling_keeps_the_sequences_of_a_chip() -> None:
     small, large = scaled(16, 512).points
     assert (small.batch, large.batch) == (16, 512)

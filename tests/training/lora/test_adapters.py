@@ -230,6 +230,7 @@ def test_initial_adapters_change_nothing_and_initial_weights_are_those_of_the_mo
     assert 0.5 * bound < a.std() < 0.65 * bound
 
 
+@pytest.mark.slow
 def test_given_weights_make_the_state_that_init_makes_with_them() -> None:
     layout, make, tx = layout_of(2, 2), adapt(make_linen, CONFIG), optax.adam(0.1)
     state = jp.init(layout, make, tx, seed=3)

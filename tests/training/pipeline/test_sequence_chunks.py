@@ -160,6 +160,7 @@ def test_chunks_give_the_gradients_of_one_device(case: Any, one_device: Any) -> 
     )
 
 
+@pytest.mark.slow
 def test_one_chunk_is_the_program_of_whole_sequences() -> None:
     texts = [
         lowered({"pipeline": 2}, jp.Pipeline(schedule, activation_checkpointing="none")).as_text()
