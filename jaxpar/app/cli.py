@@ -20,13 +20,13 @@ Each command imports jax only when it runs, so ``jaxpar --help`` is fast.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import tyro
 from tyro.conf import Positional, UseAppendAction, arg
+from tyro.extras import subcommand_cli_from_dict
 
 from jaxpar import __version__
 from jaxpar.app.arguments import Address, Config, File, Flag, Folder, Number, Overrides, Texts
@@ -34,13 +34,13 @@ from jaxpar.app.export import ExportCommand
 from jaxpar.app.gallery import GalleryCommand
 from jaxpar.app.help import help_in_terminal
 from jaxpar.app.huggingface import ImportCommand
-from jaxpar.app.import_configuration import ConfigurationCommands
+from jaxpar.app.import_configuration import ImportDeepSpeedCommand, ImportMegatronCommand, ImportMindFormersCommand
 from jaxpar.app.launch import heartbeat
 from jaxpar.app.launch.exit_codes import ExitCode, last_line, report
 from jaxpar.app.layout_commands import Check, Explain
 from jaxpar.app.schedule import ScheduleCommand
 from jaxpar.app.tensor import TensorCommand
-from jaxpar.app.tokenize import TokenCommands
+from jaxpar.app.tokenize import TokenizeCommand, VerifyTokensCommand
 from jaxpar.errors import ConfigError, did_you_mean
 from jaxpar.utils.terminal import say
 
@@ -51,11 +51,6 @@ Prices = Annotated[
     UseAppendAction[tuple[str, ...]],
     arg(metavar="KIND=DOLLARS", help="dollars for an hour of one chip, such as v5e=1.2"),
 ]
-COMMANDS = (
-    *("train", "explain", "check", "plan", "verify", "generate", "verify-checkpoint", "schedule", "import", "export"),
-    *("tensor", "import-mindformers", "import-deepspeed", "import-megatron", "tokenize", "verify-tokens", "gallery"),
-    "doctor",
-)
 
 
 @dataclass(frozen=True)
@@ -289,6 +284,29 @@ class VerifyCheckpoint:
         return 0
 
 
+COMMANDS: dict[str, Callable[..., Any]] = {
+    "train": Train,
+    "explain": Explain,
+    "check": Check,
+    "plan": PlanCommand,
+    "verify": Verify,
+    "generate": Generate,
+    "verify-checkpoint": VerifyCheckpoint,
+    "schedule": ScheduleCommand,
+    "import": ImportCommand,
+    "export": ExportCommand,
+    "tensor": TensorCommand,
+    "import-mindformers": ImportMindFormersCommand,
+    "import-deepspeed": ImportDeepSpeedCommand,
+    "import-megatron": ImportMegatronCommand,
+    "tokenize": TokenizeCommand,
+    "verify-tokens": VerifyTokensCommand,
+    "gallery": GalleryCommand,
+    "doctor": Doctor,
+}
+_DESCRIPTION = "Explained and proven parallelism for Flax models."
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status; an error is printed as a short message, never as a traceback.
 
@@ -306,7 +324,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         return int(ExitCode.CONFIGURATION)
     with help_in_terminal():
-        chosen = _parse(arguments)
+        # It exits after ``--help``, and with 2 if an argument is wrong.
+        chosen = subcommand_cli_from_dict(COMMANDS, prog="jaxpar", description=_DESCRIPTION, args=arguments)
     status, out = int(ExitCode.FAILED), sys.stderr
     try:
         status, out = int(chosen.run()), sys.stdout
@@ -315,31 +334,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if isinstance(chosen, Train) and not heartbeat.listened():
         print(last_line(status), file=out)
     return status
-
-
-def _parse(arguments: Sequence[str] | None) -> Any:
-    """Returns the command of a command line; exits after ``--help``, and with 2 if an argument is wrong."""
-    command: Any = tyro.cli(
-        Train
-        | Explain
-        | Check
-        | Annotated[PlanCommand, tyro.conf.subcommand("plan")]
-        | Verify
-        | Generate
-        | VerifyCheckpoint
-        | Annotated[ScheduleCommand, tyro.conf.subcommand("schedule")]
-        | Annotated[TensorCommand, tyro.conf.subcommand("tensor")]
-        | Annotated[ImportCommand, tyro.conf.subcommand("import")]
-        | Annotated[ExportCommand, tyro.conf.subcommand("export")]
-        | ConfigurationCommands
-        | TokenCommands
-        | Annotated[GalleryCommand, tyro.conf.subcommand("gallery")]
-        | Doctor,
-        prog="jaxpar",
-        description="Explained and proven parallelism for Flax models.",
-        args=arguments,
-    )
-    return command
 
 
 if __name__ == "__main__":

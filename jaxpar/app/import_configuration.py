@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from tyro.conf import Positional, UseAppendAction, arg, subcommand
+from tyro.conf import Positional, UseAppendAction, arg
 
 from jaxpar.app.arguments import File, Number, write_text
 from jaxpar.errors import ConfigError, DamagedError, JaxparError
@@ -100,14 +100,6 @@ class ImportMegatronCommand(ImportMindFormersCommand):
         arguments = read_script(_read_text(self.file), str(self.file), variables)
         importer = functools.partial(import_megatron, conditions=self.conditions)
         return convert(self, "import-megatron", arguments, importer)
-
-
-ConfigurationCommands = (
-    Annotated[ImportMindFormersCommand, subcommand("import-mindformers")]
-    | Annotated[ImportDeepSpeedCommand, subcommand("import-deepspeed")]
-    | Annotated[ImportMegatronCommand, subcommand("import-megatron")]
-)
-"""The commands of this module."""
 
 
 def _read_text(file: Path) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from tyro.conf import Positional, UseAppendAction, arg, subcommand
+from tyro.conf import Positional, UseAppendAction, arg
 
 from jaxpar.errors import ConfigError
 
@@ -109,11 +109,6 @@ class VerifyTokensCommand:
         found.verify()
         print(f"{self.file}: {_line(found)}; all bytes match the checksum")
         return 0
-
-
-type TokenCommands = (
-    Annotated[TokenizeCommand, subcommand("tokenize")] | Annotated[VerifyTokensCommand, subcommand("verify-tokens")]
-)
 
 
 def _line(file: TokenFile) -> str:
