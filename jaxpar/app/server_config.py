@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from jaxpar.errors import prefixed
+from jaxpar.parameter_server.config import ServerConfig, ServerTable
 
 
 @dataclass(frozen=True)
-class ServerSettings:
+class ServerSettings(ServerTable):
     """A run with parameter servers: ``{mode: stale_synchronous, staleness: 4, servers: 2, workers: 4}``.
 
     Attributes:
@@ -21,24 +22,12 @@ class ServerSettings:
       resources: Ray resources of each worker: ``{CPU: 4, GPU: 1}``.
     """
 
-    mode: str = "synchronous"
-    servers: int = 1
-    workers: int = 2
-    staleness: int = 0
-    sync_every: int = 1
-    outer_learning_rate: float = 0.7
-    outer_momentum: float = 0.9
-    compression: Literal["int8"] | None = None
-    piece_bytes: int = 2**26
-    snapshot_every: int = 100
-    patience: float = 120.0
-    max_restarts: int = 100
     cluster: Literal["ray", "threads"] = "ray"
     address: str | None = None
     resources: dict[str, float] = field(default_factory=lambda: {"CPU": 1.0})
 
 
-def server_config(settings: ServerSettings, servers: int | None, workers: int | None) -> object:
+def server_config(settings: ServerSettings, servers: int | None, workers: int | None) -> ServerConfig:
     """Returns the :class:`jaxpar.parameter_server.ServerConfig` of a run.
 
     Args:
@@ -48,10 +37,7 @@ def server_config(settings: ServerSettings, servers: int | None, workers: int | 
     Raises:
       ConfigError: a value is out of range; the text names the key.
     """
-    from jaxpar.parameter_server.config import ServerConfig
-
-    names = {one.name for one in dataclasses.fields(ServerConfig)}
-    values = {name: value for name, value in dataclasses.asdict(settings).items() if name in names}
+    values: dict[str, Any] = {one.name: getattr(settings, one.name) for one in dataclasses.fields(ServerConfig)}
     values |= {} if servers is None else {"servers": servers}
     values |= {} if workers is None else {"workers": workers}
     with prefixed("parallel."):

@@ -14,7 +14,25 @@ MODES = get_args(ServerMode.__value__)
 
 
 @dataclass(frozen=True)
-class ServerConfig:
+class ServerTable:
+    """The values of a :class:`ServerConfig`, as a table of a configuration may have them: not checked."""
+
+    mode: str = "synchronous"
+    servers: int = 1
+    workers: int = 2
+    staleness: int = 0
+    sync_every: int = 1
+    outer_learning_rate: float = 0.7
+    outer_momentum: float = 0.9
+    compression: Literal["int8"] | None = None
+    piece_bytes: int = 2**26
+    snapshot_every: int = 100
+    patience: float = 120.0
+    max_restarts: int = 100
+
+
+@dataclass(frozen=True)
+class ServerConfig(ServerTable):
     """Servers, workers, and when the servers apply what the workers push.
 
     Attributes:
@@ -44,17 +62,6 @@ class ServerConfig:
     """
 
     mode: ServerMode = "synchronous"
-    servers: int = 1
-    workers: int = 2
-    staleness: int = 0
-    sync_every: int = 1
-    outer_learning_rate: float = 0.7
-    outer_momentum: float = 0.9
-    compression: Literal["int8"] | None = None
-    piece_bytes: int = 2**26
-    snapshot_every: int = 100
-    patience: float = 120.0
-    max_restarts: int = 100
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:

@@ -55,7 +55,7 @@ def go(file: Path, settings: Sequence[str], loaded: Loaded, options: LaunchOptio
       JaxparError: the configuration is not one of servers, Ray cannot be reached, or what a worker raised.
     """
     table = loaded.config.parallel.parameter_server or ServerSettings()
-    config: Any = server_config(table, options.servers, options.workers)
+    config = server_config(table, options.servers, options.workers)
     check_run(loaded.config, config)
     console = RunConsole()
     with _in_cluster(table, config, console):
