@@ -150,10 +150,8 @@ class Job:
             return {"precision": self.precision}
         if isinstance(self.pipeline, jp.pipeline.Asynchronous):
             one = jp.pipeline.schedule("1f1b", self.pipeline.stages, self.pipeline.microbatches)
-            return {
-                "precision": self.precision,
-                "pipeline": jp.Pipeline(one, layers_per_stage=self.pipeline.layers_per_stage),
-            }
+            pipeline = jp.Pipeline(one, layers_per_stage=self.pipeline.layers_per_stage)
+            return {"precision": self.precision, "pipeline": pipeline}
         return {"precision": self.step_options()["precision"], "pipeline": self.pipeline}
 
     @functools.cached_property
@@ -220,10 +218,8 @@ class Job:
                 f"{ring_size} devices, but data.seq={data.seq} is not a multiple of {2 * ring_size}. Remedy: set "
                 f"data.seq to a multiple of {2 * ring_size}."
             )
-        return {
-            **options,
-            "arrange": functools.partial(jp.context.balanced_packing, num_shards=ring_size, chunks=chunks),
-        }
+        arrange = functools.partial(jp.context.balanced_packing, num_shards=ring_size, chunks=chunks)
+        return {**options, "arrange": arrange}
 
     def compiler_options(self, platform: str) -> dict[str, Any] | None:
         """XLA options for a platform, as ``jax.stages.Lowered.compile`` takes them; ``None`` if none are configured."""
@@ -420,16 +416,12 @@ def _check_one_bit(
 ) -> None:
     """Reject options that ``one_bit_adam`` does not support; the error names both keys."""
     groups = [name for name, value in vars(fusion).items() if isinstance(value, tuple)]
-    clip = "optimizer.clip_norm"
+    clip, signs = "optimizer.clip_norm", "it reduces gradients in fp32 during its warm-up, and sends signs afterwards"
     unsupported = [
         (clip, config.optimizer.clip_norm, "the norm of the gradient over all devices is not known"),
         ("parallel.optimizer", zero.stage or None, "weights and moments must be replicated (stage 0)"),
         ("parallel.offload", config.parallel.offload.optimizer, "its state stays on the devices"),
-        (
-            "precision.reduce",
-            precision.reduce,
-            "it reduces gradients in fp32 during its warm-up, and sends signs afterwards",
-        ),
+        ("precision.reduce", precision.reduce, signs),
         *((f"parallel.fusion.{name}", True, "it sends all signs together") for name in groups),
     ]
     for key, value, why in unsupported:

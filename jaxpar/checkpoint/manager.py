@@ -8,9 +8,10 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import jax
 
@@ -37,7 +38,7 @@ class Restored:
     manifest: Manifest
 
 
-class CheckpointManager:
+class CheckpointManager(AbstractContextManager["CheckpointManager"]):
     """A folder of checkpoints, locked while the manager is open; use it as a context manager.
 
     A save that fails (full disk, folder not writable) is reported through ``tell`` and retried later. It does not end
@@ -269,9 +270,6 @@ class CheckpointManager:
             self.wait()
         finally:
             self._release_lock()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()

@@ -124,7 +124,7 @@ class Manifest:
         try:
             body = json.loads(_dump(body))
             check_metadata(body["metadata"], "metadata")
-            return _dump({**body, "checksum": _digest(body)})
+            return _dump({**body, "checksum": _digest(_dump(body))})
         except (TypeError, ValueError, RecursionError) as error:
             raise CheckpointError(f"metadata: {error}. A manifest stores JSON with finite numbers only.") from error
 
@@ -152,7 +152,8 @@ class Manifest:
                 f"{where} has schema {shown(found)}, but this version of jaxpar reads schema {SCHEMA}. {REMEDY}"
             )
         try:
-            intact = tuple(sorted(data)) == _KEYS and _dump(data) == content and data["checksum"] == _digest_in(content)
+            body = "{" + content[content.index(",") + 1 :]  # of a canonical text, whose first item is the checksum
+            intact = tuple(sorted(data)) == _KEYS and _dump(data) == content and data["checksum"] == _digest(body)
         except (ValueError, RecursionError):
             intact = False
         if not intact:
@@ -239,14 +240,8 @@ def _dump(data: Any) -> str:
     return json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False) + "\n"
 
 
-def _digest(body: Any) -> str:
-    return hashlib.blake2b(_dump(body).encode(), digest_size=16).hexdigest()
-
-
-def _digest_in(content: str) -> str:
-    """The digest of a canonical text without its checksum, which is its first item."""
-    body = content.index(",") + 1
-    return hashlib.blake2b(f"{{{content[body:]}".encode(), digest_size=16).hexdigest()
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _too_large(content: str) -> str | None:

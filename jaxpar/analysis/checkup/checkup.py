@@ -204,9 +204,8 @@ def check_up(
             raise
         return Checkup(str(parsed), layout.sizes, None, None, None, None, (found,), held, str(error))
     report = examine(step, layout.sizes, held, about)
-    if imbalance is None:
-        return report
-    return dataclasses.replace(report, imbalance=load_imbalance(step, report.mesh, imbalance))
+    loads = None if imbalance is None else load_imbalance(step, report.mesh, imbalance)
+    return dataclasses.replace(report, imbalance=loads)
 
 
 def examine(

@@ -200,11 +200,8 @@ def _shared_facts(job: Job, prompts: Sequence[str], options: GenerateOptions) ->
         start, digest = f"{text[:20]!r}{'...' if len(text) > 20 else ''}", _digest(text.encode(errors="surrogatepass"))
         texts[f"prompt {number}"] = f"{start} of {len(text)} characters (sha256 {digest})"
     own = {name: getattr(options, name) for name in ("most", "seed", "slots", "batch", "stop", "int8")}
-    own |= {
-        "tokenizer": job.tokenizer.digest,
-        "sampling": repr(options.sampling),
-        "checkpoint": "one" if options.checkpoint else "none",
-    }
+    own |= {"tokenizer": job.tokenizer.digest, "sampling": repr(options.sampling)}
+    own |= {"checkpoint": "one" if options.checkpoint else "none"}
     values = flatten(config_values(job)).items()
     config = {f"{name} in the configuration": value for name, value in values if name.startswith(_SAME)}
     return {"the number of prompts": len(prompts), **texts, **own, **config}

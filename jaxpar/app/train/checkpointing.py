@@ -7,10 +7,10 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import jax
 from rich.console import Console
@@ -31,8 +31,10 @@ from jaxpar.utils.multihost import gather
 _IGNORED_KEYS = ("checkpoint", "generate", "output", "cpu_devices", "supervise")
 """Configuration keys that do not affect the results."""
 
+type MakeMetadata = Callable[[], Mapping[str, Any]]
 
-class Saver:
+
+class Saver(AbstractContextManager["Saver"]):
     """A run's checkpoints, as a context manager; does nothing if the configuration has no ``checkpoint``.
 
     Args:
@@ -127,14 +129,7 @@ class Saver:
         return self._manager is not None and self._manager.overdue
 
     def after(
-        self,
-        step: int,
-        state: jp.TrainState,
-        metadata: Callable[[], Mapping[str, Any]],
-        runner: Any,
-        *,
-        overdue: bool | None = None,
-        failing: bool = False,
+        self, step: int, state: jp.TrainState, metadata: MakeMetadata, runner: Any, *, overdue: bool, failing: bool
     ) -> None:
         """Save the state after ``step`` if a save is due; while steps are ``failing``, postpone it."""
         if self._manager is None:
@@ -143,7 +138,7 @@ class Saver:
         if self._postponed and not failing:
             self.save(step, state, metadata(), runner)
 
-    def last(self, step: int, state: jp.TrainState, metadata: Callable[[], Mapping[str, Any]], runner: Any) -> None:
+    def last(self, step: int, state: jp.TrainState, metadata: MakeMetadata, runner: Any) -> None:
         """Save the state after ``step``, unless it is saved already, and wait until the checkpoint is complete.
 
         A save that fails is retried once; if that fails too, ``unsaved`` says what is lost.
@@ -199,9 +194,6 @@ class Saver:
         if like is not None:
             return like
         return jp.lora.without_frozen(jp.abstract_state(self._layout, job.make_model, job.tx, job.precision))
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         if self._manager is not None:

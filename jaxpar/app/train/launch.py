@@ -98,7 +98,7 @@ def go(config: Path, settings: Sequence[str], options: LaunchOptions) -> int:
             lines = next_commands(config, settings, loaded.config)
             print(shown(lines, terminal_width()))
         return status
-    return supervise(config, settings, loaded, options, policy, 1 if count is None else count)
+    return supervise(config, settings, loaded, options, policy, 1 if count is None else count, Task())
 
 
 def _train(loaded: Loaded, options: LaunchOptions) -> int:
@@ -184,7 +184,7 @@ def supervise(
     options: LaunchOptions,
     policy: Policy,
     count: int,
-    task: Task | None = None,
+    task: Task,
 ) -> int:
     """Run ``count`` processes of this run to their end; returns the exit status.
 
@@ -194,12 +194,11 @@ def supervise(
       options: the command line's options about processes.
       policy: when to restart.
       count: number of processes that this host starts.
-      task: the command that they run; by default ``jaxpar train``.
+      task: the command that they run.
 
     Raises:
       LaunchError: the options contradict each other, or the run cannot be divided among the processes.
     """
-    task = task or Task()
     run, total, first = loaded.config, options.process_count or count, options.process_id or 0
     _check_nesting(count, options)
     _check_hosts(count, total, first, options)

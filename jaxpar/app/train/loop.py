@@ -28,7 +28,7 @@ from jaxpar.app.train.metrics import MetricsWriter, loss_metrics, peak_flops
 from jaxpar.app.train.process_sync import ProcessStatus, StatusExchange, Stragglers
 from jaxpar.app.train.profile import Profiler
 from jaxpar.app.train.programs import StepPrograms
-from jaxpar.app.train.progress import StepLine
+from jaxpar.app.train.progress import Rate, StepLine
 from jaxpar.app.train.run_data import RunData, open_data
 from jaxpar.app.train.signals import Stop, signal_name
 from jaxpar.app.train.spikes import LossWatch, SkippedBatches
@@ -154,7 +154,7 @@ class Run:
                 loss, seconds = self._step(number)
                 self._profiler.after(number)
                 self._exchange_status(number)
-                line.update(number, loss, summary.heldout, seconds, *self._rate(seconds), self._loss_metrics)
+                line.update(number, loss, summary.heldout, seconds, self._rate(seconds), self._loss_metrics)
                 if self._watch.trouble:
                     number = self._roll_back(number, loss)
                 elif number < steps and not self._signal:
@@ -422,13 +422,13 @@ class StepTimer:
         return found
 
 
-def _rates(job: Job, layout: jp.Layout) -> Callable[[float], tuple[float, float | None]]:
+def _rates(job: Job, layout: jp.Layout) -> Callable[[float], Rate]:
     """A function from the seconds of a step to tokens (or else examples) per second, and MFU if the FLOPs are known."""
     data, model, peak = job.config.data, job.model, peak_flops(jax.devices()[0].device_kind)
     count = data.batch if job.tokens is None else job.tokens
     flops = step_flops(job) if isinstance(model, LlamaConfig) else None
 
-    def rate(seconds: float) -> tuple[float, float | None]:
+    def rate(seconds: float) -> Rate:
         return count / seconds, flops / seconds / (peak * layout.mesh.size) if peak and flops else None
 
     return rate

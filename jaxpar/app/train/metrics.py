@@ -7,11 +7,11 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from io import FileIO
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -53,7 +53,7 @@ def loss_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
     return {f"loss/{name}" if name in RESERVED else name: float(value) for name, value in values.items()}
 
 
-class MetricsWriter:
+class MetricsWriter(AbstractContextManager["MetricsWriter"]):
     """Appends each record to ``metrics.jsonl`` and its numbers to TensorBoard; a context manager.
 
     A failing disk does not end the run, not even at its start: the failure is reported, and the records are kept in
@@ -135,9 +135,6 @@ class MetricsWriter:
         self._file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(self._file, "".join(json.dumps(record) + "\n" for record in self.before))
         return FileIO(open_regular(self._file, os.O_WRONLY | os.O_APPEND), "ab")
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         if not self._writes:

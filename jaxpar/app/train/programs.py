@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import jax
 import numpy as np
@@ -21,7 +21,7 @@ from jaxpar.training.from_params import state_from_params
 from jaxpar.utils.multihost import settled
 
 
-class StepPrograms:
+class StepPrograms(AbstractContextManager["StepPrograms"]):
     """Training step and evaluation of a job on a layout; a context manager, because a step may hold a folder on disk.
 
     Attributes:
@@ -99,9 +99,6 @@ class StepPrograms:
         dims = job.batch_dims()
         share = row_share(self._layout, dims)
         return self._pipedream.start(state, shard_batch(self._layout, _zero_batch(job, share.count), dims, share))
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._exit_stack.close()

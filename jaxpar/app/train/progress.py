@@ -16,6 +16,9 @@ _LINES = 20
 _NARROW = 100
 """A terminal of at most so many columns shows no bar, but all of the text."""
 
+type Rate = tuple[float, float | None]
+"""Tokens or examples per second, and MFU, the share of the peak FLOP/s, if the peak is known."""
+
 
 class StepLine:
     """Shows step, loss, held-out loss, tokens/s, step time, MFU, the loss's own metrics, and the remaining time.
@@ -37,14 +40,7 @@ class StepLine:
         self._task = self._bar.add_task("train", total=steps, text="")
 
     def update(
-        self,
-        step: int,
-        loss: float,
-        heldout: float,
-        seconds: float,
-        per_second: float,
-        mfu: float | None,
-        metrics: Mapping[str, float],
+        self, step: int, loss: float, heldout: float, seconds: float, rate: Rate, metrics: Mapping[str, float]
     ) -> None:
         """Show a step that has just ended.
 
@@ -53,10 +49,10 @@ class StepLine:
           loss: its loss.
           heldout: the last held-out loss; NaN, which is left out, if this process does not know it.
           seconds: its duration.
-          per_second: tokens or examples per second.
-          mfu: the share of the peak FLOP/s, or ``None`` if the peak is unknown.
+          rate: tokens or examples per second, and the share of the peak FLOP/s.
           metrics: what the loss returned besides.
         """
+        per_second, mfu = rate
         known = "" if math.isnan(heldout) else f"  held-out {heldout:.4f}"
         text = f"loss {loss:.4f}{known}  {per_second:,.0f} {self._unit}/s  {seconds * 1e3:.0f} ms/step"
         text += f"  MFU {mfu:.1%}" if mfu is not None else ""

@@ -128,11 +128,9 @@ def conclude(summary: Summary, folder: Path, console: Console, saver: Saver) -> 
         try:
             curve = (folder / "loss.png", summary.losses, summary.evals, lines)
             draw_loss(*curve, title=f"{summary.steps} steps{speed}", ylabel=label)
-        except OSError as error:  # a full disk must not end the run
-            console.print(escape(f"{folder}/loss.png cannot be written: {error.strerror}"))
-            picture = ""
-        except MissingExtraError as error:
-            console.print(escape(str(error)))
+        except (OSError, MissingExtraError) as error:  # a full disk must not end the run
+            unwritten = isinstance(error, OSError) and f"{folder}/loss.png cannot be written: {error.strerror}"
+            console.print(escape(unwritten or str(error)))
             picture = ""
     console.print()
     unsaved = ", but the last step is not saved" if saver.unsaved else ""
