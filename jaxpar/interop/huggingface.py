@@ -5,10 +5,8 @@ The families are those of :data:`jaxpar.interop.families.FAMILIES`. Pickle files
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,23 +15,15 @@ import jax
 import numpy as np
 import optax
 
-from jaxpar.errors import CheckpointError, ConfigError, DamagedError
+from jaxpar.errors import CheckpointError, ConfigError
 from jaxpar.interop.account import check_tensors
 from jaxpar.interop.compressed_tensors import Writes, packed_writes, quantization_fields
 from jaxpar.interop.families import CONFIG, to_config, to_fields
+from jaxpar.interop.folder import read_object, read_parameters, write_folder
 from jaxpar.interop.quantized_tensors import FIELD, scaled_tensors
-from jaxpar.interop.safetensors import (
-    DTYPES,
-    STORED_DTYPES,
-    StoredTensor,
-    create_files,
-    lay_out,
-    parse_json,
-    read_tensors,
-    write_bytes,
-)
+from jaxpar.interop.safetensors import DTYPES, STORED_DTYPES, lay_out, read_tensors
 from jaxpar.interop.tensor_map import TensorRule, shared_copies, tensor_rules
-from jaxpar.interop.transfer import AnyTensor, OpenFiles, read_parameter, write_parameter
+from jaxpar.interop.transfer import AnyTensor
 from jaxpar.models.llama.config import LlamaConfig
 from jaxpar.models.moe.config import MoEConfig
 from jaxpar.models.moe.model import make_decoder
@@ -43,17 +33,12 @@ from jaxpar.sharding.layout import Layout
 from jaxpar.training.from_params import state_from_params
 from jaxpar.training.model import build_shapes, leaves_with_paths, show
 from jaxpar.training.state import abstract_state
-from jaxpar.utils.durable import remove, sync_files, sync_folder, write_atomically
 from jaxpar.utils.multihost import settled
 
 _EMBEDDING = "model.embed_tokens.weight"
-_MAX_CONFIG = 10_000_000
 _FILE_BYTES = 5 * 10**9
-_UNFINISHED = ".unfinished"
 _MOST_DEPTHS = 64
 """The most further tokens that a configuration may predict."""
-_WORKERS = 4
-"""Threads of a process; each reads parts of one tensor, of at most 16 MiB, at a time."""
 
 
 @dataclass(frozen=True)
@@ -117,17 +102,8 @@ def read_fields(directory: Path) -> dict[str, Any]:
       CheckpointError: it is missing.
       DamagedError: it is no JSON object.
     """
-    file = directory / CONFIG
-    if not file.is_file():
-        raise CheckpointError(
-            f"{directory} has no {CONFIG}. Remedy: the folder of a model, as save_pretrained of transformers writes it."
-        )
-    if file.stat().st_size > _MAX_CONFIG:
-        raise DamagedError(f"{file} must have at most {_MAX_CONFIG:,} bytes, got {file.stat().st_size:,}.")
-    fields = parse_json(file.read_bytes(), str(file))
-    if not isinstance(fields, dict):
-        raise DamagedError(f"{file} must be a JSON object, got {type(fields).__name__}.")
-    return fields
+    remedy = "the folder of a model, as save_pretrained of transformers writes it"
+    return read_object(directory / CONFIG, f"{directory} has no {CONFIG}. Remedy: {remedy}.")
 
 
 def load(
@@ -185,11 +161,10 @@ def load(
     settled(lambda: check_tensors(rules.values(), _shapes(leaves), tensors, str(root)))
 
     def read() -> Any:
-        with OpenFiles() as files, ThreadPoolExecutor(_WORKERS) as pool:
-            made = [read_parameter(pool, files, rules[path], tensors, leaf) for path, leaf in leaves.items()]
+        made, bytes_read = read_parameters(rules, tensors, seen)
         if report is not None:
-            report(LoadReport(files.bytes_read, len(tensors), ignored))
-        return jax.tree.unflatten(jax.tree.structure(seen), made)
+            report(LoadReport(bytes_read, len(tensors), ignored))
+        return made
 
     params = settled(read)
     if tx is None:
@@ -250,7 +225,6 @@ def export(
       CheckpointError: the folder exists, or the parameters are not those of the configuration's model.
       ConfigError: no family can express the configuration, or ``dtype`` is not supported.
     """
-    target = Path(os.path.abspath(directory))
     leaves = {show(path): leaf for path, leaf in leaves_with_paths(params, is_leaf=is_quantized)}
     written = to_fields(config, family)
     rules = tensor_rules(config)
@@ -261,7 +235,6 @@ def export(
     if dtype is not None and dtype not in spelled:
         raise ConfigError(f"export: dtype must be one of {', '.join(spelled)}, got {dtype!r}.")
     written |= {"torch_dtype": dtype or config.param_dtype, **(fields or {})}
-    here = target.with_name(target.name + _UNFINISHED)
     writes, extra = _writes([*rules, *shared_copies(config)], leaves)
     shapes = {
         name: (_spelling(array, dtype), rule.shape(tuple(array.shape)))
@@ -269,11 +242,7 @@ def export(
         for _, name in rule.names(tuple(array.shape))
     }
     shapes |= {name: ("I64", (2,)) for name in extra}
-    stored = lay_out(here, shapes, file_bytes)
-    first = jax.process_index() == 0
-    settled(lambda: _create(here, target, stored) if first else None)
-    settled(lambda: _write(writes, extra if first else {}, stored))
-    settled(lambda: _finish(here, target, written) if first else None)
+    write_folder(directory, lambda here: lay_out(here, shapes, file_bytes), writes, extra, (CONFIG, written))
 
 
 def _check_params(leaves: Mapping[str, Any], config: LlamaConfig) -> None:
@@ -288,14 +257,6 @@ def _check_params(leaves: Mapping[str, Any], config: LlamaConfig) -> None:
             f"export: the parameters are not those of the configuration's model: {', '.join(wrong[:8])}. "
             "Remedy: params=state.params, and the configuration that it was made with."
         )
-
-
-def _create(here: Path, target: Path, stored: Mapping[str, StoredTensor]) -> None:
-    if target.exists():
-        raise CheckpointError(f"export: {target} exists. Remedy: delete it, or use another name.")
-    remove(here)  # left by an export that was killed
-    here.mkdir(parents=True)
-    create_files(stored.values())
 
 
 def _writes(rules: list[TensorRule], leaves: Mapping[str, Any]) -> tuple[Writes, dict[str, np.ndarray]]:
@@ -316,19 +277,3 @@ def _spelling(array: Any, dtype: str | None) -> str:
     """Returns the dtype of an array's tensor as a file spells it; only floats are cast."""
     name = dtype if dtype and jax.numpy.issubdtype(array.dtype, jax.numpy.floating) else array.dtype.name
     return next(spelled for spelled, known in STORED_DTYPES.items() if known.name == name)
-
-
-def _write(writes: Writes, extra: Mapping[str, np.ndarray], stored: Mapping[str, StoredTensor]) -> None:
-    with OpenFiles(os.O_WRONLY) as files:
-        for rule, array in writes:
-            write_parameter(files, rule, stored, array)
-        for name, numbers in extra.items():
-            descriptor = files.descriptor(stored[name].file)
-            write_bytes(descriptor, stored[name], 0, memoryview(numbers.view(np.uint8)))
-    sync_files({tensor.file for tensor in stored.values()})
-
-
-def _finish(here: Path, target: Path, fields: Mapping[str, Any]) -> None:
-    write_atomically(here / CONFIG, json.dumps(fields, indent=2, sort_keys=True) + "\n")
-    os.rename(here, target)
-    sync_folder(target.parent)

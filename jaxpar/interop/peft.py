@@ -7,33 +7,26 @@ is not needed.
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from jaxpar.errors import CheckpointError, ConfigError
 from jaxpar.interop.account import check_tensors
+from jaxpar.interop.folder import read_parameters, write_folder
 from jaxpar.interop.peft_config import CONFIG, config_fields, read_rank_and_alpha
-from jaxpar.interop.safetensors import DTYPES, StoredTensor, create_files, lay_out, read_header
+from jaxpar.interop.safetensors import DTYPES, StoredTensor, lay_out, read_header
 from jaxpar.interop.tensor_map import TensorRule, tensor_rules
-from jaxpar.interop.transfer import OpenFiles, read_parameter, write_parameter
 from jaxpar.models.llama.config import LlamaConfig
 from jaxpar.training.model import leaves_with_paths, show
 from jaxpar.training.model.lora import LoraKind
 from jaxpar.training.model.lora_targets import Adapter, LoraConfig
 from jaxpar.training.state import TrainState
-from jaxpar.utils.durable import remove, sync_files, sync_folder, write_atomically
 from jaxpar.utils.multihost import settled
 
 TENSORS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-_UNFINISHED = ".unfinished"
-_WORKERS = 4
 
 
 def read_lora(directory: str | os.PathLike[str], config: LlamaConfig) -> LoraConfig:
@@ -97,11 +90,8 @@ def load(directory: str | os.PathLike[str], state: TrainState, config: LlamaConf
 
     tensors = settled(check)
 
-    def read() -> list[jax.Array]:
-        with OpenFiles() as files, ThreadPoolExecutor(_WORKERS) as pool:
-            return [read_parameter(pool, files, rules[path], tensors, leaf) for path, leaf in leaves.items()]
-
-    return dataclasses.replace(state, params=jax.tree.unflatten(jax.tree.structure(state.params), settled(read)))
+    params, _ = settled(lambda: read_parameters(rules, tensors, state.params))
+    return dataclasses.replace(state, params=params)
 
 
 def export(
@@ -121,7 +111,7 @@ def export(
       CheckpointError: the folder exists.
       ConfigError: PEFT cannot express the state's adapters.
     """
-    target, kind = Path(os.path.abspath(directory)), _kind(state)
+    kind = _kind(state)
     leaves = {show(path): leaf for path, leaf in leaves_with_paths(state.params)}
     rules = list(_rules(kind.adapters, config))
     spelled = {value.name: name for name, value in DTYPES.items()}
@@ -130,36 +120,14 @@ def export(
         for rule in rules
         for _, name in rule.names(tuple(leaves[rule.path].shape))
     }
-    here = target.with_name(target.name + _UNFINISHED)
-    stored = {
-        name: dataclasses.replace(tensor, file=here / TENSORS)
-        for name, tensor in lay_out(here, dict(sorted(shapes.items())), 2**62).items()
-    }
     rank = next(iter(leaves.values())).shape[-1]
     fields = config_fields(rank, kind.scale * rank, _target_modules(kind.adapters, config, shapes), base)
-    first = jax.process_index() == 0
 
-    def create() -> None:
-        if target.exists():
-            raise CheckpointError(f"export: {target} exists. Remedy: delete it, or use another name.")
-        remove(here)  # left by an export that was killed
-        here.mkdir(parents=True)
-        create_files(stored.values())
+    def in_one_file(here: Path) -> dict[str, StoredTensor]:
+        found = lay_out(here, dict(sorted(shapes.items())), 2**62)
+        return {name: dataclasses.replace(tensor, file=here / TENSORS) for name, tensor in found.items()}
 
-    def write() -> None:
-        with OpenFiles(os.O_WRONLY) as files:
-            for rule in rules:
-                write_parameter(files, rule, stored, leaves[rule.path])
-        sync_files({tensor.file for tensor in stored.values()})
-
-    def finish() -> None:
-        write_atomically(here / CONFIG, json.dumps(fields, indent=2, sort_keys=True) + "\n")
-        os.rename(here, target)
-        sync_folder(target.parent)
-
-    settled(lambda: create() if first else None)
-    settled(write)
-    settled(lambda: finish() if first else None)
+    write_folder(directory, in_one_file, [(rule, leaves[rule.path]) for rule in rules], {}, (CONFIG, fields))
 
 
 def _kind(state: TrainState) -> LoraKind:

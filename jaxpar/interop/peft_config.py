@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from jaxpar.errors import CheckpointError, ConfigError, DamagedError
-from jaxpar.interop.safetensors import parse_json
+from jaxpar.errors import ConfigError
+from jaxpar.interop.folder import read_object
 
 CONFIG = "adapter_config.json"
-_MAX_CONFIG = 10_000_000
 _NEUTRAL: dict[str, Any] = {
     "bias": "none",
     "fan_in_fan_out": False,
@@ -55,7 +54,8 @@ def read_rank_and_alpha(root: Path) -> tuple[int, float]:
       ConfigError: it is no LoRA, or has fields that are not implemented.
       DamagedError: the file is malformed.
     """
-    fields = _read_fields(root)
+    missing = f"{root} has no {CONFIG}. Remedy: the folder of an adapter, as PEFT writes it."
+    fields = read_object(root / CONFIG, missing)
     if fields.get("peft_type") != "LORA":
         raise ConfigError(f"{CONFIG}: peft_type must be 'LORA', got {fields.get('peft_type')!r:.100}.")
     problems = [
@@ -81,18 +81,6 @@ def read_rank_and_alpha(root: Path) -> tuple[int, float]:
         raise ConfigError(f"{CONFIG}: r must be an integer, got {rank!r:.100}.")
     # rank-stabilized LoRA (arXiv:2312.03732) scales by alpha / sqrt(r)
     return rank, float(alpha) * (rank**0.5 if fields.get("use_rslora") else 1.0)  # type: ignore[arg-type]
-
-
-def _read_fields(root: Path) -> dict[str, Any]:
-    file = root / CONFIG
-    if not file.is_file():
-        raise CheckpointError(f"{root} has no {CONFIG}. Remedy: the folder of an adapter, as PEFT writes it.")
-    if file.stat().st_size > _MAX_CONFIG:
-        raise DamagedError(f"{file} must have at most {_MAX_CONFIG:,} bytes, got {file.stat().st_size:,}.")
-    fields = parse_json(file.read_bytes(), str(file))
-    if not isinstance(fields, dict):
-        raise DamagedError(f"{file} must be a JSON object, got {type(fields).__name__}.")
-    return fields
 
 
 def config_fields(rank: int, alpha: float, modules: list[str], base: str | None) -> dict[str, Any]:

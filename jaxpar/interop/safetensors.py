@@ -102,9 +102,7 @@ def read_tensors(directory: Path) -> dict[str, StoredTensor]:
 
 def _weight_map(index: Path) -> dict[str, str]:
     """Returns the index's map from tensors to file names, all of which are in the index's own folder."""
-    if index.stat().st_size > _MAX_INDEX:
-        raise DamagedError(f"{index} must have at most {_MAX_INDEX:,} bytes, got {index.stat().st_size:,}.")
-    found = parse_json(index.read_bytes(), str(index))
+    found = read_json(index, _MAX_INDEX)
     weight_map = found.get("weight_map") if isinstance(found, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise DamagedError(f"{index}: weight_map must map names of tensors to files. Remedy: copy the file again.")
@@ -180,6 +178,17 @@ def _tensor(file: Path, name: str, entry: Any, first: int) -> tuple[StoredTensor
 
 def _naturals(value: Any) -> bool:
     return isinstance(value, list) and all(type(n) is int and 0 <= n < 2**63 for n in value)
+
+
+def read_json(file: Path, most: int) -> Any:
+    """Returns the value of a JSON file of at most ``most`` bytes.
+
+    Raises:
+      DamagedError: it is larger, or no JSON.
+    """
+    if file.stat().st_size > most:
+        raise DamagedError(f"{file} must have at most {most:,} bytes, got {file.stat().st_size:,}.")
+    return parse_json(file.read_bytes(), str(file))
 
 
 def parse_json(text: bytes, where: str) -> Any:
