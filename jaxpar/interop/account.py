@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from jaxpar.errors import CheckpointError
 from jaxpar.interop.quantized_tensors import ScaledTensor
@@ -39,51 +39,41 @@ def check_tensors(
         only in their numbers (layers, experts) are listed once.
     """
     expected = {name: rule.shape(shapes[rule.path]) for rule in rules for _, name in rule.names(shapes[rule.path])}
-    missing = _kinds(name for name in expected if name not in tensors)
-    unexpected = _kinds(name for name in tensors if name not in expected)
-    nearby = [name for names in unexpected.values() for name in names][:1000]
-    problems = [_with_nearest(kind, names, nearby) for kind, names in list(missing.items())[:_MOST]]
-    problems += [
-        f"unexpected: {_named(kind, names)} {list(tensors[names[0]].shape)}" for kind, names in unexpected.items()
-    ][:_MOST]
-    found = {name: tensors[name] for name in expected if name in tensors}
-    shaped = _kinds(name for name, tensor in found.items() if tensor.shape != expected[name])
-    problems += [
-        f"shape: {_named(kind, names)} must be {list(expected[names[0]])}, got {list(found[names[0]].shape)}"
-        for kind, names in shaped.items()
-    ][:_MOST]
-    typed = _kinds(name for name, tensor in found.items() if tensor.dtype not in DTYPES)
-    problems += [
-        f"dtype: {_named(kind, names)} must be one of {', '.join(DTYPES)}, got {found[names[0]].dtype}"
-        for kind, names in typed.items()
-    ][:_MOST]
+    unexpected = [name for name in tensors if name not in expected]
+    found = [name for name in expected if name in tensors]
+    problems = [
+        *_kinds("missing", (n for n in expected if n not in tensors), lambda name: _nearest(name, unexpected[:1000])),
+        *_kinds("unexpected", unexpected, lambda name: f" {list(tensors[name].shape)}"),
+        *_kinds(
+            "shape",
+            (name for name in found if tensors[name].shape != expected[name]),
+            lambda name: f" must be {list(expected[name])}, got {list(tensors[name].shape)}",
+        ),
+        *_kinds(
+            "dtype",
+            (name for name in found if tensors[name].dtype not in DTYPES),
+            lambda name: f" must be one of {', '.join(DTYPES)}, got {tensors[name].dtype}",
+        ),
+    ]
     if problems:
-        raise CheckpointError(
-            "\n".join(
-                [
-                    f"{where} does not hold {holds}:",
-                    *(f"- {problem}" for problem in problems),
-                    f"Remedy: {remedy}.",
-                ]
-            )
-        )
+        raise CheckpointError("\n".join([f"{where} does not hold {holds}:", *problems, f"Remedy: {remedy}."]))
 
 
-def _kinds(names: Iterable[str]) -> dict[str, list[str]]:
-    """Groups names that differ only in numbers."""
-    found: dict[str, list[str]] = {}
+def _kinds(problem: str, names: Iterable[str], describe: Callable[[str], str]) -> list[str]:
+    """Returns a line for each kind of tensors: names that differ only in numbers. The first one is described."""
+    kinds: dict[str, list[str]] = {}
     for name in names:
-        found.setdefault(re.sub(r"\d+", "*", name), []).append(name)
-    return found
+        kinds.setdefault(re.sub(r"\d+", "*", name), []).append(name)
+    shown = {
+        kind: f"{same[0]:.200}" if len(same) == 1 else f"{kind:.200} ({len(same)} tensors)"
+        for kind, same in list(kinds.items())[:_MOST]
+    }
+    return [f"- {problem}: {text}{describe(kinds[kind][0])}" for kind, text in shown.items()]
 
 
-def _named(kind: str, names: list[str]) -> str:
-    return f"{names[0]:.200}" if len(names) == 1 else f"{kind:.200} ({len(names)} tensors)"
-
-
-def _with_nearest(kind: str, names: list[str], others: list[str]) -> str:
-    """Describes missing tensors, with the nearest unexpected name of the same layer, if there is one."""
-    numbers = re.findall(r"\d+", names[0])
-    same_layer = [name for name in others if re.findall(r"\d+", name) == numbers]
-    near = difflib.get_close_matches(names[0], same_layer, n=1, cutoff=0.8)
-    return f"missing: {_named(kind, names)}{f'; the nearest unexpected name is {near[0]:.200}' if near else ''}"
+def _nearest(name: str, others: list[str]) -> str:
+    """Describes the nearest unexpected name of the same layer, if there is one."""
+    numbers = re.findall(r"\d+", name)
+    same_layer = [other for other in others if re.findall(r"\d+", other) == numbers]
+    near = difflib.get_close_matches(name, same_layer, n=1, cutoff=0.8)
+    return f"; the nearest unexpected name is {near[0]:.200}" if near else ""

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxpar.analysis.units import axes_of_dims, shard_count
 from jaxpar.errors import ConfigError
 from jaxpar.interop.quantized_tensors import COMPRESSED, PACKED
 from jaxpar.interop.tensor_map import TensorRule
@@ -88,11 +89,10 @@ def _sharding(values: jax.Array, dim: int, size: int) -> Any:
     found = values.sharding
     if not isinstance(found, NamedSharding):
         return None
-    entries = [*found.spec, *[None] * (values.ndim - len(found.spec))]
-    axes = () if entries[dim] is None else (entries[dim],) if isinstance(entries[dim], str) else entries[dim]
-    if size % int(np.prod([found.mesh.shape[axis] for axis in axes], dtype=int)):
-        entries[dim] = None
-    return NamedSharding(found.mesh, PartitionSpec(*entries))
+    entries = list(axes_of_dims(found.spec, values.ndim))
+    if size % shard_count(entries[dim], found.mesh.shape):
+        entries[dim] = ()
+    return NamedSharding(found.mesh, PartitionSpec(*(axes or None for axes in entries)))
 
 
 def _input_dims(rule: TensorRule) -> list[int]:

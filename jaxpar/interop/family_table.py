@@ -8,27 +8,11 @@ from dataclasses import dataclass, field
 from jaxpar.interop.fields import Fields
 from jaxpar.interop.window_fields import PATTERN, WindowRule, after_first, all_but_every, all_if_used, all_layers
 
-IGNORED = frozenset(
-    (
-        "architectures",
-        "auto_map",
-        "bos_token_id",
-        "cache_implementation",
-        "dtype",
-        "eos_token_id",
-        "initializer_range",
-        "max_position_embeddings",
-        "model_type",
-        "num_nextn_predict_layers",
-        "output_router_logits",
-        "pad_token_id",
-        "pretraining_tp",
-        "tie_word_embeddings",
-        "torch_dtype",
-        "transformers_version",
-        "use_cache",
-    )
-)
+IGNORED = frozenset((
+    "architectures", "auto_map", "bos_token_id", "cache_implementation", "dtype", "eos_token_id", "initializer_range",
+    "max_position_embeddings", "model_type", "num_nextn_predict_layers", "output_router_logits", "pad_token_id",
+    "pretraining_tp", "tie_word_embeddings", "torch_dtype", "transformers_version", "use_cache",
+))  # fmt: skip
 """Fields that do not change what the layers compute, or that every family reads."""
 NEUTRAL: Fields = {
     "attention_bias": False,

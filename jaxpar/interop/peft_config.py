@@ -17,32 +17,12 @@ _NEUTRAL: dict[str, Any] = {
     "use_qalora": False,
 }
 """Fields that are not implemented, and the only values that they may have."""
-_IGNORED = frozenset(
-    (
-        "auto_mapping",
-        "base_model_name_or_path",
-        "corda_config",
-        "eva_config",
-        "exclude_modules",
-        "inference_mode",
-        "init_lora_weights",
-        "lora_alpha",
-        "lora_dropout",
-        "loftq_config",
-        "megatron_config",
-        "megatron_core",
-        "parent_library",
-        "peft_type",
-        "peft_version",
-        "qalora_group_size",
-        "r",
-        "revision",
-        "runtime_config",
-        "target_modules",
-        "task_type",
-        "use_rslora",
-    )
-)
+_IGNORED = frozenset((
+    "auto_mapping", "base_model_name_or_path", "corda_config", "eva_config", "exclude_modules", "inference_mode",
+    "init_lora_weights", "lora_alpha", "lora_dropout", "loftq_config", "megatron_config", "megatron_core",
+    "parent_library", "peft_type", "peft_version", "qalora_group_size", "r", "revision", "runtime_config",
+    "target_modules", "task_type", "use_rslora",
+))  # fmt: skip
 """Fields that do not change what a loaded adapter computes, or that are read."""
 
 
@@ -63,12 +43,8 @@ def read_rank_and_alpha(root: Path) -> tuple[int, float]:
         for key, value in fields.items()
         if key in _NEUTRAL and value is not None and value != _NEUTRAL[key]
     ]
-    known = {*_NEUTRAL, *_IGNORED}
-    problems += [
-        f"{key} is {value!r:.100}"
-        for key, value in fields.items()
-        if key not in known and value not in (None, False, "", [], {})
-    ]
+    others = (key for key, value in fields.items() if value not in (None, False, "", [], {}))
+    problems += [f"{key} is {fields[key]!r:.100}" for key in others if key not in {*_NEUTRAL, *_IGNORED}]
     if problems:
         raise ConfigError(
             f"{CONFIG}: these fields are not implemented: {'; '.join(problems)}. Remedy: another adapter."

@@ -98,9 +98,7 @@ _GEMMA_NORMS = (
     ("post_mlp_norm/scale", "post_feedforward_layernorm.weight"),
 )
 _ATTENTION = (
-    ("q", "q_proj.weight", "(h d) e -> e h d"),
-    ("k", "k_proj.weight", "(h d) e -> e h d"),
-    ("v", "v_proj.weight", "(h d) e -> e h d"),
+    *((name, f"{name}_proj.weight", "(h d) e -> e h d") for name in "qkv"),
     ("o", "o_proj.weight", "e (h d) -> h d e"),
 )
 _BIASES = tuple((f"{name}_bias", f"{name}_proj.bias", "(h d) -> h d") for name in "qkv")

@@ -16,7 +16,6 @@ type ValueKind = Literal["count", "natural", "integer", "number", "bool", "text"
 type NeutralKeys = tuple[tuple[str, tuple[Any, ...], str], ...]
 """Keys, separated by spaces; the values that change nothing; and the reason why others are refused."""
 
-_MISSING = object()
 _MOST = 2**24
 """The largest count. Lists have as many items as there are stages or layers."""
 
@@ -78,8 +77,10 @@ class ConfigKeys:
 
     def raw(self, path: str) -> Any:
         """Returns the value at a path, or ``None`` if there is none."""
-        value = self._find(path)
-        return None if value is _MISSING else value
+        value: Any = self.data
+        for part in path.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        return value
 
     def has(self, path: str) -> bool:
         """Whether the file has a key. A key with an empty value counts as missing."""
@@ -190,14 +191,6 @@ class ConfigKeys:
     def _record(self, path: str, status: KeyStatus, target: str, note: str) -> None:
         if self.has(path):
             self._rows[path] = KeyRow(path, self.raw(path), status, target, note)
-
-    def _find(self, path: str) -> Any:
-        value: Any = self.data
-        for part in path.split("."):
-            if not isinstance(value, Mapping) or part not in value:
-                return _MISSING
-            value = value[part]
-        return value
 
     def _covered(self, path: str) -> bool:
         parts = path.split(".")

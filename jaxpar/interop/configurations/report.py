@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -61,7 +60,8 @@ class ImportReport:
 
     def table(self) -> list[tuple[str, str, str, str]]:
         """Returns the cells of the table: key, value, status, and what it becomes or why not."""
-        return [(row.key, _short(row.value), row.status, "; ".join(_filled(row.target, row.note))) for row in self.rows]
+        becomes = lambda row: "; ".join(filter(None, (row.target, row.note)))
+        return [(row.key, _short(row.value), row.status, becomes(row)) for row in self.rows]
 
     def to_text(self) -> str:
         """Returns the table and the headline as text."""
@@ -82,18 +82,11 @@ class ImportReport:
         """
         refused = [row for row in self.rows if row.status == "refused"]
         if refused:
-            lines = [
-                f"- {row.key}{'' if row.value is None else f': {_short(row.value)}'}: {row.note}" for row in refused
-            ]
-            raise ConfigError(
-                "\n".join(
-                    (
-                        f"{self.source}: {len(refused)} key{'s' if len(refused) > 1 else ''} cannot be translated:",
-                        *lines,
-                        "Remedy: change or remove them, or import without them: --ignore KEY.",
-                    )
-                )
-            )
+            lines = [f"{self.source}: {len(refused)} key{'s' if len(refused) > 1 else ''} cannot be translated:"]
+            for row in refused:
+                lines.append(f"- {row.key}{'' if row.value is None else f': {_short(row.value)}'}: {row.note}")
+            lines.append("Remedy: change or remove them, or import without them: --ignore KEY.")
+            raise ConfigError("\n".join(lines))
 
 
 @dataclass(frozen=True)
@@ -109,10 +102,6 @@ class ImportedRun:
     config: dict[str, Any]
     report: ImportReport
     devices: int
-
-
-def _filled(*texts: str) -> Iterable[str]:
-    return filter(None, texts)
 
 
 def _short(value: Any) -> str:
