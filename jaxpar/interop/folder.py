@@ -1,4 +1,4 @@
-"""Folders of checkpoints of other libraries: a configuration and safetensors files, read and written by all processes."""
+"""Folders of checkpoints of other libraries: a configuration and safetensors files, which all processes share."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from jaxpar.errors import LayoutError
 from jaxpar.sharding.arrays import shard_array
 from jaxpar.sharding.layout import Layout
 from jaxpar.sharding.resolve import num_shards_over
-from jaxpar.training.model import leaves_with_paths, show, tag
+from jaxpar.training.model import Tagged, map_with_paths, show, tag
 
 type BatchDims = Mapping[str, Sequence[str | None]]
 """Path of an array in a batch, such as ``image`` or ``views/0``, to its logical dims."""
@@ -113,8 +113,7 @@ def shard_batch(layout: Layout, batch: Any, dims: BatchDims, share: RowShare | N
     P('data', None)
     """
     place = shard_array if share is None else _place_share(share)
-    placed = [place(layout, x, *dims[show(path)], path=show(("batch", *path))) for path, x in leaves_with_paths(batch)]
-    return jax.tree.unflatten(jax.tree.structure(batch), placed)
+    return map_with_paths(lambda path, x: place(layout, x, *dims[show(path)], path=show(("batch", *path))), batch)
 
 
 def _place_share(share: RowShare) -> Any:
@@ -142,11 +141,21 @@ def _place_share(share: RowShare) -> Any:
     return place
 
 
+def shapes_of_batch(batch: Any) -> Any:
+    """Returns the shapes of a batch, of whose arrays some may be tagged.
+
+    >>> shapes_of_batch({"x": tag(np.zeros((8, 2), "float32"), "batch", None)})
+    {'x': ShapeDtypeStruct(shape=(8, 2), dtype=float32)}
+    """
+    is_tag = lambda x: isinstance(x, Tagged)
+    plain = jax.tree.map(lambda x: x.value if is_tag(x) else x, batch, is_leaf=is_tag)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), plain)
+
+
 def tag_batch(batch: Any, dims: BatchDims) -> Any:
     """Returns the batch with each array that ``dims`` names as a tagged leaf; see :func:`jaxpar.tag`.
 
     >>> tag_batch({"x": jax.ShapeDtypeStruct((8, 2), "float32")}, {"x": ("batch", None)})["x"].dims
     ('batch', None)
     """
-    named = [tag(x, *dims[show(path)]) if show(path) in dims else x for path, x in leaves_with_paths(batch)]
-    return jax.tree.unflatten(jax.tree.structure(batch), named)
+    return map_with_paths(lambda path, x: tag(x, *dims[show(path)]) if show(path) in dims else x, batch)

@@ -301,9 +301,7 @@ def _split(layout: Layout, dims: LeafDims, path: Path, shape: tuple[int, ...]) -
     """Resolves a parameter's sharding without the batch's axes, which :meth:`OneBit.problems` reports."""
     names = dims.get(("params", *path), (None,) * len(shape))
     found, batch = layout.resolve(names, shape, role="params"), batch_axes(layout)
-    kept = tuple(
-        ResolvedDim(d.name, d.size, tuple(a for a in d.axes if a not in batch), d.rule, d.why) for d in found.dims
-    )
+    kept = tuple(replace(dim, axes=tuple(axis for axis in dim.axes if axis not in batch)) for dim in found.dims)
     return Resolved(kept, found.problems, found.used)
 
 

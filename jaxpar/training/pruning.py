@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxpar.errors import ConfigError
-from jaxpar.training.model import Path, leaves_with_paths, show
+from jaxpar.training.model import Path, leaves_with_paths, map_with_paths, show
 from jaxpar.training.model.lora_targets import matches, no_match
 from jaxpar.training.optimizers import accepted
 from jaxpar.utils.checks import is_count
@@ -104,9 +104,7 @@ def prune(tx: optax.GradientTransformation, config: PruneConfig) -> optax.Gradie
     def init(params: Any) -> PruneState:
         axes = _axes(config, params)
         mask = lambda path, w: jnp.ones(jnp.shape(w), bool) if path in axes else optax.MaskedNode()
-        leaves = [mask(path, w) for path, w in leaves_with_paths(params)]
-        masks = jax.tree.unflatten(jax.tree.structure(params), leaves)
-        return PruneState(jnp.zeros((), jnp.int32), masks, tx.init(params))
+        return PruneState(jnp.zeros((), jnp.int32), map_with_paths(mask, params), tx.init(params))
 
     def update(updates: Any, state: PruneState, params: Any = None, **extra: Any) -> tuple[Any, PruneState]:
         if params is None:
@@ -127,12 +125,8 @@ def prune(tx: optax.GradientTransformation, config: PruneConfig) -> optax.Gradie
             return jnp.where(mask, change, -w.astype(change.dtype)), mask
 
         is_mask = lambda x: isinstance(x, optax.MaskedNode)
-        rows = zip(
-            leaves_with_paths(params),
-            jax.tree.leaves(updates),
-            jax.tree.leaves(state.masks, is_leaf=is_mask),
-            strict=True,
-        )
+        masks = jax.tree.leaves(state.masks, is_leaf=is_mask)
+        rows = zip(leaves_with_paths(params), jax.tree.leaves(updates), masks, strict=True)
         pairs = [one(path, w, change, mask) for (path, w), change, mask in rows]
         build = lambda leaves: jax.tree.unflatten(jax.tree.structure(params), leaves)
         changes, masks = (build([pair[i] for pair in pairs]) for i in range(2))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from jaxpar.parallel.precision.quantized_array import (
     quantize_sharded,
 )
 from jaxpar.sharding.rules import Axes
-from jaxpar.training.model import Path, leaves_with_paths, show
+from jaxpar.training.model import Path, leaves_with_paths, map_with_paths, show
 from jaxpar.training.model.quantize_targets import QuantizeConfig, find_tiles
 from jaxpar.utils.arrays import item_bytes
 
@@ -46,13 +46,16 @@ def quantize(params: Any, config: QuantizeConfig) -> Any:
     >>> made["mlp"]["up"].values.dtype.name, made["mlp"]["up"].scales.shape, made["mlp"]["bias"].shape
     ('int4', (2, 8), (8,))
     """
-    leaves = [(_without_value(path), leaf) for path, leaf in leaves_with_paths(params, is_leaf=is_quantized)]
-    tiles = find_tiles(config, {path: tuple(leaf.shape) for path, leaf in leaves})
-    chosen = {path: leaf for path, leaf in leaves if path in tiles}
-    _check_floats(chosen.items())
+    leaves = {_without_value(path): leaf for path, leaf in leaves_with_paths(params, is_leaf=is_quantized)}
+    tiles = find_tiles(config, {path: tuple(leaf.shape) for path, leaf in leaves.items()})
+    chosen = {path: leaf for path, leaf in leaves.items() if path in tiles}
+    for path, leaf in chosen.items():
+        if is_quantized(leaf):
+            raise ConfigError(
+                f"quantize: {show(path)} {list(leaf.shape)} is quantized already. Remedy: jp.compression.dequantize."
+            )
     made = quantize_leaves(chosen, tiles, config)
-    structure = jax.tree.structure(params, is_leaf=is_quantized)
-    return jax.tree.unflatten(structure, [made.get(path, leaf) for path, leaf in leaves])
+    return map_with_paths(lambda path, leaf: made.get(_without_value(path), leaf), params, is_leaf=is_quantized)
 
 
 def quantize_leaves(
@@ -110,11 +113,3 @@ def _shards(leaf: Any) -> tuple[Mesh, tuple[Axes, ...]] | None:
 def _without_value(path: Path) -> Path:
     """Returns the path of a parameter; a variable of NNX adds one step to it."""
     return path[:-1] if len(path) > 1 and path[-1] == "value" else path
-
-
-def _check_floats(leaves: Iterable[tuple[Path, Any]]) -> None:
-    for path, leaf in leaves:
-        if is_quantized(leaf):
-            raise ConfigError(
-                f"quantize: {show(path)} {list(leaf.shape)} is quantized already. Remedy: jp.compression.dequantize."
-            )

@@ -67,11 +67,8 @@ def attend(found: FoundAttention, q_dims: Names, kv_dims: Names) -> Callable[...
         views = dict(zip((*found.masks.arrays(), *found.biases), arrays[3:], strict=True))
         dtype = jnp.result_type(q, k, v)
         how: dict[str, Any] = {"q_dims": q_dims, "kv_dims": kv_dims, "mask": found.masks.rule, "q_offset": 0}
-        how |= (
-            {"order": _order(found, q_dims, kv_dims)}
-            | {"scale": found.scale, "softcap": found.softcap}
-            | _segments(found, views)
-        )
+        how |= {"order": _order(found, q_dims, kv_dims), "scale": found.scale, "softcap": found.softcap}
+        how |= _segments(found, views)
         bias = _bias(found, views)
         if bias is None or not found.may_hide_all:
             how |= {} if bias is None else {"bias": bias}
@@ -138,9 +135,7 @@ def _absorbing(q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array, how: d
         halves = jnp.concatenate([first, second], -1), jnp.concatenate([k, k - fixed(k)], -1)
         return attention(*halves, v, bias=bias, **how)
 
-    def usual(q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array) -> jax.Array:
-        return attention(q, k, v, bias=bias, **how)
-
+    usual = lambda q, k, v, bias: attention(q, k, v, bias=bias, **how)
     return jax.lax.cond(hidden.any(), rare, usual, q, k, v, bias)
 
 

@@ -15,6 +15,7 @@ from jaxpar.planning.names.given import Given, Patterns, match
 from jaxpar.planning.names.program import NamedProgram
 from jaxpar.sharding.names import Names
 from jaxpar.training.arguments import check_loss
+from jaxpar.training.batch import shapes_of_batch
 from jaxpar.training.loss import LossFn, LossProgram, loss_program, wants_key
 from jaxpar.training.model import MakeModel, NamedModel, Tagged, build_shapes, leaves_with_paths, show
 from jaxpar.utils.contexts import experts_traced, hint_observer
@@ -144,8 +145,6 @@ class AnnotatedLoss:
 
 def _without_tags(batch: Any) -> tuple[Any, Given]:
     """The shapes of a batch, and the names of its tagged leaves by path."""
-    is_tag = lambda x: isinstance(x, Tagged)
-    leaves = leaves_with_paths(batch, is_leaf=is_tag)
+    leaves = leaves_with_paths(batch, is_leaf=lambda x: isinstance(x, Tagged))
     given = {show(("batch", *path)): (leaf.dims, "tagged") for path, leaf in leaves if isinstance(leaf, Tagged)}
-    plain = jax.tree.map(lambda x: x.value if is_tag(x) else x, batch, is_leaf=is_tag)
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jax.numpy.shape(x), x.dtype), plain), given
+    return shapes_of_batch(batch), given

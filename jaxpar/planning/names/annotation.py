@@ -7,16 +7,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax
-
 from jaxpar.analysis.units import aligned
 from jaxpar.errors import listing
 from jaxpar.planning.names.attention_sites import AttentionSite
 from jaxpar.planning.names.fold import folded
 from jaxpar.planning.names.roles import DimName
 from jaxpar.sharding.names import Names
+from jaxpar.training.batch import shapes_of_batch, tag_batch
 from jaxpar.training.loss import LossFn
-from jaxpar.training.model import MakeModel, Tagged, leaves_with_paths, show, tag
+from jaxpar.training.model import MakeModel
 
 
 @dataclass(frozen=True)
@@ -78,13 +77,7 @@ class Annotation:
         Args:
           batch: a pytree of arrays or shapes, tagged or not, of the structure that was annotated.
         """
-        is_tag = lambda x: isinstance(x, Tagged)
-        plain = jax.tree.map(lambda x: x.value if is_tag(x) else x, batch, is_leaf=is_tag)
-        leaves = [
-            tag(jax.ShapeDtypeStruct(jax.numpy.shape(x), x.dtype), *self.batch_dims[show(path)])
-            for path, x in leaves_with_paths(plain)
-        ]
-        return jax.tree.unflatten(jax.tree.structure(plain), leaves)
+        return tag_batch(shapes_of_batch(batch), self.batch_dims)
 
     def __str__(self) -> str:
         reasons: dict[str, tuple[set[int], str]] = {}

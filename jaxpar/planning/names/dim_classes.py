@@ -8,9 +8,10 @@ that are found to be one are united atom by atom.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import accumulate
 from typing import Self
 
 Dim = tuple[int, ...]
@@ -171,7 +172,7 @@ class DimClasses:
             pieces = [self.new(size) for size in sizes]
             self._set_sum(atom, pieces)
             return pieces
-        ends = set(_ends(sizes)) | set(_ends(map(self.size, known)))
+        ends = {*accumulate(sizes), *accumulate(map(self.size, known))}
         refined: list[Dim] = []
         start = 0
         for term in known:
@@ -182,13 +183,8 @@ class DimClasses:
             refined += found
             start += self.size(term)
         self._set_sum(atom, refined)
-        out, left = [], list(refined)
-        for size in sizes:
-            group: list[Dim] = []
-            while sum(map(self.size, group)) < size:
-                group.append(left.pop(0))
-            out.append(self._as_dim(tuple(group)))
-        return out
+        left = list(refined)
+        return [self._next(left, size) for size in sizes]
 
     def _set_sum(self, atom: int, pieces: Sequence[Dim]) -> None:
         self._sum[atom] = tuple(pieces)
@@ -201,6 +197,13 @@ class DimClasses:
         whole = self.new(sum(map(self.size, terms)))
         self._set_sum(whole[0], terms)
         return whole
+
+    def _next(self, left: list[Dim], size: int) -> Dim:
+        """Take the first terms of a list, which fill a dim of this size."""
+        terms: list[Dim] = []
+        while sum(map(self.size, terms)) < size:
+            terms.append(left.pop(0))
+        return self._as_dim(tuple(terms))
 
     def add(self, terms: Sequence[Dim]) -> Dim:
         """Returns the dim that is the sum of ``terms``: a known one with these pieces, or a new one."""
@@ -235,10 +238,10 @@ class DimClasses:
         if right and not left:
             self._sum[a] = right
         elif right and left:
-            ends = _ends(map(self.size, left)), _ends(map(self.size, right))
-            if set(ends[1]) < set(ends[0]):
+            ends = {*accumulate(map(self.size, left))}, {*accumulate(map(self.size, right))}
+            if ends[1] < ends[0]:
                 left, right = right, left
-            if set(ends[0]) <= set(ends[1]) or set(ends[1]) <= set(ends[0]):
+            if ends[0] <= ends[1] or ends[1] <= ends[0]:
                 self._refine(a, left, right)
             else:  # pieces that overlap, as x[1:] and x[:-1] have: one class, and of its pieces only the first are kept
                 self.misaligned += 1
@@ -247,10 +250,7 @@ class DimClasses:
         """Unite two sums, where each piece of ``coarse`` is one or several of ``fine``."""
         left = list(fine)
         for term in coarse:
-            group: list[Dim] = []
-            while sum(map(self.size, group)) < self.size(term):
-                group.append(left.pop(0))
-            self.unite(term, self._as_dim(tuple(group)))
+            self.unite(term, self._next(left, self.size(term)))
         self._sum[atom] = tuple(fine)
 
     def _root(self, atom: int) -> int:
@@ -258,11 +258,3 @@ class DimClasses:
         while parent[atom] != atom:
             parent[atom] = atom = parent[parent[atom]]
         return atom
-
-
-def _ends(sizes: Iterable[int]) -> list[int]:
-    ends, total = [], 0
-    for size in sizes:
-        total += size
-        ends.append(total)
-    return ends

@@ -117,12 +117,9 @@ def planned(plan: Plan, step: NamedStep, reason: str, search: Search | None = No
 
 
 def _default_reason(devices: Sequence[Any]) -> str:
-    kind = devices[0].device_kind
-    what = (
-        "simulated CPU devices have no speed to plan for"
-        if devices[0].platform == "cpu"
-        else (f"the figures of {kind} are not known")
-    )
+    what = f"the figures of {devices[0].device_kind} are not known"
+    if devices[0].platform == "cpu":
+        what = "simulated CPU devices have no speed to plan for"
     return (
         f"the default: {what}, and FSDP needs the least memory of the layouts that fit every model; layout= chooses "
         "another, topology= plans for other hardware"

@@ -255,7 +255,8 @@ def _updates(
         for argument in arguments:
             _, theirs, own = argument
             same = theirs == tree and len(own) == len(arrays) and _is_state(shapes, theirs, own)
-            if same and all(_alike(shapes[i], out[j]) for i, j in zip(own, arrays, strict=True)):
+            kind = lambda shape: (shape.shape, shape.dtype)
+            if same and all(kind(shapes[i]) == kind(out[j]) for i, j in zip(own, arrays, strict=True)):
                 found |= zip(own, arrays, strict=True)
                 arguments.remove(argument)
                 break
@@ -275,7 +276,3 @@ def _is_container(tree: Any) -> bool:
 def _is_state(shapes: Sequence[jax.ShapeDtypeStruct], tree: Any, own: range) -> bool:
     """Whether an argument can be state: a bare array is only if it is a key."""
     return len(own) > 0 and (tree.node_data() is not None or is_key(shapes[own.start]))
-
-
-def _alike(a: jax.ShapeDtypeStruct, b: jax.ShapeDtypeStruct) -> bool:
-    return bool(a.shape == b.shape and a.dtype == b.dtype)

@@ -190,8 +190,8 @@ class PlanReport:
             "step_seconds": c.step_seconds,
             "mfu": None if line is None else line.mfu,
             "tokens_per_second": None if line is None else line.tokens_per_second,
-            "wire_bytes": c.wire_bytes,
-            "exposed_bytes": c.exposed_bytes,
+            "wire_bytes": c.figures.wire_bytes,
+            "exposed_bytes": c.figures.exposed_bytes,
             "network": self._network(c),
             "peak_bytes": c.peak_bytes,
             "estimated": {
@@ -206,7 +206,7 @@ class PlanReport:
     def _network(self, c: Candidate) -> dict[str, Any]:
         """What crosses slices or hosts."""
         axes = Links.of(self.search.topology, c.plan.mesh).crossing
-        return {"axes": axes, "bytes": c.network_bytes, "seconds": c.network_seconds}
+        return {"axes": axes, "bytes": c.figures.network_bytes, "seconds": c.figures.network_seconds}
 
     def draw(self) -> Any:
         """Returns the plans as a picture: step time against memory, and the front of those that nothing beats in both.
@@ -220,9 +220,9 @@ class PlanReport:
 def _cells(rank: str, c: Candidate, search: Search, note: str) -> tuple[str, ...]:
     line, topology = c.compiled, search.topology
     mfu = f"{line.mfu:.1%}" if line is not None and line.mfu is not None else ""
-    sizes = (show_bytes(round(n)) for n in (c.wire_bytes, c.exposed_bytes, c.peak_bytes))
+    sizes = (show_bytes(round(n)) for n in (c.figures.wire_bytes, c.figures.exposed_bytes, c.peak_bytes))
     cells = [rank, c.plan.describe(), show_time(search.expected_step(c)), mfu, *sizes]
     if topology.slices > 1:
         axes = " × ".join(f"{axis} {n}" for axis, n in Links.of(topology, c.plan.mesh).crossing.items())
-        cells.append(f"{axes}: {show_bytes(round(c.network_bytes))}, {show_time(c.network_seconds)}")
+        cells.append(f"{axes}: {show_bytes(round(c.figures.network_bytes))}, {show_time(c.figures.network_seconds)}")
     return (*cells, note)

@@ -107,7 +107,7 @@ class Candidate:
     @property
     def step_seconds(self) -> float:
         """Seconds of a step by the roofline of its program, or as estimated."""
-        return self.cost.step if self.compiled is None else self.compiled.step
+        return self.figures.step
 
     @property
     def peak_bytes(self) -> float:
@@ -118,24 +118,9 @@ class Candidate:
         return next(size for size in known if size is not None)
 
     @property
-    def wire_bytes(self) -> float:
-        """Bytes that a device sends in a step."""
-        return self.cost.wire_bytes if self.compiled is None else self.compiled.wire_bytes
-
-    @property
-    def exposed_bytes(self) -> float:
-        """The part of ``wire_bytes`` that overlaps with no compute."""
-        return self.cost.exposed_bytes if self.compiled is None else self.compiled.exposed_bytes
-
-    @property
-    def network_bytes(self) -> float:
-        """The part of ``wire_bytes`` that goes to other slices or hosts."""
-        return self.cost.network_bytes if self.compiled is None else self.compiled.network_bytes
-
-    @property
-    def network_seconds(self) -> float:
-        """Seconds of the network between slices or hosts, hidden or not."""
-        return self.cost.network_seconds if self.compiled is None else self.compiled.network_seconds
+    def figures(self) -> CompiledPlan | StepCost:
+        """The figures of its program, or its estimate: the bytes that a device sends, and which of them are exposed."""
+        return self.compiled or self.cost
 
 
 @dataclass

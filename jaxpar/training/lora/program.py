@@ -31,7 +31,7 @@ from jaxpar.training.lora.low_rank import (
     without_dims,
 )
 from jaxpar.training.model.lora import CARRIED, LoraKind, adapter_of
-from jaxpar.training.model.parts import FROZEN, leaves_with_paths
+from jaxpar.training.model.parts import FROZEN, Path, map_with_paths
 from jaxpar.utils.jaxprs import opened, scan_counts, with_inlined
 
 type Program = Callable[..., Any]
@@ -62,14 +62,15 @@ def with_adapters(run: Program, kind: LoraKind) -> Program:
             loss, (aux, carried) = run(merged, variables[CARRIED], batch, extra)
             return loss, (aux, {FROZEN: variables[FROZEN], CARRIED: carried})
         found = {adapter.path: (adapter, *adapter_of(params, adapter)) for adapter in kind.adapters}
-        weights: list[Any] = []
-        for path, w in leaves_with_paths(frozen):
-            if path in found:
-                adapter, a, b = found[path]
-                w = low_rank(w, a, b, *adapter.labels(RANK), kind.scale)
-            weights.append(w)
-        tree = jax.tree.unflatten(jax.tree.structure(frozen), weights)
-        loss, (aux, carried) = run_with_low_rank(run, tree, variables[CARRIED], batch, extra)
+
+        def with_adapter(path: Path, w: Any) -> Any:
+            if path not in found:
+                return w
+            adapter, a, b = found[path]
+            return low_rank(w, a, b, *adapter.labels(RANK), kind.scale)
+
+        weights = map_with_paths(with_adapter, frozen)
+        loss, (aux, carried) = run_with_low_rank(run, weights, variables[CARRIED], batch, extra)
         return loss, (aux, {FROZEN: variables[FROZEN], CARRIED: carried})
 
     return adapted

@@ -28,6 +28,7 @@ from jaxpar.training.model.parts import (
     Path,
     Tagged,
     leaves_with_paths,
+    map_with_paths,
     show,
     tag,
     to_path,
@@ -43,6 +44,7 @@ __all__ = [
     "Path",
     "Tagged",
     "leaves_with_paths",
+    "map_with_paths",
     "show",
     "tag",
     "to_path",
@@ -72,7 +74,7 @@ def read(model: Any) -> ModelParts:
         return adapted_parts(model, read(model.model))
     if isinstance(model, RoundedModel):
         return rounded_parts(model, read(model.model))
-    if _is_module(model, "nnx"):
+    if isinstance(model, _modules("nnx")):
         from jaxpar.training.model import nnx_module
 
         return nnx_module.read(model)
@@ -83,7 +85,7 @@ def read(model: Any) -> ModelParts:
             "variables, as in make_model = lambda key: module.init(key, example_input), and pass the optax transform "
             "as tx."
         )
-    if _is_module(model, "linen"):
+    if isinstance(model, _modules("linen")):
         raise ModelError(
             f"make_model returned the Linen module {type(model).__name__}, which holds no arrays. Remedy: return its "
             "variables, as in make_model = lambda key: module.init(key, example_input)."
@@ -91,15 +93,9 @@ def read(model: Any) -> ModelParts:
     return pytree.read(model)
 
 
-def _is_module(model: Any, api: str) -> bool:
-    """Whether ``model`` is a module of Flax's ``nnx`` or ``linen``, which are not imported for other models."""
-    flax = sys.modules.get(f"flax.{api}")
-    return flax is not None and isinstance(model, flax.Module)
-
-
-def _is_subclass(kind: type, api: str) -> bool:
-    flax = sys.modules.get(f"flax.{api}")
-    return flax is not None and issubclass(kind, flax.Module)
+def _modules(*apis: str) -> tuple[type, ...]:
+    """Returns the module classes of Flax's ``nnx`` or ``linen``, which are not imported for other models."""
+    return tuple(sys.modules[f"flax.{api}"].Module for api in apis if f"flax.{api}" in sys.modules)
 
 
 def build(make_model: MakeModel, key: jax.Array) -> tuple[ModelParts, dict[str, Causes]]:
@@ -160,8 +156,8 @@ def build_shapes(make_model: MakeModel) -> ModelParts:
 
 def _takes_key(kind: Any) -> bool:
     """Whether a class can be called with a PRNG key: no Linen module, nor an NNX module whose argument is ``rngs``."""
-    if not _is_subclass(kind, "nnx"):
-        return not _is_subclass(kind, "linen")
+    if not issubclass(kind, _modules("nnx")):
+        return not issubclass(kind, _modules("linen"))
     own = list(inspect.signature(kind.__init__).parameters.values())[1:]
     needed = [p for p in own if p.default is p.empty]
     return len(needed) == 1 and needed[0].kind is not inspect.Parameter.KEYWORD_ONLY and needed[0].name != "rngs"
@@ -176,14 +172,13 @@ def _call(make_model: MakeModel, key: jax.Array) -> Any:
         return AdaptedModel(_call(make_model.make_model, key), make_model.config, key)
     if isinstance(make_model, type) and not _takes_key(make_model):
         name = make_model.__name__
-        made = (
-            f"{name}(rngs=nnx.Rngs(key))" if _is_subclass(make_model, "nnx") else f"{name}().init(key, example_input)"
-        )
+        is_nnx = issubclass(make_model, _modules("nnx"))
+        made = f"{name}(rngs=nnx.Rngs(key))" if is_nnx else f"{name}().init(key, example_input)"
         raise ModelError(
             f"make_model is the class {name}, but it must be a function of a PRNG key, so that the model can be built "
             f"in place. Remedy: make_model = lambda key: {made}."
         )
-    if not callable(make_model) or _is_module(make_model, "nnx") or _is_module(make_model, "linen"):
+    if not callable(make_model) or isinstance(make_model, _modules("nnx", "linen")):
         raise ModelError(
             "make_model must be a function of a PRNG key, so that the model can be built in place, got "
             f"{type(make_model).__name__}. Remedy: make_model = lambda key: Model(rngs=nnx.Rngs(key))."

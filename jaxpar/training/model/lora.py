@@ -19,7 +19,16 @@ import jax.numpy as jnp
 from jaxpar.errors import ModelError
 from jaxpar.sharding.names import Names
 from jaxpar.training.model.lora_targets import Adapter, LoraConfig, find_adapters
-from jaxpar.training.model.parts import FROZEN, Kind, MakeModel, ModelParts, Path, leaves_with_paths, show
+from jaxpar.training.model.parts import (
+    FROZEN,
+    Kind,
+    MakeModel,
+    ModelParts,
+    Path,
+    leaves_with_paths,
+    map_with_paths,
+    show,
+)
 from jaxpar.utils.arrays import at_least_fp32
 
 A, B, CARRIED = "lora_a", "lora_b", "carried"
@@ -97,7 +106,6 @@ class LoraKind:
     def merged(self, params: Any, variables: Any) -> Any:
         """Returns the weights with the products of their adapters added."""
         pairs = {adapter.path: (adapter, *adapter_of(params, adapter)) for adapter in self.adapters}
-        leaves, structure = jax.tree.flatten(variables[FROZEN])
 
         def one(path: Path, w: jax.Array) -> jax.Array:
             if path not in pairs:
@@ -105,8 +113,7 @@ class LoraKind:
             adapter, a, b = pairs[path]
             return (at_least_fp32(w) + adapter.product(a, b, self.scale)).astype(w.dtype)
 
-        paths = [path for path, _ in leaves_with_paths(variables[FROZEN])]
-        return jax.tree.unflatten(structure, [one(path, w) for path, w in zip(paths, leaves, strict=True)])
+        return map_with_paths(one, variables[FROZEN])
 
 
 def adapter_of(params: Any, adapter: Adapter) -> tuple[Any, Any]:

@@ -91,6 +91,11 @@ def leaves_with_paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -
     return [(to_path(keys), leaf) for keys, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)]
 
 
+def map_with_paths(f: Callable[[Path, Any], Any], tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
+    """Returns a tree with ``f(path, leaf)`` in place of each leaf."""
+    return jax.tree_util.tree_map_with_path(lambda keys, leaf: f(to_path(keys), leaf), tree, is_leaf=is_leaf)
+
+
 def show(path: Path) -> str:
     """Returns a path in readable form: ``params/blocks/attn/q/kernel``."""
     return "/".join(path)

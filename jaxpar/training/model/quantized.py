@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxpar.errors import ModelError
 from jaxpar.parallel.precision.quantized_array import Tile, is_quantized, round_straight_through
 from jaxpar.training.model.lora import LoraKind
-from jaxpar.training.model.parts import Kind, MakeModel, ModelParts, Path, leaves_with_paths
+from jaxpar.training.model.parts import Kind, MakeModel, ModelParts, Path, leaves_with_paths, map_with_paths
 from jaxpar.training.model.quantize_targets import QuantizeConfig, find_tiles
 
 
@@ -95,9 +95,8 @@ class RoundedKind:
     def rounded(self, params: Any, round_one: Callable[..., jax.Array]) -> Any:
         """Returns the parameters with ``round_one(path, w, tile, bits=, scales=)`` in place of each such weight."""
         tiles, how = dict(self.tiles), {"bits": self.bits, "scales": jnp.dtype(self.scales)}
-        leaves = leaves_with_paths(params, is_leaf=is_quantized)
-        made = [round_one(path, w, tiles[path], **how) if path in tiles else w for path, w in leaves]
-        return jax.tree.unflatten(jax.tree.structure(params, is_leaf=is_quantized), made)
+        one = lambda path, w: round_one(path, w, tiles[path], **how) if path in tiles else w
+        return map_with_paths(one, params, is_leaf=is_quantized)
 
 
 def rounded_parts(model: RoundedModel, parts: ModelParts) -> ModelParts:
