@@ -9,7 +9,7 @@ from typing import Any, cast
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Var
 
-from jaxpar.planning.attention.axes import Axis, Dims, axes_of, fresh, moved, size
+from jaxpar.planning.attention.axes import axes_of, fresh, moved, size
 from jaxpar.planning.attention.positions import align, as_choice, number
 from jaxpar.planning.attention.values import Conditional, Lost, Number, Product, Scores, Stage, Value, View, negated
 
@@ -112,7 +112,7 @@ def _added(scores: Scores, other: Any, atom: Any, sign: int) -> Scores | str | N
     if not masks and not isinstance(other, View) and isinstance(atom, Var):
         other = View.of(atom)
     found = align([scores.without_values(), other], [size(group) for group in scores.dims])
-    if found is None or not _of(found[0], scores):
+    if found is None or found[0] != scores.dims:  # scores that it would repeat
         return None
     other = found[1][1]
     if isinstance(other, Conditional):
@@ -129,7 +129,7 @@ def _masked(reads: Sequence[Value], scores: Scores, shape: Sequence[int]) -> Sco
     if not isinstance(which, Conditional) or scores.capped:
         return None
     found = align([scores.without_values(), which], shape)
-    if found is None or not _of(found[0], scores):
+    if found is None or found[0] != scores.dims:  # scores that it would repeat
         return None
     which = found[1][1]
     if on is not scores:
@@ -160,7 +160,8 @@ def _reduced(eqn: JaxprEqn, scores: Scores) -> Scores | str | None:
 
 def _softmax(name: str, first: Scores, second: Scores) -> Scores | None:
     """The steps of a softmax that combine two arrays made of the same scores."""
-    if not first.alike(second) or not _without(first.dims, second.over, second.dims):
+    repeated = tuple(() if group == (second.over,) else group for group in first.dims)
+    if not first.alike(second) or second.dims != repeated:
         return None
     stages = name, first.stage, second.stage
     if stages == ("sub", Stage.SCORES, Stage.SHIFT):
@@ -168,16 +169,6 @@ def _softmax(name: str, first: Scores, second: Scores) -> Scores | None:
     if stages == ("div", Stage.EXPONENTIALS, Stage.SUM) and first.over in (None, second.over):
         return replace(first, stage=Stage.WEIGHTS, over=second.over)
     return None
-
-
-def _without(dims: Dims, axis: Axis | None, reduced: Dims) -> bool:
-    """Whether dims are those of a reduced array that is repeated along the axis."""
-    return reduced == tuple(() if group == (axis,) else group for group in dims)
-
-
-def _of(dims: Dims, scores: Scores) -> bool:
-    """Whether an operation with scores leaves them as they are, instead of repeating them."""
-    return dims == scores.dims
 
 
 def _is_float(dtype: Any) -> bool:

@@ -41,9 +41,7 @@ class _Table:
 
 
 def least_cost(
-    own: Sequence[np.ndarray],
-    between: Iterable[tuple[int, int, np.ndarray]],
-    largest: int = LARGEST,
+    own: Sequence[np.ndarray], between: Iterable[tuple[int, int, np.ndarray]], largest: int = LARGEST
 ) -> Elimination:
     """Returns the choices of the least total cost.
 

@@ -15,10 +15,9 @@ from jaxpar.planning.names.annotate import annotate
 from jaxpar.planning.names.annotation import Annotation
 from jaxpar.planning.names.given import Given, Patterns
 from jaxpar.planning.names.program import NamedProgram
-from jaxpar.planning.script.trace import StepTrace, evaluate, is_key
+from jaxpar.planning.script.trace import StepTrace, evaluate, is_key, is_typed_key
 from jaxpar.planning.search.fsdp import StoredArray
 from jaxpar.sharding.names import Names
-from jaxpar.training.model import MakeModel
 
 BATCH = "batch"
 
@@ -68,7 +67,9 @@ class NamedStep:
             return loss, {f"metric {i}": x for i, x in enumerate(others)}
 
         paths = trace.call.paths
-        annotation = annotate(_maker(trace, params), loss_fn, {paths[i]: trace.shapes[i] for i in batch}, names=names)
+        zeros = lambda i: jnp.zeros(trace.shapes[i].shape, trace.shapes[i].dtype)
+        make_model = lambda key: {"params": {paths[i]: zeros(i) for i in params}}
+        annotation = annotate(make_model, loss_fn, {paths[i]: trace.shapes[i] for i in batch}, names=names)
         return cls(trace, params, batch, rows, annotation, names)
 
     @cached_property
@@ -163,13 +164,7 @@ def batch_of(trace: StepTrace) -> tuple[tuple[int, ...], int]:
     return tuple(i for i in data if trace.shapes[i].shape[0] in (rows, 1)), rows
 
 
-def _maker(trace: StepTrace, params: Sequence[int]) -> MakeModel:
-    shapes = {trace.call.paths[i]: trace.shapes[i] for i in params}
-    return lambda key: {"params": {path: jnp.zeros(s.shape, s.dtype) for path, s in shapes.items()}}
-
-
 def _nothing(shape: jax.ShapeDtypeStruct) -> Any:
-    if jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
-        key = jax.random.key(0)
-        return jnp.broadcast_to(key, shape.shape)
+    if is_typed_key(shape):
+        return jnp.broadcast_to(jax.random.key(0), shape.shape)
     return jnp.zeros(shape.shape, shape.dtype)

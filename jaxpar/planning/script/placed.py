@@ -79,11 +79,7 @@ class PlacedStep:
         outputs: list[Any] = [None] * len(step.trace.jaxpr.out_avals)
         for i, j in updates.items():
             outputs[j] = self.shardings[i]
-        self.run = jax.jit(
-            _flat(step, program, layout),
-            out_shardings=outputs,
-            donate_argnums=tuple(updates) * donate,
-        )
+        self.run = jax.jit(_flat(step, program, layout), out_shardings=outputs, donate_argnums=tuple(updates) * donate)
 
     def put(self, i: int, x: Any) -> jax.Array:
         """Returns an array of the arguments on its devices; a process gives its own part of a NumPy array."""

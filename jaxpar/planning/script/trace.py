@@ -14,10 +14,10 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from jaxpar.errors import ModelError
 from jaxpar.parallel.unsharded import unsharded
+from jaxpar.planning.names.constrain import MATMULS
 from jaxpar.planning.script.arguments import CallStructure, Name, ReturnStructure, take_apart, take_result_apart
 from jaxpar.utils.jaxprs import equations, inner_jaxprs, needed_equations, opened
 
-MATMULS = frozenset(("dot_general", "conv_general_dilated", "ragged_dot_general", "gather"))
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 _SLACK = 1.3
 """A scalar that needs this many times the matmuls of the cheapest one is computed from gradients."""

@@ -9,28 +9,20 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from jaxpar.planning.search.cost import CostModel, StepCost
 from jaxpar.planning.search.experts import ExpertExchange
 from jaxpar.planning.search.plan import Plan
-from jaxpar.planning.search.search import FULL, Objective
+from jaxpar.planning.search.search import FULL, Candidate, Objective
 from jaxpar.planning.search.space import Space, meshes, step_options
 from jaxpar.planning.search.workload import Backward
 from jaxpar.sharding.mesh import AXES
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """A plan and its estimated cost."""
-
-    plan: Plan
-    cost: StepCost
-
-
 def best_estimate(
     model: CostModel, space: Space, objective: Objective = "time", refused: Counter[str] | None = None
-) -> Estimate | None:
+) -> Candidate | None:
     """Returns the plan with the lowest estimate of those that fit, or ``None`` if none fits.
 
     Args:
@@ -48,11 +40,11 @@ def best_estimate(
 
 def _best(
     model: CostModel, space: Space, objective: Objective, refused: Counter[str], *, offload: bool
-) -> Estimate | None:
+) -> Candidate | None:
     workload, topology = model.workload, model.topology
     limit = topology.accelerator.hbm_bytes * FULL
     floors = _Floors(model, space, objective)
-    best: Estimate | None = None
+    best: Candidate | None = None
     lowest: tuple[float, float, int] | None = None
     candidates = meshes(workload, topology.devices, space, refused, offload=offload)
     ordered = sorted((floors.floor(mesh), n, mesh) for n, mesh in enumerate(candidates))
@@ -63,7 +55,7 @@ def _best(
             cost = model.cost(plan)
             rank = (_value(plan, cost, objective), cost.peak_bytes, n)
             if cost.peak_bytes <= limit and (lowest is None or rank < lowest):
-                best, lowest = Estimate(plan, cost), rank
+                best, lowest = Candidate(plan, cost), rank
     return best
 
 

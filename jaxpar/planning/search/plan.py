@@ -211,10 +211,7 @@ class Plan:
         return {axis: size for axis, size in self.mesh.items() if size > 1} or {"data": 1}
 
     def layout(
-        self,
-        names: Iterable[str],
-        devices: Sequence[Any] | int | None = None,
-        stored: Sequence[StoredArray] = (),
+        self, names: Iterable[str], devices: Sequence[Any] | int | None = None, stored: Sequence[StoredArray] = ()
     ) -> tuple[Layout, Zero]:
         """Returns the plan's layout of a model with these logical dims, and its ZeRO stage.
 

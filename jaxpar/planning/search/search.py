@@ -174,27 +174,28 @@ class Search:
 
     def _corrections(self) -> Callable[[Candidate], float]:
         """Compiled by estimated, in plans of the same family if there are any, else in all."""
-        by_family: dict[tuple[object, ...], list[float]] = {}
-        for done in self.candidates:
-            if done.compiled is not None:
-                by_family.setdefault(family(done.plan), []).append(self._ratio(done))
-        everything = statistics.median([r for ratios in by_family.values() for r in ratios] or [1.0])
-        medians = {name: statistics.median(ratios) for name, ratios in by_family.items()}
+        ratios = [(family(done.plan), self._ratio(done)) for done in self.candidates if done.compiled is not None]
+        everything, medians = statistics.median([ratio for _, ratio in ratios] or [1.0]), _medians(ratios)
         return lambda candidate: medians.get(family(candidate.plan), everything)
 
     def _memory_corrections(self) -> Callable[[Candidate], float]:
         """Bytes that are known by bytes as estimated, in plans that keep the same; 1 if nothing is known of them."""
-        by_kind: dict[tuple[object, ...], list[float]] = {}
-        for done in self.candidates:
-            if done.compiled is not None or done.problem:
-                by_kind.setdefault(_keeps(done.plan), []).append(done.peak_bytes / max(done.cost.peak_bytes, 1.0))
-        medians = {kind: statistics.median(ratios) for kind, ratios in by_kind.items()}
+        known = (done for done in self.candidates if done.compiled is not None or done.problem)
+        medians = _medians((_keeps(done.plan), done.peak_bytes / max(done.cost.peak_bytes, 1.0)) for done in known)
         return lambda candidate: 1.0 if candidate.traced_bytes else medians.get(_keeps(candidate.plan), 1.0)
 
     def _ratio(self, candidate: Candidate) -> float:
         estimated = candidate.cost.peak_bytes if self.objective == "memory" else candidate.cost.step
         known = candidate.peak_bytes if self.objective == "memory" else candidate.step_seconds
         return known / estimated if estimated else 1.0
+
+
+def _medians(pairs: Iterable[tuple[object, float]]) -> dict[object, float]:
+    """The median of the numbers of each kind."""
+    found: dict[object, list[float]] = {}
+    for kind, number in pairs:
+        found.setdefault(kind, []).append(number)
+    return {kind: statistics.median(numbers) for kind, numbers in found.items()}
 
 
 def family(plan: Plan) -> tuple[object, ...]:

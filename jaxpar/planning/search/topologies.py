@@ -12,11 +12,11 @@ from typing import Any, Literal
 from jaxpar.analysis.roofline import show_time
 from jaxpar.analysis.units import show_bytes, table_lines
 from jaxpar.errors import PlanError, listing
-from jaxpar.planning.search.best_estimate import Estimate, best_estimate
+from jaxpar.planning.search.best_estimate import best_estimate
 from jaxpar.planning.search.cost import CostModel
 from jaxpar.planning.search.plan import BATCH, SEQ, Plan
 from jaxpar.planning.search.report import Planner, PlanReport
-from jaxpar.planning.search.search import TOLERANCE, CompilerMeasures, Objective, SearchOptions, find
+from jaxpar.planning.search.search import TOLERANCE, Candidate, CompilerMeasures, Objective, SearchOptions, find
 from jaxpar.planning.search.space import Space
 from jaxpar.sharding.hardware.topology import Topology
 from jaxpar.utils.terminal import fit
@@ -56,7 +56,7 @@ class TopologyChoice:
     """
 
     topology: Topology
-    estimate: Estimate | None
+    estimate: Candidate | None
     report: PlanReport | None = None
 
     @property
@@ -70,25 +70,24 @@ class TopologyChoice:
         return self.report is not None and bool(self.report.search.ranked)
 
     @property
+    def best(self) -> Candidate | None:
+        """The best plan with its figures, compiled or estimated; ``None`` if none fits."""
+        return self.estimate if self.report is None else next(iter(self.report.search.ranked), None)
+
+    @property
     def plan(self) -> Plan | None:
-        """The best plan, compiled or estimated."""
-        if self.report is not None:
-            return self.report.best.plan if self.compiled else None
-        return None if self.estimate is None else self.estimate.plan
+        """The best plan."""
+        return None if self.best is None else self.best.plan
 
     @property
     def step_seconds(self) -> float:
         """Seconds of a step of the best plan."""
-        if self.compiled and self.report is not None:
-            return self.report.best.step_seconds
-        return math.nan if self.estimate is None else self.estimate.cost.step
+        return math.nan if self.best is None else self.best.step_seconds
 
     @property
     def peak_bytes(self) -> float:
         """Bytes of a device at the peak of the best plan."""
-        if self.compiled and self.report is not None:
-            return self.report.best.peak_bytes
-        return math.nan if self.estimate is None else self.estimate.cost.peak_bytes
+        return math.nan if self.best is None else self.best.peak_bytes
 
 
 @dataclass(frozen=True)

@@ -190,13 +190,7 @@ class Workload:
             return tuple((name, size * batch // own if name == BATCH else size) for name, size in factors)
 
         matmuls = tuple(
-            replace(
-                m,
-                shared=scaled(m.shared),
-                rows=scaled(m.rows),
-                columns=scaled(m.columns),
-                summed=scaled(m.summed),
-            )
+            replace(m, shared=scaled(m.shared), rows=scaled(m.rows), columns=scaled(m.columns), summed=scaled(m.summed))
             for m in self.matmuls
         )
         backward, in_pieces = (
