@@ -52,10 +52,7 @@ def manual_gradients(
     part = lambda keys, resolved: parts_of(resolved, axes, exact=to_path(keys) in exact)
     stored, wanted = (jax.tree_util.tree_map_with_path(part, tree) for tree in roles)
     microbatches.pieces_of(batch, config.grad_accum_steps, num_shards, 1)  # only to raise with the global shapes
-
-    def index() -> Any:
-        """Returns the index of this device's part of the batch."""
-        return jax.lax.axis_index(axes) if axes else 0
+    index = lambda: jax.lax.axis_index(axes) if axes else 0  # of this device's part of the batch
 
     def local(params: Any, rest: Any, key: Any, step: Any, scale: Any, batch: Any) -> tuple[Any, jax.Array, Any]:
         weights = _cross(state, params, stored, fusion, ("gather",), lambda w, parts: gather(w, parts, precision))

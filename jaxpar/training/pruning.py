@@ -15,7 +15,7 @@ import optax
 
 from jaxpar.errors import ConfigError
 from jaxpar.training.model import Path, leaves_with_paths, map_with_paths, show
-from jaxpar.training.model.lora_targets import matches, no_match
+from jaxpar.training.model.lora_targets import matches, matching
 from jaxpar.training.optimizers import accepted
 from jaxpar.utils.checks import is_count
 
@@ -145,9 +145,7 @@ def _axes(config: PruneConfig, params: Any) -> dict[Path, int]:
     shapes = {path: tuple(jnp.shape(w)) for path, w in leaves_with_paths(params)}
     found: dict[Path, int] = {}
     for target in config.targets:
-        chosen = [path for path, shape in shapes.items() if len(shape) > 1 and matches(path, target)]
-        if not chosen:
-            raise ConfigError(f"prune: {no_match('targets', target, shapes)}")
+        chosen = matching("prune: targets", target, shapes, least_dims=2)
         found |= {path: _axis(config, path, shapes[path]) for path in chosen}
     return found
 

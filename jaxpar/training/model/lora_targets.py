@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import jax
@@ -119,10 +119,8 @@ def find_adapters(
     stacked = {path: _stacked(names[path], shape) for path, shape in shapes.items()}
     chosen: dict[Path, None] = {}
     for pattern in config.targets:
-        matched = [path for path in shapes if matches(path, pattern)]
+        matched = matching("lora: targets", pattern, shapes)
         fitting = [path for path in matched if len(shapes[path]) - stacked[path] >= 2]
-        if not matched:
-            raise ConfigError(f"lora: {no_match('targets', pattern, shapes)}")
         if not fitting:
             first = matched[0]
             raise ConfigError(
@@ -131,8 +129,7 @@ def find_adapters(
             )
         chosen |= dict.fromkeys(fitting)
     for pattern in config.inputs:
-        if not any(matches(path, pattern) for path in chosen):
-            raise ConfigError(f"lora: {no_match('inputs', pattern, chosen)}")
+        matching("lora: inputs", pattern, {path: shapes[path] for path in chosen})
     for path in shapes:
         if path in chosen:
             yield Adapter(path, shapes[path], stacked[path], _inputs(config, path, shapes[path], stacked[path]))
@@ -168,10 +165,24 @@ def _inputs(config: LoraConfig, path: Path, shape: tuple[int, ...], stacked: int
     return given
 
 
-def no_match(key: str, pattern: str, paths: Iterable[Path]) -> str:
-    """Returns the text of an error about a pattern that matches nothing, with the nearest paths."""
-    paths = list(paths)
-    ends = {"/".join(path[i:]): show(path) for path in paths for i in range(len(path))}
-    near = [ends[end] for end in difflib.get_close_matches(pattern, ends, n=6, cutoff=0.4)]
-    nearest = list(dict.fromkeys(near))[:3] or [show(path) for path in paths][:3]
-    return f"{key}: no weight matches {pattern!r}. The nearest are {listing(nearest)}. Remedy: one of these."
+def matching(key: str, pattern: str, shapes: Mapping[Path, tuple[int, ...]], least_dims: int = 0) -> list[Path]:
+    """Returns the paths that a pattern matches.
+
+    Args:
+      key: of the pattern, for the error.
+      pattern: the pattern.
+      shapes: of the parameters, by path.
+      least_dims: of the parameters that count.
+
+    Raises:
+      ConfigError: the pattern matches nothing; with the nearest paths.
+    """
+    found = [path for path, shape in shapes.items() if len(shape) >= least_dims and matches(path, pattern)]
+    if not found:
+        ends = {"/".join(path[i:]): show(path) for path in shapes for i in range(len(path))}
+        near = [ends[end] for end in difflib.get_close_matches(pattern, ends, n=6, cutoff=0.4)]
+        nearest = list(dict.fromkeys(near))[:3] or [show(path) for path in shapes][:3]
+        raise ConfigError(
+            f"{key}: no weight matches {pattern!r}. The nearest are {listing(nearest)}. Remedy: one of these."
+        )
+    return found

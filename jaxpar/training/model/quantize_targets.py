@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from jaxpar.errors import ConfigError
 from jaxpar.parallel.precision.quantized_array import Tile
-from jaxpar.training.model.lora_targets import matches, no_match
+from jaxpar.training.model.lora_targets import matches, matching
 from jaxpar.training.model.parts import Path, show
 from jaxpar.utils.checks import is_count
 
@@ -106,12 +106,6 @@ def find_tiles(config: QuantizeConfig, shapes: Mapping[Path, tuple[int, ...]]) -
     """
     chosen: dict[Path, None] = {}
     for target in config.targets:
-        found = [path for path, shape in shapes.items() if len(shape) > 1 and matches(path, target)]
-        if not found:
-            raise ConfigError(f"quantize: {no_match('targets', target, shapes)}")
-        chosen |= dict.fromkeys(found)
-    for pattern in config.skip:
-        if not any(matches(path, pattern) for path in shapes):
-            raise ConfigError(f"quantize: {no_match('skip', pattern, shapes)}")
-    kept = [path for path in chosen if not any(matches(path, pattern) for pattern in config.skip)]
-    return {path: config.tile(path, shapes[path]) for path in kept}
+        chosen |= dict.fromkeys(matching("quantize: targets", target, shapes, least_dims=2))
+    skipped = {path for pattern in config.skip for path in matching("quantize: skip", pattern, shapes)}
+    return {path: config.tile(path, shapes[path]) for path in chosen if path not in skipped}

@@ -209,32 +209,23 @@ def _check_chunks(layout: Layout, loss_fn: PipelineLoss, batch: Any, options: Pi
     if schedule.sequence_chunks == 1:
         return
     start = f"pipeline: the schedule {schedule.name!r} splits each sequence into {schedule.sequence_chunks} chunks"
-    if loss_fn.chunked_layer is None:
-        raise ConfigError(
-            f"{start}, but the loss does not define what a layer carries from one chunk to the next. Remedy: set "
-            "PipelineLoss(chunked_layer=..., chunk_carry=...), or sequence_chunks=1."
-        )
-    if loss_fn.keys:
-        raise ConfigError(
-            f"{start}, but layers draw random numbers (keys=True) with one key per row, so all chunks of a row would "
-            "draw the same numbers. Remedy: set sequence_chunks=1, or use layers that draw none."
-        )
-    if options.recompute:
-        raise ConfigError(
-            f"{start}, but recompute is {list(options.recompute)}, and the carries of chunks have no slots per layer. "
-            "Remedy: set activation_checkpointing='full', or sequence_chunks=1."
-        )
-    if schedule.split:
-        raise ConfigError(
-            f"{start} and each backward pass in two, but the gradients of the carries of chunks cannot be split. "
-            "Remedy: use orders without W."
-        )
-    if axes := seq_axes(layout):
-        raise ConfigError(
-            f"{start}, but the rule for 'seq' shards it over "
-            f"{', '.join(f'{axis} {layout.sizes[axis]}' for axis in axes)}, so only some devices would have a chunk. "
-            "Remedy: set sequence_chunks=1, or remove these axes from the rule for 'seq'."
-        )
+    axes = seq_axes(layout)
+    problems = {
+        ", but the loss does not define what a layer carries from one chunk to the next. Remedy: set "
+        "PipelineLoss(chunked_layer=..., chunk_carry=...), or sequence_chunks=1.": loss_fn.chunked_layer is None,
+        ", but layers draw random numbers (keys=True) with one key per row, so all chunks of a row would draw the "
+        "same numbers. Remedy: set sequence_chunks=1, or use layers that draw none.": loss_fn.keys,
+        f", but recompute is {list(options.recompute)}, and the carries of chunks have no slots per layer. Remedy: "
+        "set activation_checkpointing='full', or sequence_chunks=1.": options.recompute,
+        " and each backward pass in two, but the gradients of the carries of chunks cannot be split. Remedy: use "
+        "orders without W.": schedule.split,
+        f", but the rule for 'seq' shards it over {', '.join(f'{axis} {layout.sizes[axis]}' for axis in axes)}, so "
+        "only some devices would have a chunk. Remedy: set sequence_chunks=1, or remove these axes from the rule for "
+        "'seq'.": axes,
+    }
+    for problem, found in problems.items():
+        if found:
+            raise ConfigError(start + problem)
     for path, x in leaves_with_paths(batch):
         if x.ndim > 1 and x.shape[1] % schedule.sequence_chunks:
             raise LayoutError(
