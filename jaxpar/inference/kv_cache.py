@@ -169,7 +169,6 @@ def cached_attention(
     q, k, v = hint(q_B1HD, *Q_DIMS), hint(k_B1KD, *NEW_DIMS), hint(v_B1KD, *NEW_DIMS)
 
     groups = group[1]
-
     score_scale = 1 / math.sqrt(q_B1HD.shape[3]) if scale is None else scale
 
     def local(
@@ -189,8 +188,8 @@ def cached_attention(
         mine = jax.tree.map(lambda x: _group(x, layer, number, groups), cache)
         if heads != kv_heads:  # Query heads are sharded, key heads replicated.
             mine = jax.tree.map(lambda x: _own_heads(x, q.shape[2], heads), mine)
-        slots_seen = (jnp.arange(mine["keys"].shape[2]), at_B - first, window)
-        visible = _visible(*slots_seen)
+        slots, last = jnp.arange(mine["keys"].shape[2]), (at_B - first)[:, None]
+        visible = slots <= last if window is None else (slots <= last) & (slots > last - window)
         o = _attended(q, mine["keys"], mine["values"], visible, ring, scale=score_scale, softcap=softcap)
         return o, cache
 
@@ -237,12 +236,6 @@ def _written(
     rows_B = jnp.arange(slot_B.shape[0]) * group[1] + group[0]
     new = _to_cache_dtype(x_B1KD[:, 0], cache_LBKTD.dtype)
     return jax.tree.map(lambda old, x: old.at[layer, rows_B, :, slot_B].set(x, mode="drop"), cache_LBKTD, new)
-
-
-def _visible(slots: jax.Array, last_B: jax.Array, window: Any) -> jax.Array:
-    """Returns which slots each row sees, [batch, slots]: the last ``window`` up to ``last_B``."""
-    visible = slots <= last_B[:, None]
-    return visible if window is None else visible & (slots > last_B[:, None] - window)
 
 
 def _attended(

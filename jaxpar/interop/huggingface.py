@@ -21,7 +21,7 @@ from jaxpar.interop.compressed_tensors import Writes, packed_writes, quantizatio
 from jaxpar.interop.families import CONFIG, to_config, to_fields
 from jaxpar.interop.folder import read_object, read_parameters, write_folder
 from jaxpar.interop.quantized_tensors import FIELD, scaled_tensors
-from jaxpar.interop.safetensors import DTYPES, STORED_DTYPES, lay_out, read_tensors
+from jaxpar.interop.safetensors import DTYPES, SPELLED, STORED_DTYPES, lay_out, read_tensors
 from jaxpar.interop.tensor_map import TensorRule, shared_copies, tensor_rules
 from jaxpar.interop.transfer import AnyTensor
 from jaxpar.models.llama.config import LlamaConfig
@@ -231,9 +231,8 @@ def export(
     _check_params(leaves, config)
     quantization = quantization_fields(rules, leaves)
     written |= {FIELD: quantization} if quantization else {}
-    spelled = {value.name: name for name, value in DTYPES.items()}
-    if dtype is not None and dtype not in spelled:
-        raise ConfigError(f"export: dtype must be one of {', '.join(spelled)}, got {dtype!r}.")
+    if dtype is not None and dtype not in SPELLED:
+        raise ConfigError(f"export: dtype must be one of {', '.join(SPELLED)}, got {dtype!r}.")
     written |= {"torch_dtype": dtype or config.param_dtype, **(fields or {})}
     writes, extra = _writes([*rules, *shared_copies(config)], leaves)
     shapes = {

@@ -16,7 +16,7 @@ from jaxpar.errors import CheckpointError, ConfigError
 from jaxpar.interop.account import check_tensors
 from jaxpar.interop.folder import read_parameters, write_folder
 from jaxpar.interop.peft_config import CONFIG, config_fields, read_rank_and_alpha
-from jaxpar.interop.safetensors import DTYPES, StoredTensor, lay_out, read_header
+from jaxpar.interop.safetensors import SPELLED, StoredTensor, lay_out, read_header
 from jaxpar.interop.tensor_map import TensorRule, tensor_rules
 from jaxpar.models.llama.config import LlamaConfig
 from jaxpar.training.model import leaves_with_paths, show
@@ -114,9 +114,8 @@ def export(
     kind = _kind(state)
     leaves = {show(path): leaf for path, leaf in leaves_with_paths(state.params)}
     rules = list(_rules(kind.adapters, config))
-    spelled = {value.name: name for name, value in DTYPES.items()}
     shapes = {
-        name: (spelled[leaves[rule.path].dtype.name], rule.shape(tuple(leaves[rule.path].shape)))
+        name: (SPELLED[leaves[rule.path].dtype.name], rule.shape(tuple(leaves[rule.path].shape)))
         for rule in rules
         for _, name in rule.names(tuple(leaves[rule.path].shape))
     }

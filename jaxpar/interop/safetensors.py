@@ -28,6 +28,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
 """The dtypes that weights may have."""
+SPELLED = {dtype.name: spelled for spelled, dtype in DTYPES.items()}
 STORED_DTYPES: dict[str, np.dtype[Any]] = {
     **DTYPES,
     "I8": np.dtype(np.int8),

@@ -46,7 +46,7 @@ TENSOR_IGNORED = {
     "rules shard the weights": "partition_config preset_model replace_with_kernel_inject",
 }
 OPTIMIZER_IGNORED = {
-    "no effect on the result": "torch_adam fused cuda_aware comm_backend_name foreach max_coeff min_coeff",
+    "no effect on the result": "torch_adam fused cuda_aware comm_backend_name foreach max_coeff min_coeff"
 }
 OFFLOAD_IGNORED = {
     "host memory is always pinned": "pin_memory",

@@ -6,12 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxpar.interop.configurations.deepspeed import ignored
-from jaxpar.interop.configurations.deepspeed.training import (
-    read_sizes,
-    write_batch,
-    write_optimizer,
-    write_precision,
-)
+from jaxpar.interop.configurations.deepspeed.training import read_sizes, write_batch, write_optimizer, write_precision
 from jaxpar.interop.configurations.deepspeed.zero import write_zero
 from jaxpar.interop.configurations.keys import ConfigKeys, ImportOptions, by_key, put
 from jaxpar.interop.configurations.layout import AxisSizes

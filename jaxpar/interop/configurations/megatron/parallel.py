@@ -47,14 +47,10 @@ def read_sizes(keys: ConfigKeys, model: dict[str, Any], launcher: dict[str, Any]
         keys.ignore("--sequence-parallel", f"{_TP} is 1")
     heads = tensor * ulysses
     for name, path in (("heads", "--num-attention-heads"), ("kv_heads", "--num-query-groups")):
-        if (
-            name in model
-            and model[name] % heads
-            and not (name == "kv_heads" and heads % model[name] == 0 and ulysses == 1)
-        ):
-            raise keys.error(
-                path, f"must be a multiple of {_TP}{' × Ulysses' * (ulysses > 1)} = {heads}, got {model[name]}"
-            )
+        size = model.get(name, heads)
+        repeated = name == "kv_heads" and ulysses == 1 and heads % size == 0
+        if size % heads and not repeated:
+            raise keys.error(path, f"must be a multiple of {_TP}{' × Ulysses' * (ulysses > 1)} = {heads}, got {size}")
     return AxisSizes(
         stages, data // expert, expert, context, ulysses, tensor, sequence_parallel=sequence and tensor > 1
     )
@@ -129,20 +125,16 @@ def write_batch(keys: ConfigKeys, sizes: AxisSizes, config: dict[str, Any]) -> i
     sources = token_sources(keys.raw("--data-path"))
     if sources:
         keys.translate("--data-path", f"data.{next(iter(sources))}")
-    put(
-        config,
-        "data",
-        {**(sources or {"source": "synthetic"}), "batch": batch, **({} if seq is None else {"seq": seq})},
-    )
+    data = {**(sources or {"source": "synthetic"}), "batch": batch}
+    put(config, "data", data if seq is None else {**data, "seq": seq})
     if keys.take("--reset-attention-mask", "bool", False, "data.packing"):
         put(config, "data.packing", True)
     parts = batch // (micro * ranks)
     if sizes.pipeline == 1:
         put(config, "train.grad_accum_steps", parts)
     else:
-        put(
-            config, "parallel.pipeline", {"schedule": "1f1b", "microbatches": parts, "activation_checkpointing": "none"}
-        )
+        pipeline = {"schedule": "1f1b", "microbatches": parts, "activation_checkpointing": "none"}
+        put(config, "parallel.pipeline", pipeline)
     return int(batch)
 
 

@@ -12,8 +12,8 @@ from jaxpar.interop.configurations.megatron.shell import ShellToken, ShellVariab
 
 type Conditions = Literal["refuse", "take", "drop"]
 
-_OPENING = ("if", "for", "while", "until", "case", "select")
-_CLOSING = ("fi", "done", "esac")
+_OPENING = ("if", "for", "while", "until", "case", "select", "{")
+_CLOSING = ("fi", "done", "esac", "}")
 _AGAIN = ("then", "else", "elif", "do", "export", "local", "declare", "readonly", "time", "exec")
 """Words after which a statement begins."""
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(\+?)=(.*)", re.DOTALL)
@@ -114,11 +114,8 @@ class _Reader:
             if not words and word in _OPENING:
                 self.depth += 1
                 at += 1
-            elif not words and word in _CLOSING or (not words and word == "}"):
+            elif not words and word in _CLOSING:
                 self.depth = max(self.depth - 1, 0)
-                at += 1
-            elif not words and word == "{":
-                self.depth += 1
                 at += 1
             elif not words and word in _AGAIN:
                 at += 1

@@ -8,11 +8,7 @@ from typing import Any
 from jaxpar.interop.configurations.keys import ConfigKeys, ImportOptions, by_key
 from jaxpar.interop.configurations.mindformers import ignored
 from jaxpar.interop.configurations.mindformers.model import read_model
-from jaxpar.interop.configurations.mindformers.parallel import (
-    context_options,
-    read_sizes,
-    write_optimizer_parallelism,
-)
+from jaxpar.interop.configurations.mindformers.parallel import context_options, read_sizes, write_optimizer_parallelism
 from jaxpar.interop.configurations.mindformers.pipeline import read_stage_layers, virtual_stages, write_pipeline
 from jaxpar.interop.configurations.mindformers.recompute import write_recompute
 from jaxpar.interop.configurations.mindformers.training import (
