@@ -63,14 +63,6 @@ def moved(name: str, params: Mapping[str, Any], dims: Dims, out_shape: Sequence[
     return None if move is None else move(params, dims, tuple(out_shape))
 
 
-def _same(params: Mapping[str, Any], dims: Dims, shape: tuple[int, ...]) -> Dims:
-    return dims
-
-
-def _transpose(params: Mapping[str, Any], dims: Dims, shape: tuple[int, ...]) -> Dims:
-    return tuple(dims[i] for i in params["permutation"])
-
-
 def _squeeze(params: Mapping[str, Any], dims: Dims, shape: tuple[int, ...]) -> Dims:
     gone = {int(i) % len(dims) for i in params["dimensions"]}
     return tuple(group for i, group in enumerate(dims) if i not in gone)
@@ -99,9 +91,11 @@ def _reshape(params: Mapping[str, Any], dims: Dims, shape: tuple[int, ...]) -> D
 
 
 _MOVES: dict[str, Callable[[Mapping[str, Any], Dims, tuple[int, ...]], Dims | None]] = {
-    "transpose": _transpose,
+    "transpose": lambda params, dims, shape: tuple(dims[i] for i in params["permutation"]),
     "squeeze": _squeeze,
     "broadcast_in_dim": _broadcast,
     "reshape": _reshape,
-    **dict.fromkeys(("convert_element_type", "copy", "copy_p", "name", "optimization_barrier"), _same),
+    **dict.fromkeys(
+        ("convert_element_type", "copy", "copy_p", "name", "optimization_barrier"), lambda params, dims, shape: dims
+    ),
 }

@@ -93,12 +93,7 @@ class RematLoss:
 
 def recomputed(run: LossProgram, policy: RematPolicy) -> LossProgram:
     """Returns a loss, as a function of arrays, with its repeated layers recomputed; raises as :func:`remat_layers`."""
-
-    def rematerialized(*args: Any) -> Any:
-        traced = TracedLayers.of(run, args)
-        return traced.run(args, policy)
-
-    return rematerialized
+    return lambda *args: TracedLayers.of(run, args).run(args, policy)
 
 
 def applicable(jaxpr: Any, layers: Sequence[RepeatedLayers]) -> tuple[str, ...]:

@@ -69,9 +69,7 @@ class BodyAttention:
             pairs = (*zip(step.eqn.outvars, step.makes, strict=True), *zip(step.eqn.invars, step.reads, strict=True))
             values |= {atom: value for atom, value in pairs if isinstance(atom, Var)}
 
-        def names(var: Any) -> Names:
-            return names_of(values[var]) if var in values else (None,) * len(var.aval.shape)
-
+        names = lambda var: names_of(values[var]) if var in values else (None,) * len(var.aval.shape)
         is_data = lambda atom: isinstance(atom, Var) and atom in values and values[atom].data
         reader = find(jaxpr, is_data, known)
         return cls(tuple(_sites(jaxpr, reader, names)), reader)

@@ -66,7 +66,8 @@ def _elementwise(op: Operation) -> None:
 
 
 def _reduce(op: Operation) -> None:
-    axes = op.params["axes"]
+    """The results have the dims of the operands at their place, without ``axes``: names of mesh axes, or dims."""
+    axes = op.params.get("axes", ())
     for x, out in zip(op.reads, op.makes, strict=False):
         op.same([dim for i, dim in enumerate(x.dims) if i not in axes], out.dims)
 
@@ -75,10 +76,8 @@ def _dot_general(op: Operation) -> None:
     (contracted, batch) = op.params["dimension_numbers"]
     pair, out = op.reads[:2], op.makes[0]
     activations = all(x.data for x in pair)
-    for (left, right), use, weight_use in (
-        (contracted, Use.JOINED, Use.CONTRACTED),
-        (batch, Use.SEPARATE, Use.PER_WEIGHT),
-    ):
+    uses = ((contracted, Use.JOINED, Use.CONTRACTED), (batch, Use.SEPARATE, Use.PER_WEIGHT))
+    for (left, right), use, weight_use in uses:
         for i, j in zip(left, right, strict=True):
             op.one(pair[0].dims[i], pair[1].dims[j])
             op.mark(use if activations else weight_use, pair[0].dims[i])
@@ -242,12 +241,6 @@ def _where_equal(op: Operation) -> None:
                 op.one(a, b) if m == n else op.mark(Use.CUT, a)
 
 
-def _along(op: Operation) -> None:
-    """Cumulative sums: the results have the operands' dims."""
-    for x, out in zip(op.reads, op.makes, strict=False):
-        op.same(x.dims, out.dims)
-
-
 def _sort(op: Operation) -> None:
     """All operands of a sort, as keys and the numbers that an ``argsort`` counts, are permuted alike."""
     for values in (*op.reads, *op.makes):
@@ -312,11 +305,12 @@ _WINDOWS = (
     "bitcast_convert_type", "tile", "pad", "dynamic_slice", "dynamic_update_slice", "reduce_window",
     "reduce_window_max", "reduce_window_sum", "reduce_window_min", "select_and_scatter_add", "select_and_gather_add",
 )  # fmt: skip
-_CUMULATIVE = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "rev")
 _REDUCTIONS = (
     "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor", "argmax",
-    "argmin",
+    "argmin", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "rev", "optimization_barrier", "psum",
+    "psum_invariant", "pvary", "sharding_constraint", "reshard", "copy",
 )  # fmt: skip
+"""Reductions, and what keeps all dims."""
 
 RULES: dict[str, Callable[[Operation], None]] = {
     **dict.fromkeys(_ELEMENTWISE, _elementwise),
@@ -341,6 +335,5 @@ RULES: dict[str, Callable[[Operation], None]] = {
     "sort": _sort,
     **dict.fromkeys(_SCATTERS, _scatter),
     **dict.fromkeys(_WINDOWS, _where_equal),
-    **dict.fromkeys(_CUMULATIVE, _along),
     **dict.fromkeys(_REDUCTIONS, _reduce),
 }

@@ -18,13 +18,11 @@ _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_ca
 _CALLS |= {"checkpoint": "jaxpr", "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
 _CALLS |= {"eval_jaxpr": "call_jaxpr"}
 _NO_DIMS = frozenset((
-    "iota", "random_seed", "random_bits", "random_wrap", "random_unwrap", "random_fold_in", "random_split",
+    "random_seed", "random_bits", "random_wrap", "random_unwrap", "random_fold_in", "random_split",
     "random_clone", "threefry2x32", "full", "empty", "empty2", "axis_index", "rng_bit_generator", "rng_uniform",
 ))  # fmt: skip
 _CHOICES = frozenset(("argmax", "argmin", "top_k", "approx_top_k", "sort", "cumsum"))
 """Primitives whose results are other numbers than those of the batch."""
-_SAME = frozenset(("optimization_barrier", "psum", "psum_invariant", "pvary", "sharding_constraint", "reshard", "copy"))
-
 
 NamesOfValue = Callable[[TracedValue], Names]
 """The names of a value's dims, ``None`` for those that are not known."""
@@ -68,10 +66,7 @@ class Propagation:
         jaxpr, visited = opened(jaxpr), []
         known = dict(zip(jaxpr.invars, args, strict=True))
         known |= {var: self.value(var.aval) for var in jaxpr.constvars}
-
-        def get(atom: Any) -> TracedValue:
-            return self.value(atom.aval) if isinstance(atom, Literal) else known[atom]
-
+        get = lambda atom: self.value(atom.aval) if isinstance(atom, Literal) else known[atom]
         for eqn in jaxpr.eqns:
             step = self._equation(eqn, [get(atom) for atom in eqn.invars])
             known |= zip(eqn.outvars, step.makes, strict=True)
@@ -95,14 +90,8 @@ class Propagation:
         makes = [self.value(var.aval, data=data, weight=weight and not data) for var in eqn.outvars]
         for out in makes:
             out.numbers = numbers
-        operation = Operation(self.classes, name, params, reads, makes)
-        rule = RULES.get(name)
-        if rule is not None:
-            rule(operation)
-        elif name in _SAME:
-            summed = [axis for axis in params.get("axes", ()) if isinstance(axis, int)]  # psum of a vmapped axis
-            for x, out in zip(reads, makes, strict=True):
-                operation.same([dim for i, dim in enumerate(x.dims) if i not in summed], out.dims)
+        if name in RULES:
+            RULES[name](Operation(self.classes, name, params, reads, makes))
         elif name not in _NO_DIMS:
             self.unknown[name] += 1
         return Visited(eqn, reads, makes)

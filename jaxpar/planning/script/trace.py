@@ -262,15 +262,11 @@ def _updates(
                 break
         else:
             start = leaves.start
-            for child in tree.children() if _is_container(tree) else ():
+            container, _ = tree.node_data() or (None, None)
+            for child in tree.children() if container in (tuple, list, dict) else ():
                 todo.append((child, range(start, start + child.num_leaves)))
                 start += child.num_leaves
     return found
-
-
-def _is_container(tree: Any) -> bool:
-    data = tree.node_data()
-    return data is not None and data[0] in (tuple, list, dict)
 
 
 def _is_state(shapes: Sequence[jax.ShapeDtypeStruct], tree: Any, own: range) -> bool:
