@@ -69,9 +69,10 @@ class AxisSizes:
             rules |= {"latent": None, "dense_layers": None}
         return {dim: rule for dim, rule in rules.items() if dim not in _unused(model)}
 
-    def weight_axes(self) -> list[str]:
-        """Returns the axes over which a weight is replicated unless the optimizer shards it, without ``model``."""
-        return ["data", *(axis for axis in ("expert", "context", "ulysses") if getattr(self, axis) > 1)]
+    def zero_axes(self) -> dict[str, list[str]]:
+        """Returns ``axis`` of ``parallel.optimizer``: what else than ``data`` replicates a weight, without ``model``."""
+        others = [axis for axis in ("expert", "context", "ulysses") if getattr(self, axis) > 1]
+        return {"axis": ["data", *others]} if others else {}
 
     def _vocab(self) -> Any:
         axes = [axis for axis in ("pipeline", "model") if getattr(self, axis) > 1]

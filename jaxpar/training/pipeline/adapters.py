@@ -59,7 +59,13 @@ def stage_state(state: TrainState, loss_fn: Any) -> TrainState:
         found: dict[Path, Any] = {("weight",): dims.get(("variables", FROZEN, *path))}
         node = FrozenWeight(w)
         if adapter is not None:
-            _check_stacked(path, adapter.stacked, w.shape, loss_fn)
+            in_layers = isinstance(loss_fn, PipelineLoss) and path[: len(loss_fn.path)] == loss_fn.path
+            if in_layers and not adapter.stacked:
+                raise ConfigError(
+                    f"pipeline: the weight {show(path)} {list(w.shape)} has one adapter for all layers, because its "
+                    "first dim is not named 'layers', but each stage has only its own layers. Remedy: name the dim, as "
+                    "metadata_params={nn.PARTITION_NAME: 'layers'}, jaxpar.nnx.stacked and jp.pipeline.stack do."
+                )
             node = FrozenWeight(w, adapter_of(state.params, adapter), adapter.labels(RANK), kind.scale)
             found |= {("adapter", str(i)): dims.get(("params", *path, name)) for i, name in enumerate((A, B))}
         nodes.append(node)
@@ -67,15 +73,6 @@ def stage_state(state: TrainState, loss_fn: Any) -> TrainState:
     params = jax.tree.unflatten(jax.tree.structure(frozen), nodes)
     metadata = replace(state.metadata, kind=StageKind(kind.kind), dims=tuple(names.items()))
     return replace(state, params=params, variables=state.variables[CARRIED], metadata=metadata)
-
-
-def _check_stacked(path: Path, stacked: int, shape: tuple[int, ...], loss_fn: Any) -> None:
-    if isinstance(loss_fn, PipelineLoss) and path[: len(loss_fn.path)] == loss_fn.path and not stacked:
-        raise ConfigError(
-            f"pipeline: the weight {show(path)} {list(shape)} has one adapter for all layers, because its first dim is "
-            "not named 'layers', but each stage has only its own layers. Remedy: name the dim, as "
-            "metadata_params={nn.PARTITION_NAME: 'layers'}, jaxpar.nnx.stacked and jp.pipeline.stack do."
-        )
 
 
 def adapter_grads(state: TrainState, grads: Any) -> Any:

@@ -24,8 +24,7 @@ def write_zero(keys: ConfigKeys, sizes: AxisSizes, config: dict[str, Any]) -> in
     if stage > 3:
         raise keys.error(f"{_AT}stage", f"must be from 0 to 3, got {stage}")
     if stage:
-        axes = sizes.weight_axes()
-        zero: dict[str, Any] = {"stage": stage, **({"axis": axes} if len(axes) > 1 else {})}
+        zero: dict[str, Any] = {"stage": stage, **sizes.zero_axes()}
         if group := _group(keys, "mics_shard_size", sizes, stage, "parallel.optimizer.fsdp_group_size"):
             zero["fsdp_group_size"] = group
         _persistence(keys, stage, zero)
@@ -56,7 +55,7 @@ def _group(keys: ConfigKeys, name: str, sizes: AxisSizes, stage: int, target: st
     _require(keys, path, stage, 3)
     if sizes.data % value:
         raise keys.error(path, f"must divide the {sizes.data} data-parallel ranks, got {value}")
-    if sizes.weight_axes() != ["data"]:
+    if sizes.zero_axes():
         keys.refuse(path, "groups of devices are only formed along data, without sequence parallelism")
         return None
     return int(value)

@@ -265,14 +265,13 @@ def write_zero(keys: ConfigKeys, sizes: AxisSizes, config: dict[str, Any]) -> No
         put(config, "parallel.pipeline.grad_reduction", "per_microbatch")
         stage = 1  # a pipeline gathers weights once per step
     copies = keys.take("--num-distributed-optimizer-instances", "count", 1, "parallel.optimizer.fsdp_group_size")
-    axes = sizes.weight_axes()
-    zero: dict[str, Any] = {"stage": stage, **({"axis": axes} if len(axes) > 1 else {})}
+    zero: dict[str, Any] = {"stage": stage, **sizes.zero_axes()}
     if copies > 1:
         if sizes.data % copies:
             raise keys.error(
                 "--num-distributed-optimizer-instances", f"must divide the {sizes.data} ranks, got {copies}"
             )
-        if len(axes) > 1:
+        if "axis" in zero:
             keys.refuse("--num-distributed-optimizer-instances", "groups of devices are only formed along data")
         else:
             zero["fsdp_group_size"] = sizes.data // copies

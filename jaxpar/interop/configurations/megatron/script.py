@@ -106,7 +106,9 @@ class _Reader:
                         self.depth -= 1
                         return at, rest if rest else words
                 elif token.bare in "<>":
-                    at = _after_redirection(tokens, at)
+                    while at < len(tokens) and tokens[at].kind == "operator" and tokens[at].bare in "<>&":
+                        at += 1
+                    at += 1  # the file of a redirection such as ``>> log`` or ``>&1``
                 elif token.bare in "\n;&|":
                     return at, words
                 continue
@@ -155,13 +157,6 @@ class _Reader:
         kept = self.variables.lists.get(name, []) if adds or self.depth else []
         self.variables.lists[name] = [*kept, *words]
         return at + 1
-
-
-def _after_redirection(tokens: list[ShellToken], at: int) -> int:
-    """The position after the file of a redirection such as ``>> log`` or ``>&1``."""
-    while at < len(tokens) and tokens[at].kind == "operator" and tokens[at].bare in "<>&":
-        at += 1
-    return at + 1
 
 
 def _program(command: list[ShellWord]) -> int | None:

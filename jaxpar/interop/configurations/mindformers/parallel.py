@@ -35,7 +35,11 @@ def read_sizes(keys: ConfigKeys, model: ImportedModel) -> AxisSizes:
     if mode not in _MODES.values():
         raise keys.error("parallel.parallel_mode", f"must be 0, 1, 2 or 3, got {mode!r}")
     if mode == 0:
-        return _data_parallel(keys)
+        if keys.options.devices is None:
+            raise keys.error("parallel.parallel_mode", "is 0, pure data parallelism over all devices", "--devices N")
+        keys.translate("parallel.parallel_mode", "mesh.data", "all devices")
+        keys.ignore("parallel_config", "parallel_mode is 0: MindFormers resets all sizes to 1")
+        return AxisSizes(data=keys.options.devices)
     if mode == 1:
         keys.translate("parallel.parallel_mode", "mesh")
     else:
@@ -44,14 +48,6 @@ def read_sizes(keys: ConfigKeys, model: ImportedModel) -> AxisSizes:
     _check_devices(keys, sizes)
     _check_dataset_strategy(keys)
     return sizes
-
-
-def _data_parallel(keys: ConfigKeys) -> AxisSizes:
-    if keys.options.devices is None:
-        raise keys.error("parallel.parallel_mode", "is 0, pure data parallelism over all devices", "--devices N")
-    keys.translate("parallel.parallel_mode", "mesh.data", "all devices")
-    keys.ignore("parallel_config", "parallel_mode is 0: MindFormers resets all sizes to 1")
-    return AxisSizes(data=keys.options.devices)
 
 
 def _sizes(keys: ConfigKeys, model: ImportedModel) -> AxisSizes:
@@ -71,16 +67,8 @@ def _sizes(keys: ConfigKeys, model: ImportedModel) -> AxisSizes:
     replicated = keys.take(f"{at}vocab_emb_dp", "bool", True, "rules.vocab")
     if replicated and stages > 1:
         keys.ignore(f"{at}vocab_emb_dp", "with pipeline stages MindFormers resets it to false")
-    sizes = AxisSizes(
-        pipeline=stages,
-        data=data // expert,
-        expert=expert,
-        context=context,
-        ulysses=ulysses,
-        model=tensor,
-        sequence_parallel=sequence and tensor > 1,
-        vocab=not replicated or stages > 1,
-    )
+    sequence, vocab = sequence and tensor > 1, not replicated or stages > 1
+    sizes = AxisSizes(stages, data // expert, expert, context, ulysses, tensor, sequence, vocab)
     _check_model(keys, model, sizes)
     return sizes
 
@@ -202,7 +190,6 @@ def write_optimizer_parallelism(keys: ConfigKeys, sizes: AxisSizes, config: dict
     gathered_again = keys.take(again, "bool", False, "parallel.optimizer.stage")
     threshold = keys.take(names["parallel_optimizer_threshold"], "natural", 64, "parallel.optimizer.min_bytes")
     group = _group(keys, group_path, sizes)
-    axes = sizes.weight_axes()
     zero: dict[str, Any] = {"stage": 2 if scattered else 1, "min_bytes": f"{threshold}KiB"}
     if sizes.pipeline > 1:
         if gathered_again:
@@ -213,11 +200,7 @@ def write_optimizer_parallelism(keys: ConfigKeys, sizes: AxisSizes, config: dict
             put(config, "parallel.pipeline.grad_reduction", "per_microbatch")
     elif gathered_again:
         zero["stage"] = 3
-    if group is not None:
-        zero["fsdp_group_size"] = group
-    elif len(axes) > 1:
-        zero["axis"] = axes
-    put(config, "parallel.optimizer", zero)
+    put(config, "parallel.optimizer", zero | (sizes.zero_axes() if group is None else {"fsdp_group_size": group}))
 
 
 def _group(keys: ConfigKeys, path: str, sizes: AxisSizes) -> int | None:
@@ -230,7 +213,7 @@ def _group(keys: ConfigKeys, path: str, sizes: AxisSizes) -> int | None:
     if not 1 <= value <= ranks or ranks % value:
         raise keys.error(path, f"must be -1 or divide data_parallel={ranks}, got {value}", f"-1, or {ranks}")
     keys.translate(path, "parallel.optimizer.fsdp_group_size")
-    if sizes.weight_axes() != ["data"]:
+    if sizes.zero_axes():
         keys.refuse(path, "groups of devices are only formed along data, without context and expert parallelism")
         return None
     return value if value < ranks else None
