@@ -70,7 +70,7 @@ class AxisSizes:
         return {dim: rule for dim, rule in rules.items() if dim not in _unused(model)}
 
     def zero_axes(self) -> dict[str, list[str]]:
-        """Returns ``axis`` of ``parallel.optimizer``: what else than ``data`` replicates a weight, without ``model``."""
+        """Returns ``axis`` of ``parallel.optimizer``, where more than ``data`` replicates a weight; never ``model``."""
         others = [axis for axis in ("expert", "context", "ulysses") if getattr(self, axis) > 1]
         return {"axis": ["data", *others]} if others else {}
 
