@@ -1,72 +1,134 @@
-"""Local SGD with an outer optimizer (DiLoCo) beside data parallelism: held-out loss, and bytes that workers push.
+"""Local SGD beside data parallelism on the quickstart: held-out loss, and all bytes that a worker sends and receives.
 
-    python benchmarks/parameter_server/diloco.py --steps 400 --batch 32 --seq 128
+    python benchmarks/parameter_server/diloco.py
 
 All runs train the model of configs/quickstart.yaml on one CPU device for each worker, with the same batches. The data
-parallel run is synchronous; the quickstart itself is data parallel too, and faster.
+parallel run is synchronous; the quickstart itself is data parallel too, and faster. The exit status is 1 if a run of
+local SGD that sends at most 1/20 of the bytes is not within 0.03 nats of data parallelism. `--reference 1.4148` leaves
+out the data parallel run, whose loss is then the given one, and whose bytes are those of a gradient and of the
+parameters for each step.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from jaxpar.app.train.server_run import job_program
-from jaxpar.parameter_server import ServerConfig, ServerRun
+from jaxpar.parameter_server import ServerConfig, ServerRun, TrainingProgram
+from jaxpar.utils.yaml_config import parse_yaml
 
-RUNS = ("data_parallel", "local", "local_int8")
+RUNS = ("local", "local_int8", "local_int4")
 CONFIG = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
+NATS, FRACTION = 0.03, 1 / 20
 
 
-def measure(config: ServerConfig, args: argparse.Namespace) -> tuple[float, float]:
-    """Returns the held-out loss in nats per token, and the MiB that a worker pushed."""
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """The held-out loss in nats per token, and the bytes that a worker pushed and pulled."""
+
+    loss: float
+    pushed: int
+    pulled: int
+
+    @property
+    def sent(self) -> int:
+        return self.pushed + self.pulled
+
+
+def program_of(config: ServerConfig, args: argparse.Namespace) -> TrainingProgram:
+    """Returns the quickstart on one device for each worker."""
     settings = (
         *("cpu_devices=1", "mesh.model=1", f"data.batch={args.batch}", f"data.seq={args.seq}"),
-        *(f"train.steps={args.steps}", "train.eval_every=100000", f"optimizer.learning_rate={args.rate}"),
+        *(f"train.steps={args.steps}", f"train.eval_every={args.eval_every or 10**9}"),
+        f"optimizer.learning_rate={args.rate}",
     )
-    program = job_program(CONFIG, settings, config)
+    return job_program(CONFIG, settings, config)
+
+
+def measure(config: ServerConfig, args: argparse.Namespace) -> Measured:
+    """Returns what a run comes to; the bytes are those of the worker that sent and received most."""
+    report = lambda worker, step, figures: (
+        print(f"  step {step}  held-out loss {figures['heldout_loss']:.4f}", flush=True)
+        if "heldout_loss" in figures
+        else None
+    )
     with (
         tempfile.TemporaryDirectory() as folder,
-        ServerRun(program, config, steps=args.steps, folder=folder, cluster="threads") as run,
+        ServerRun(
+            program_of(config, args), config, steps=args.steps, folder=folder, cluster="threads", on_report=report
+        ) as run,
     ):
         result = run.wait()
-    pushed = max(report.traffic.pushed for report in result.reports.values())
-    return result.finished["heldout_loss"], pushed / 2**20
+    most = max((report.traffic for report in result.reports.values()), key=lambda x: x.pushed + x.pulled)
+    return Measured(result.finished["heldout_loss"], most.pushed, most.pulled)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--seq", type=int, default=128)
-    parser.add_argument("--every", type=int, default=20)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--rate", type=float, default=3e-3)
-    parser.add_argument("--outer", default="0.7:0.9", help="learning rate and momentum of the outer optimizer")
-    parser.add_argument("--runs", nargs="*", choices=RUNS, default=RUNS)
-    args = parser.parse_args()
+def data_parallel(args: argparse.Namespace) -> Measured:
+    """Returns the loss and bytes of data parallelism: those of a run, or with ``--reference`` of none."""
+    config = ServerConfig(workers=args.workers)
+    if args.reference is None:
+        return measure(config, args)
+    size = sum(spec.nbytes for spec in program_of(config, args).model_params.values())
+    return Measured(args.reference, args.steps * size, args.steps * size)
+
+
+def configs(args: argparse.Namespace) -> dict[str, ServerConfig]:
+    """Returns the runs of local SGD."""
     rate, momentum = map(float, args.outer.split(":"))
     local = ServerConfig(
         "local_sgd",
         workers=args.workers,
-        sync_every=args.every,
+        sync_every=parse_yaml(f"every: {args.every}")["every"],
         outer_learning_rate=rate,
         outer_momentum=momentum,
     )
-    configs = {
-        "data_parallel": ServerConfig(workers=args.workers),
-        "local": local,
-        "local_int8": dataclasses.replace(local, compression="int8"),
-    }
+    compressed = {f"local_{kind}": dataclasses.replace(local, compression=kind) for kind in ("int8", "int4")}
+    return {"local": local} | compressed
+
+
+def main() -> Sequence[str]:
+    """Run everything; returns the goals that were missed."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--seq", type=int, default=128)
+    parser.add_argument("--every", default=EVERY, help="sync_every, in YAML")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--rate", type=float, default=3e-3)
+    parser.add_argument("--outer", default="1.0:0.0", help="learning rate and momentum of the outer optimizer")
+    parser.add_argument("--runs", nargs="*", choices=RUNS, default=["local_int4"])
+    parser.add_argument("--reference", type=float, help="the loss of data parallelism, instead of a run")
+    parser.add_argument("--eval-every", type=int, default=0, help="also evaluate during runs; its bytes count too")
+    args = parser.parse_args()
+    base = data_parallel(args)
+    print(f"data_parallel  held-out loss {base.loss:.4f}   {base.sent / 2**20:.2f} MiB", flush=True)
+    missed, good = [], False
     for name in args.runs:
         began = time.perf_counter()
-        loss, pushed = measure(configs[name], args)
-        seconds = time.perf_counter() - began
-        print(f"{name:14} held-out loss {loss:.4f}   pushed {pushed:8.2f} MiB per worker   {seconds:.0f} s", flush=True)
+        found = measure(configs(args)[name], args)
+        gap, part = found.loss - base.loss, base.sent / found.sent
+        good |= gap <= NATS and found.sent <= FRACTION * base.sent
+        print(
+            f"{name:14} held-out loss {found.loss:.4f}, {gap:+.4f}   pushed {found.pushed / 2**20:.2f} MiB, pulled "
+            f"{found.pulled / 2**20:.2f} MiB, 1/{part:.1f} of the bytes   {time.perf_counter() - began:.0f} s",
+            flush=True,
+        )
+    if not good:
+        missed.append(
+            f"no run is within {NATS} nats of data parallelism with at most 1/{1 / FRACTION:.0f} of the bytes"
+        )
+    return missed
 
 
+EVERY = "{0: 1, 40: 2, 120: 3, 240: 5, 340: 20}"
 if __name__ == "__main__":
-    main()
+    missed_goals = main()
+    for goal in missed_goals:
+        print(f"missed: {goal}")
+    sys.exit(bool(missed_goals))

@@ -2,9 +2,12 @@
 
     python benchmarks/parameter_server/local_sgd_search.py --stop 80 1:0:3e-3:20 1:0:3e-3:4 1:0.3:3e-3:20
 
-A setting is OUTER_RATE:OUTER_MOMENTUM:RATE:EVERY. The workers take turns, on the batches that they have in
-`diloco.py`, and the schedule of the learning rate is that of all `--steps`, also with `--stop`. Data parallelism, one
-step on the batches of all workers, is run first. `own` is the loss of a worker just before it is averaged.
+A setting is OUTER_RATE:OUTER_MOMENTUM:RATE:EVERY. EVERY may grow: `1,5@60,20@200` exchanges after each step, from
+step 60 on every 5 steps, and from step 200 on every 20. With `--bits 8` or 4 changes travel in so many bits, to the
+servers and back, and each side adds its rounding error to its next change. The workers take turns, on the batches that
+they have in `diloco.py`, and the schedule of the learning rate is that of all `--steps`, also with `--stop`. Data
+parallelism, one step on the batches of all workers, is run first. `own` is the loss of a worker just before it is
+averaged.
 """
 
 from __future__ import annotations
@@ -22,9 +25,33 @@ import numpy as np
 import jaxpar as jp
 from jaxpar.app.train.server_run import job_program
 from jaxpar.parameter_server import ServerConfig, TrainingProgram
+from jaxpar.parameter_server.config import DeltaBits
+from jaxpar.parameter_server.quantized_deltas import dequantize, quantize
 
 CONFIG = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
-REPORT = 40
+
+
+def every_at(text: str) -> Callable[[int], int]:
+    """Returns the steps between exchanges from a step on, as EVERY of a setting says."""
+    first, *later = text.split(",")
+    starts = {0: int(first)} | {int(at): int(every) for every, at in (part.split("@") for part in later)}
+    return lambda step: starts[max(start for start in starts if start <= step)]
+
+
+class Rounded:
+    """Sends trees in few bits, and adds the rounding errors to the next tree."""
+
+    def __init__(self, bits: DeltaBits) -> None:
+        self._bits: DeltaBits = bits
+        self._errors: list[np.ndarray] | None = None
+
+    def __call__(self, tree: Any) -> Any:
+        leaves, structure = jax.tree.flatten(tree)
+        errors = self._errors or [np.zeros((), np.float32)] * len(leaves)
+        exact = [np.asarray(x) + error for x, error in zip(leaves, errors, strict=True)]
+        sent = [dequantize(quantize(x, self._bits)) for x in exact]
+        self._errors = [x - y for x, y in zip(exact, sent, strict=True)]
+        return jax.tree.unflatten(structure, sent)
 
 
 class Search:
@@ -62,27 +89,38 @@ class Search:
         step, state = self.start(rate)
         for n, parts in enumerate(self._batches, 1):
             state, _ = step(state, jax.tree.map(lambda *x: jnp.concatenate(x), *parts))
-            if n % REPORT == 0:
+            if n % self._args.report == 0:
                 print(f"data parallel {rate:g}: step {n}  loss {self.loss(state):.4f}", flush=True)
 
     def local(self, setting: str) -> None:
         """Train each worker on its batches, and exchange every few steps."""
-        outer_rate, momentum, rate, every = (float(x) for x in setting.split(":"))
+        *numbers, text = setting.split(":")
+        outer_rate, momentum, rate = map(float, numbers)
+        every, report, began = every_at(text), self._args.report, 0
         step, state = self.start(rate)
         states = [state] * self._args.workers
         outer, velocity = state.params, jax.tree.map(jnp.zeros_like, state.params)
+        channel = lambda: Rounded(self._args.bits) if self._args.bits else lambda tree: tree
+        send, answer = [channel() for _ in states], channel()
+        exchanges = 0
         for n, parts in enumerate(self._batches, 1):
             states = [step(one, part)[0] for one, part in zip(states, parts, strict=True)]
-            if n % every:
+            if n - began < every(began):
                 continue
-            own = self.loss(states[0]) if n % REPORT == 0 else None
-            ends = [one.params for one in states]
-            change = jax.tree.map(lambda start, *end: start - sum(end) / len(end), outer, *ends)
+            began, exchanges = n, exchanges + 1
+            own = self.loss(states[0]) if n % report == 0 else None
+            changes = [
+                send_one(jax.tree.map(lambda x, end: x - end, outer, one.params))
+                for send_one, one in zip(send, states, strict=True)
+            ]
+            change = jax.tree.map(lambda *x: sum(x) / len(x), *changes)
             velocity = jax.tree.map(lambda v, c: momentum * v + c, velocity, change)
-            outer = jax.tree.map(lambda x, c, v: x - outer_rate * (c + momentum * v), outer, change, velocity)
+            moved = answer(jax.tree.map(lambda c, v: -outer_rate * (c + momentum * v), change, velocity))
+            outer = jax.tree.map(lambda x, u: x + u, outer, moved)
             states = [dataclasses.replace(one, params=outer) for one in states]
             if own is not None:
-                print(f"{setting}: step {n}  loss {self.loss(states[0]):.4f}  own {own:.4f}", flush=True)
+                line = f"{setting}: step {n}  loss {self.loss(states[0]):.4f}  own {own:.4f}"
+                print(f"{line}  exchanges {exchanges}", flush=True)
 
 
 def main() -> None:
@@ -93,6 +131,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--seq", type=int, default=128)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--report", type=int, default=40, help="steps between two lines of a run")
+    parser.add_argument("--bits", type=int, choices=(8, 4), help="of each number of a change")
     parser.add_argument("--data-parallel", type=float, nargs="*", default=[3e-3])
     args = parser.parse_args()
     search = Search(args)

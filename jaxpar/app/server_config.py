@@ -16,7 +16,8 @@ class ServerSettings(ServerTable):
 
     Attributes:
       mode, servers, workers, staleness, sync_every, outer_learning_rate, outer_momentum, compression, piece_bytes,
-        snapshot_every, patience, max_restarts: see :class:`jaxpar.parameter_server.ServerConfig`.
+        snapshot_every, patience, max_restarts: see :class:`jaxpar.parameter_server.ServerConfig`. ``sync_every: {0: 1,
+        60: 20}`` exchanges after each step at first, and every 20 steps from step 60 on.
       cluster: ``ray``, or ``threads`` of one process, to try a configuration.
       address: ``HOST:PORT`` of a Ray cluster; by default ``RAY_ADDRESS``, or a Ray that the run starts on this machine.
       resources: Ray resources of each worker: ``{CPU: 4, GPU: 1}``.

@@ -10,10 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.errors import LaunchError, ModelError
-from jaxpar.parameter_server.int8_deltas import dequantize, quantize
+from jaxpar.parameter_server.config import DeltaBits
 from jaxpar.parameter_server.membership import Membership, from_json
-from jaxpar.parameter_server.messages import Contribution, PullRequest, PushRequest, RowGrads, ServerAnswer
+from jaxpar.parameter_server.messages import (
+    Contribution,
+    PullRequest,
+    PushRequest,
+    QuantizedDelta,
+    RowGrads,
+    ServerAnswer,
+)
 from jaxpar.parameter_server.pieces import ParamPiece, Params, SparseTable, server_params
+from jaxpar.parameter_server.quantized_deltas import add, dequantize, quantize
 from jaxpar.parameter_server.transport import ServerCall, ServerLost, Transport
 
 _PAUSE = 0.1
@@ -56,7 +64,8 @@ class ServerClient:
         self._members = self._membership()
         self.traffic = Traffic()
         self.residuals: dict[str, np.ndarray] = {}
-        """The rounding errors of the last 8-bit push, by piece."""
+        """The rounding errors of the last push that was rounded, by piece."""
+        self._held: tuple[int, dict[str, np.ndarray]] | None = None
         check_model(server_params(model, tables), self._members.params(), f"worker {worker}")
 
     @property
@@ -83,17 +92,21 @@ class ServerClient:
         clocks = self._until_done(
             lambda members: {server: ("clocks", (members.epoch, self.worker)) for server in members.servers}
         )
-        steps = [int(step) for answer in clocks.values() for step in answer.values.values()]
+        steps = [int(np.asarray(step)) for answer in clocks.values() for step in answer.values.values()]
         return min(steps, default=self._members.first(self.worker))
 
-    def pull(self, step: int | None, ids: Mapping[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
+    def pull(
+        self, step: int | None, ids: Mapping[str, np.ndarray] | None = None, *, bits: DeltaBits | None = None
+    ) -> dict[str, np.ndarray]:
         """Returns the parameters for a step, waiting for other workers as the mode asks; the newest without a step.
 
         Args:
           step: the number of the step.
           ids: the rows of each table, ascending int64; tables without rows are left out.
+          bits: receive so many bits of each number of the change since the step before, if that was pulled so too.
         """
         rows = ids or {}
+        held, before = self._held if bits and self._held is not None else (None, {})
 
         def request(members: Membership) -> dict[int, ServerCall]:
             found: dict[int, ServerCall] = {}
@@ -103,14 +116,17 @@ class ServerClient:
                 ids = {key: part for key, part in parts.items() if part is not None}
                 worker = None if step is None else self.worker
                 if parts:
-                    pull = PullRequest(worker, step or 0, members.epoch, tuple(parts), ids)
+                    pull = PullRequest(worker, step or 0, members.epoch, tuple(parts), ids, held)
                     found[server] = "pull", (pull,)
             return found
 
         dense = {piece.key for piece in self._members.pieces if not piece.spec.sparse}
         answers = self._until_done(request)
-        values = {key: value for answer in answers.values() for key, value in answer.values.items()}
-        self.traffic.pulled += sum(value.nbytes for value in values.values())
+        found = {key: value for answer in answers.values() for key, value in answer.values.items()}
+        self.traffic.pulled += sum(value.nbytes for value in found.values())
+        values = {key: add(before[key], x) if isinstance(x, QuantizedDelta) else x for key, x in found.items()}
+        if bits and step is not None:
+            self._held = step, values
         found_staleness = max((answer.staleness for answer in answers.values()), default=0)
         self.traffic.staleness = max(self.traffic.staleness, found_staleness)
         return _joined(self._members.pieces, values)
@@ -121,7 +137,7 @@ class ServerClient:
         grads: Mapping[str, np.ndarray | RowGrads] | None,
         *,
         weight: float = 1.0,
-        int8: bool = False,
+        bits: DeltaBits | None = None,
         prepared: Callable[[], None] = lambda: None,
     ) -> None:
         """Push the gradients of a step; they are applied and durable when this returns.
@@ -130,13 +146,13 @@ class ServerClient:
           step: the step's number.
           grads: of each parameter; ``None`` for a step that was not finite.
           weight: of this worker in the mean.
-          int8: send 8 bits of each number.
+          bits: send so many bits of each number; by default all.
           prepared: called before anything is sent.
         """
         sent: dict[str, Contribution] = {}
         for piece in self._members.pieces:
             part = None if grads is None else _part(piece, grads[piece.name])
-            sent[piece.key] = self._in_int8(piece.key, part) if int8 and isinstance(part, np.ndarray) else part
+            sent[piece.key] = part if bits is None else self._rounded(piece.key, part, bits)
         prepared()
         self.traffic.pushed += sum(x.nbytes for x in sent.values() if x is not None)
 
@@ -151,9 +167,11 @@ class ServerClient:
 
         self._until_done(request)
 
-    def _in_int8(self, key: str, part: np.ndarray) -> Contribution:
+    def _rounded(self, key: str, part: Contribution, bits: DeltaBits) -> Contribution:
+        if not isinstance(part, np.ndarray):
+            return part
         exact = part.astype(np.float32) + self.residuals.get(key, np.float32(0))
-        delta = quantize(exact)
+        delta = quantize(exact, bits)
         self.residuals[key] = exact - dequantize(delta)
         return delta
 

@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from jaxpar.errors import ConfigError, did_you_mean
+from jaxpar.parameter_server.sync_schedule import SyncEvery, SyncSchedule, check_sync_every
 from jaxpar.utils.checks import is_count, shown
 
 type ServerMode = Literal["synchronous", "stale_synchronous", "asynchronous", "local_sgd"]
 MODES = get_args(ServerMode.__value__)
+type DeltaBits = Literal[8, 4]
+DELTA_BITS: dict[str, DeltaBits] = {"int8": 8, "int4": 4}
 
 
 @dataclass(frozen=True)
@@ -21,10 +24,10 @@ class ServerTable:
     servers: int = 1
     workers: int = 2
     staleness: int = 0
-    sync_every: int = 1
+    sync_every: SyncEvery = 1
     outer_learning_rate: float = 0.7
     outer_momentum: float = 0.9
-    compression: Literal["int8"] | None = None
+    compression: Literal["int8", "int4"] | None = None
     piece_bytes: int = 2**26
     snapshot_every: int = 100
     patience: float = 120.0
@@ -43,11 +46,13 @@ class ServerConfig(ServerTable):
         al. 2023, arXiv:2311.08105).
       servers, workers: how many of each a run starts with.
       staleness: the bound of ``stale_synchronous``, in steps.
-      sync_every: steps between two exchanges of ``local_sgd``.
+      sync_every: steps between two exchanges of ``local_sgd``. ``{0: 1, 60: 20}`` exchanges after each step at first,
+        and every 20 steps from step 60 on, as in post-local SGD (Lin et al. 2018, arXiv:1808.07217).
       outer_learning_rate, outer_momentum: of the outer optimizer of ``local_sgd``, SGD with Nesterov momentum. The
         defaults suit hundreds of exchanges; 1.0 and 0.0, the mean of the workers, is better for few.
-      compression: ``int8`` sends the changes of ``local_sgd`` in 8 bits; each worker adds its rounding error to its
-        next change.
+      compression: ``int8`` or ``int4`` sends the changes of ``local_sgd`` in 8 or 4 bits, to the servers and back. Each
+        worker adds its rounding error to its next change, and the servers add theirs to the next update (Tang et al.
+        2019, arXiv:1905.05957).
       piece_bytes: larger parameters are cut by rows into pieces of at most this many bytes, which servers share. The
         cut does not depend on the number of servers, so neither does any bit of the result.
       snapshot_every: updates of a server between two snapshots, each of which replaces its log.
@@ -70,15 +75,16 @@ class ServerConfig(ServerTable):
                 f"{', '.join(MODES)}."
             )
         for name, least in (
-            *(("servers", 1), ("workers", 1), ("staleness", 0), ("sync_every", 1)),
+            *(("servers", 1), ("workers", 1), ("staleness", 0)),
             *(("piece_bytes", 1), ("snapshot_every", 1), ("max_restarts", 0)),
         ):
             _check_count(name, getattr(self, name), least)
+        check_sync_every(self.sync_every)
         for name, most in (("outer_learning_rate", math.inf), ("outer_momentum", 1.0), ("patience", math.inf)):
             _check_number(name, getattr(self, name), most)
-        if self.compression not in (None, "int8"):
+        if self.compression not in (None, *DELTA_BITS):
             raise ConfigError(
-                f"parameter_server.compression is {shown(self.compression)}. Remedy: int8, or leave it out."
+                f"parameter_server.compression is {shown(self.compression)}. Remedy: int8, int4, or leave it out."
             )
         self._check_mode("staleness", 0, "stale_synchronous")
         self._check_mode("sync_every", 1, "local_sgd")
@@ -91,6 +97,16 @@ class ServerConfig(ServerTable):
                 f"parameter_server.{name} is {value}, but mode is {self.mode}. Remedy: mode: {mode}, or leave {name} "
                 "out."
             )
+
+    @property
+    def schedule(self) -> SyncSchedule:
+        """The rounds; of the modes other than ``local_sgd``, one for each step."""
+        return SyncSchedule.of(self.sync_every)
+
+    @property
+    def delta_bits(self) -> DeltaBits | None:
+        """The bits of each number of a change; ``None`` without ``compression``."""
+        return None if self.compression is None else DELTA_BITS[self.compression]
 
     @property
     def in_rounds(self) -> bool:

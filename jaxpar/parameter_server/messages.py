@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
@@ -21,19 +22,23 @@ class RowGrads:
 
 
 @dataclass(frozen=True)
-class Int8Delta:
-    """A change in 8 bits: ``values`` [blocks, n] int8, each block times its ``scales`` [blocks] fp32."""
+class QuantizedDelta:
+    """A change in 8 or 4 bits: ``values`` [blocks, bytes] int8, each block times its ``scales`` [blocks] fp32.
+
+    In 4 bits a byte holds two numbers, the first in its lower half.
+    """
 
     values: np.ndarray
     scales: np.ndarray
     shape: tuple[int, ...]
+    bits: Literal[8, 4] = 8
 
     @property
     def nbytes(self) -> int:
         return self.values.nbytes + self.scales.nbytes
 
 
-type Contribution = np.ndarray | RowGrads | Int8Delta | None
+type Contribution = np.ndarray | RowGrads | QuantizedDelta | None
 """A worker's gradient of a piece; ``None`` from a step that was not finite."""
 
 
@@ -66,6 +71,8 @@ class PullRequest:
       epoch: the membership that it knows.
       keys: the pieces.
       ids: the rows of each sparse piece.
+      held: the version of the dense pieces that the worker has. With ``compression`` servers answer with the change
+        since then, if that was one update.
     """
 
     worker: int | None
@@ -73,6 +80,7 @@ class PullRequest:
     epoch: int
     keys: tuple[str, ...]
     ids: Mapping[str, np.ndarray] = field(default_factory=dict)
+    held: int | None = None
 
 
 @dataclass(frozen=True)
@@ -81,12 +89,12 @@ class ServerAnswer:
 
     Attributes:
       status: ``done``; ``waiting``: ask again; ``stale``: the epoch has changed, or a change is under way.
-      values: what was pulled.
+      values: what was pulled; with ``compression``, the change of what the worker holds.
       staleness: how many steps the slowest worker was behind the one that pulled.
     """
 
     status: str
-    values: Mapping[str, np.ndarray] = field(default_factory=dict)
+    values: Mapping[str, np.ndarray | QuantizedDelta] = field(default_factory=dict)
     staleness: int = 0
 
 

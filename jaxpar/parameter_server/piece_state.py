@@ -9,9 +9,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.parameter_server.messages import Contribution, RowGrads
+from jaxpar.parameter_server.config import DeltaBits
+from jaxpar.parameter_server.messages import Contribution, QuantizedDelta, RowGrads
 from jaxpar.parameter_server.piece_optimizer import Leaves, PieceOptimizer
 from jaxpar.parameter_server.pieces import ParamPiece, SparseTable
+from jaxpar.parameter_server.quantized_deltas import add, quantize
 from jaxpar.parameter_server.row_values import initial_rows
 from jaxpar.parameter_server.update_log import LogRecord
 
@@ -26,6 +28,9 @@ class DenseState:
       leaves: the optimizer's state.
       previous: the value before the last round. A worker that was killed in that round reads it once more, so that it
         computes the same gradients again.
+      delta: with ``compression``, how the last round changed ``previous`` into ``value``.
+      error: with ``compression``, what the optimizer's updates come to beyond ``value`` [shape of the piece, fp32];
+        it is part of the next change.
       version: the number of rounds, or of pushes, that it contains.
       clocks: for each worker the step of its next push.
       pending: pushes of rounds that are not complete, with their weights, by step and worker. They are not durable, and
@@ -36,6 +41,8 @@ class DenseState:
     value: np.ndarray
     leaves: Leaves
     previous: np.ndarray | None = None
+    delta: QuantizedDelta | None = None
+    error: np.ndarray | None = None
     version: int = 0
     clocks: dict[int, int] = field(default_factory=dict)
     pending: dict[int, dict[int, tuple[float, Contribution]]] = field(default_factory=dict)
@@ -44,9 +51,19 @@ class DenseState:
         """Update the value."""
         self.value, self.leaves = optimizer.update(self.piece, self.value, self.leaves, grad)
 
+    def apply_quantized(self, optimizer: PieceOptimizer, grad: np.ndarray, bits: DeltaBits) -> None:
+        """Update the value by a change that so many bits express; what they leave out is part of the next one."""
+        new, self.leaves = optimizer.update(self.piece, self.value, self.leaves, grad)
+        exact = new.astype(np.float32)
+        if self.error is not None:
+            exact = exact + self.error
+        self.delta = quantize(exact - self.value.astype(np.float32), bits)
+        self.value = add(self.value, self.delta)
+        self.error = exact - self.value.astype(np.float32)
+
     def remember(self, grad: np.ndarray | None) -> None:
         """Keep the present value as the previous one, before a round with this gradient."""
-        self.previous = self.value
+        self.previous, self.delta = self.value, None
 
     def read(self, ids: np.ndarray | None, *, previous: bool) -> np.ndarray:
         """Returns the value, or the previous one."""
@@ -57,7 +74,12 @@ class DenseState:
         arrays = {"value": self.value} | {f"leaf{i}": x for i, x in enumerate(self.leaves)}
         if self.previous is not None:
             arrays["previous"] = self.previous
-        return LogRecord("adopt", _fields(self), arrays)
+        if self.delta is not None:
+            arrays |= {"delta": self.delta.values, "delta_scales": self.delta.scales}
+        if self.error is not None:
+            arrays["error"] = self.error
+        bits = {} if self.delta is None else {"delta_bits": self.delta.bits}
+        return LogRecord("adopt", _fields(self) | bits, arrays)
 
 
 @dataclass
@@ -169,7 +191,11 @@ def from_record(record: LogRecord, tables: Mapping[str, SparseTable]) -> PieceSt
     leaves = [arrays[f"leaf{i}"] for i in range(sum(name.startswith("leaf") for name in arrays))]
     common: dict[str, Any] = {"version": fields["version"], "clocks": clocks}
     if not piece.spec.sparse:
-        return DenseState(piece, arrays["value"], leaves, arrays.get("previous"), **common)
+        delta = None
+        if "delta" in arrays:
+            shape, bits = arrays["value"].shape, fields["delta_bits"]
+            delta = QuantizedDelta(arrays["delta"], arrays["delta_scales"], shape, bits)
+        return DenseState(piece, arrays["value"], leaves, arrays.get("previous"), delta, arrays.get("error"), **common)
     slots = {int(i): n for n, i in enumerate(arrays["ids"])}
     before = RowGrads(arrays["before_ids"], arrays["before"]) if "before" in arrays else None
     writable = [np.array(x) for x in leaves]

@@ -19,8 +19,9 @@ from jaxpar.parameter_server.controller import Controller
 from jaxpar.parameter_server.membership import from_json
 from jaxpar.parameter_server.pieces import server_params
 from jaxpar.parameter_server.program import TrainingProgram
+from jaxpar.parameter_server.sync_schedule import check_steps
 from jaxpar.parameter_server.worker import WorkerReport
-from jaxpar.utils.checks import is_count, shown
+from jaxpar.utils.checks import shown
 
 type OnReport = Callable[[int, int, Mapping[str, float]], None]
 """Called with a worker, the steps that it has done, and its figures, such as ``loss``."""
@@ -58,7 +59,8 @@ class ServerRun:
       on_report: called with every worker's figures.
 
     Raises:
-      ConfigError: ``steps`` is no multiple of ``sync_every``, or the optimizer or a table cannot be served.
+      ConfigError: ``steps`` is not the end of a round of ``sync_every`` steps, or the optimizer or a table cannot be
+        served.
       ModelError: the folder is of a run with another model.
       MissingExtraError, LaunchError: Ray is not installed, or cannot be reached.
     """
@@ -76,7 +78,7 @@ class ServerRun:
         worker_resources: Mapping[str, float] | None = None,
         on_report: OnReport = lambda worker, steps, figures: None,
     ):
-        _check_steps(steps, config)
+        check_steps(steps, config.sync_every)
         self._config, self._steps, self._on_report = config, steps, on_report
         self._files = RunFiles(Path(folder).absolute())
         self._load: LoadProgram = (lambda: program) if isinstance(program, TrainingProgram) else program
@@ -227,13 +229,3 @@ def train(program: TrainingProgram | LoadProgram, config: ServerConfig, **option
     """
     with ServerRun(program, config, **options) as run:
         return run.wait()
-
-
-def _check_steps(steps: Any, config: ServerConfig) -> None:
-    if not is_count(steps):
-        raise ConfigError(f"steps must be a positive integer, got {shown(steps)}.")
-    if steps % config.sync_every:
-        raise ConfigError(
-            f"steps is {steps}, which is not a multiple of sync_every, {config.sync_every}. Remedy: steps: "
-            f"{steps // config.sync_every * config.sync_every or config.sync_every}."
-        )

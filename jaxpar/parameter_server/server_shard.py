@@ -17,9 +17,18 @@ import numpy as np
 from jaxpar.errors import ModelError, StateError
 from jaxpar.parameter_server.config import ServerConfig
 from jaxpar.parameter_server.membership import Membership, from_json
-from jaxpar.parameter_server.messages import DONE, STALE, WAITING, PullRequest, PushRequest, RowGrads, ServerAnswer
+from jaxpar.parameter_server.messages import (
+    DONE,
+    STALE,
+    WAITING,
+    PullRequest,
+    PushRequest,
+    QuantizedDelta,
+    RowGrads,
+    ServerAnswer,
+)
 from jaxpar.parameter_server.piece_optimizer import PieceOptimizer
-from jaxpar.parameter_server.piece_state import PieceState, from_record, new_state
+from jaxpar.parameter_server.piece_state import DenseState, PieceState, from_record, new_state
 from jaxpar.parameter_server.pieces import SparseTable
 from jaxpar.parameter_server.sums import MeanGrad, check_contribution, mean
 from jaxpar.parameter_server.update_log import LogRecord, UpdateLog
@@ -113,10 +122,7 @@ class ServerShard:
             if not all(ready):
                 return WAITING
             self.staleness[staleness] += 1
-        values = {}
-        for key, state in states.items():
-            previous = request.worker is not None and self._config.in_rounds and state.version == request.step + 1
-            values[key] = state.read(request.ids.get(key), previous=previous)
+        values = {key: self._read(key, state, request) for key, state in states.items()}
         return ServerAnswer("done", values, staleness)
 
     def offer(self, epoch: int, values: Mapping[str, np.ndarray | None]) -> ServerAnswer:
@@ -200,6 +206,14 @@ class ServerShard:
         assert self._members is not None
         return state.clocks.get(worker, self._members.first(worker))
 
+    def _read(self, key: str, state: PieceState, request: PullRequest) -> np.ndarray | QuantizedDelta:
+        """What a pull gets of a piece: with ``compression`` the change, if the worker has the value before."""
+        previous = request.worker is not None and self._config.in_rounds and state.version == request.step + 1
+        next_to_held = not previous and request.held == state.version - 1
+        if next_to_held and isinstance(state, DenseState) and state.delta is not None:
+            return state.delta
+        return state.read(request.ids.get(key), previous=previous)
+
     def _slowest(self, state: PieceState) -> int:
         assert self._members is not None
         return min((self._clock(state, span.worker) for span in self._members.active), default=0)
@@ -242,7 +256,9 @@ class ServerShard:
                 grad = RowGrads(record.arrays[f"ids{i}"], grad)
             if self._config.in_rounds:
                 state.remember(grad)
-            if grad is not None:
+            if grad is not None and isinstance(state, DenseState) and self._config.delta_bits is not None:
+                state.apply_quantized(self._optimizer, grad, self._config.delta_bits)
+            elif grad is not None:
                 state.apply(self._optimizer, grad)
             state.version += 1
             state.clocks.update({worker: step for worker, step in clocks})

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxpar.errors import StateError
-from jaxpar.parameter_server.int8_deltas import dequantize
-from jaxpar.parameter_server.messages import Contribution, Int8Delta, RowGrads
+from jaxpar.parameter_server.messages import Contribution, QuantizedDelta, RowGrads
 from jaxpar.parameter_server.pieces import ParamPiece
+from jaxpar.parameter_server.quantized_deltas import dequantize
 
 type MeanGrad = np.ndarray | RowGrads | None
 
@@ -33,7 +33,7 @@ def mean(pushes: Sequence[tuple[float, Contribution]]) -> MeanGrad:
         return _mean_rows(parts, total)
     found: np.ndarray | None = None
     for weight, grad in parts:
-        values = _wide(dequantize(grad) if isinstance(grad, Int8Delta) else np.asarray(grad))
+        values = _wide(dequantize(grad) if isinstance(grad, QuantizedDelta) else np.asarray(grad))
         values = values if weight == 1.0 else values * values.dtype.type(weight)
         found = values if found is None else found + values
     assert found is not None

@@ -67,8 +67,8 @@ class WorkerPrograms:
         self._local = config.mode == "local_sgd"
         if self._local and program.tables:
             raise ConfigError(
-                f"table {program.tables[0].path}: mode local_sgd exchanges whole parameters after "
-                f"{config.sync_every} steps, and cannot train a sparse table. Remedy: another mode."
+                f"table {program.tables[0].path}: mode local_sgd exchanges whole parameters "
+                f"{config.schedule}, and cannot train a sparse table. Remedy: another mode."
             )
         options = dict(program.step_options)
         self.program, self.lock = program, threading.RLock()
@@ -122,6 +122,7 @@ class ParameterServerWorker:
         program = programs.program
         self._programs, self._program, self._config = programs, program, config
         self._transport, self._worker, self._local = transport, worker, config.mode == "local_sgd"
+        self._schedule, self._bits = config.schedule, config.delta_bits
         self._state = programs.init()
         key = jax.random.fold_in(self._state.key, worker)
         self._key = np.asarray(jax.random.key_data(key)), jax.random.key_impl(key)
@@ -134,27 +135,26 @@ class ParameterServerWorker:
         """Train to the end, or until it is dismissed; a worker that was killed goes on where it was.
 
         Args:
-          steps: the number of steps of each worker, a multiple of ``sync_every``.
+          steps: the number of steps of each worker, where a round ends.
         """
         clock = self._client.start(self._initial)
         self._restore(clock)
         batches = self._program.batches(self._worker, self._config.workers)
-        every = self._config.sync_every
-        while clock * every < steps:
+        while (begin := self._schedule.first_step(clock)) < steps:
             if self._local:
                 metrics = self._round(clock, batches)
             else:
                 metrics = self._gradient_step(clock, batches(clock))
             clock += 1
-            self.report.steps = done = clock * every
-            metrics |= self._evaluate(done, steps)
+            self.report.steps = done = self._schedule.first_step(clock)
+            metrics |= self._evaluate(begin, done, steps)
             if not self._transport.coordinator("report", self._worker, done, metrics):
                 break
         return self.report
 
     def finish(self, steps: int) -> dict[str, float]:
         """Evaluate the final parameters, and hand them to the program."""
-        self._load(self._client.pull(None))
+        self._load(self._client.pull(None, bits=self._bits))
         found = self._heldout()
         if self._program.finish is not None:
             self._program.finish(replace(self._state, step=jnp.asarray(steps, jnp.int32)))
@@ -181,22 +181,21 @@ class ParameterServerWorker:
         return {"loss": loss, "grad_norm": norm}
 
     def _round(self, clock: int, batches: Callable[[int], Any]) -> dict[str, float]:
-        """``sync_every`` steps of the worker's own optimizer, and a push of how the parameters changed."""
-        every = self._config.sync_every
-        start = self._client.pull(clock)
+        """Steps of the worker's own optimizer up to the next exchange, and a push of how the parameters changed."""
+        steps = self._schedule.steps_of(clock)
+        start = self._client.pull(clock, bits=self._bits)
         self._load(start)
-        self._state = self._at(clock * every)
+        self._state = self._at(steps[0])
         losses = []
-        for step in range(clock * every, (clock + 1) * every):
+        for step in steps:
             self._state, metrics = self._programs.step(self._state, batches(step))
             losses.append(metrics["loss"])
-        for step, loss in enumerate(losses, clock * every):
+        for step, loss in zip(steps, losses, strict=True):
             self.report.losses[step] = float(loss)
         end = _named(self._state.params)
         # The outer optimizer goes down, so the "gradient" is start minus end.
         change = {name: value.astype(np.float32) - end[name].astype(np.float32) for name, value in start.items()}
-        int8 = self._config.compression == "int8"
-        self._client.push(clock, change, int8=int8, prepared=lambda: self._keep(clock + 1))
+        self._client.push(clock, change, bits=self._bits, prepared=lambda: self._keep(clock + 1))
         return {"loss": float(np.mean([float(loss) for loss in losses]))}
 
     def _at(self, step: int) -> Any:
@@ -259,11 +258,12 @@ class ParameterServerWorker:
 
     # Evaluation
 
-    def _evaluate(self, done: int, steps: int) -> dict[str, float]:
-        every, round_ = self._program.eval_every, self._config.sync_every
-        if not every or done >= steps or done // every == (done - round_) // every or self._worker:
+    def _evaluate(self, begin: int, done: int, steps: int) -> dict[str, float]:
+        """Evaluate after the round of the steps from ``begin`` to ``done``, if that is due."""
+        every = self._program.eval_every
+        if not every or done >= steps or done // every == begin // every or self._worker:
             return {}
-        self._load(self._client.pull(None))
+        self._load(self._client.pull(None, bits=self._bits))
         return self._heldout()
 
     def _heldout(self) -> dict[str, float]:

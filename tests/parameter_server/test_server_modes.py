@@ -77,12 +77,19 @@ class _Lossy(ThreadTransport):
     deadly: set[int]
 
 
-@pytest.mark.parametrize("mode", ["synchronous", pytest.param("local_sgd", marks=pytest.mark.slow)])
-def test_a_worker_that_is_killed_computes_the_same_again(mode: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("mode", "compression"),
+    [
+        ("synchronous", None),
+        pytest.param("local_sgd", None, marks=pytest.mark.slow),
+        pytest.param("local_sgd", "int8", marks=pytest.mark.slow),
+    ],
+)
+def test_a_worker_that_is_killed_computes_the_same_again(mode: Any, compression: Any, tmp_path: Path) -> None:
     """The restarted worker reads what it had read before, although one server is a round ahead, and its own state."""
     every = 3 if mode == "local_sgd" else 1
     program = nnx_program(ADAMW)
-    config = ServerConfig(mode, servers=2, workers=2, sync_every=every)
+    config = ServerConfig(mode, servers=2, workers=2, sync_every=every, compression=compression)
     results = []
     for deadly in (set(), {2, 3}):
         folder = tmp_path / str(len(deadly))

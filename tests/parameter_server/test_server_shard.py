@@ -160,7 +160,7 @@ def test_means_are_sums_in_worker_order() -> None:
         ),
         ({"outer_momentum": 1.0}, "outer_momentum must be a number from 0 to below 1, got 1.0."),
         ({"patience": 0}, "patience must be a number above 0, got 0."),
-        ({"mode": "local_sgd", "compression": "int4"}, "compression is 'int4'. Remedy: int8, or leave it out."),
+        ({"mode": "local_sgd", "compression": "int2"}, "compression is 'int2'. Remedy: int8, int4, or leave it out."),
     ],
 )
 def test_bad_configurations(options: dict[str, Any], text: str) -> None:

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpar.errors import DamagedError
-from jaxpar.parameter_server.int8_deltas import dequantize, quantize
+from jaxpar.parameter_server.config import DeltaBits
+from jaxpar.parameter_server.quantized_deltas import dequantize, quantize
 from jaxpar.parameter_server.update_log import LogRecord, UpdateLog, encode
 
 RECORDS = [
@@ -91,12 +92,12 @@ def test_a_snapshot_replaces_the_log(tmp_path: Path) -> None:
     assert sorted(file.name for file in tmp_path.iterdir()) == ["log-000001", "log-000007.new"]
 
 
-@given(st.lists(st.integers(0, 40), max_size=3), st.integers(0, 2**31))
-def test_eight_bits_are_within_half_a_step(shape: list[int], seed: int) -> None:
+@given(st.lists(st.integers(0, 40), max_size=3), st.integers(0, 2**31), st.sampled_from([8, 4]))
+def test_eight_and_four_bits_are_within_half_a_step(shape: list[int], seed: int, bits: DeltaBits) -> None:
     x = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
-    delta = quantize(x)
+    delta = quantize(x, bits)
     found = dequantize(delta)
     assert found.shape == x.shape and found.dtype == np.float32
     step = np.repeat(delta.scales, 256)[: x.size].reshape(x.shape)
     assert (np.abs(found - x) <= 0.5001 * step).all()
-    assert delta.nbytes <= x.size + 255 + 4 * (x.size // 256 + 1)
+    assert delta.nbytes <= (x.size + 255) * bits / 8 + 1 + 4 * (x.size // 256 + 1)

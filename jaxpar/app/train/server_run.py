@@ -142,7 +142,6 @@ def job_program(file: str, settings: Sequence[str], config: ServerConfig) -> Tra
     job = make_job(loaded)
     ps = jp.parameter_server
     run = loaded.config
-    every = run.train.eval_every
     return ps.TrainingProgram(
         layout=job.layout,
         make_model=job.make_model,
@@ -153,7 +152,7 @@ def job_program(file: str, settings: Sequence[str], config: ServerConfig) -> Tra
         step_options=job.step_options(),
         heldout=functools.partial(heldout_batches, job),
         eval_loss_fn=job.eval_loss_fn,
-        eval_every=every - every % config.sync_every,
+        eval_every=run.train.eval_every,
         finish=functools.partial(store, job),
     )
 
@@ -204,8 +203,8 @@ class ServerProgress:
         self._writer = MetricsWriter(Path(run.output), None, tell=console.print)
         self._losses: dict[int, dict[int, float]] = {}
         self._began = time.perf_counter()
-        bounds = {"stale_synchronous": f", staleness {config.staleness}", "local_sgd": f", every {config.sync_every}"}
-        bound = f"{bounds[config.mode]} steps" if config.mode in bounds else ""
+        bounds = {"stale_synchronous": f", staleness {config.staleness} steps", "local_sgd": f", {config.schedule}"}
+        bound = bounds.get(config.mode, "")
         console.print(f"servers {config.servers}, workers {config.workers}, {config.mode}{bound}")
 
     def add(self, worker: int, step: int, figures: Mapping[str, float]) -> None:
