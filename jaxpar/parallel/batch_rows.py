@@ -68,8 +68,7 @@ def numbering[**P, R](f: Callable[P, R]) -> Callable[P, R]:
 
 def rows_wanted() -> bool:
     """Returns whether this trace has row numbers."""
-    found: bool = contexts.rows_wanted.value
-    return found
+    return contexts.rows_wanted.value
 
 
 @contextmanager

@@ -63,8 +63,7 @@ def interleaved_block(config: LlamaConfig, tokens: TokenInfo) -> Callable[[Block
             options: dict[str, Any] = {"impl": config.context.impl, "block": config.context.block}
             options["segment_ids"] = None if documents_BS is None else (documents_BS, documents)
             run = lambda window: attention(q_BSHD, keys, values, q_offset=before, mask=Mask(window=window), **options)
-            found: jax.Array = by_window(tokens.local, config.sliding_window, run)
-            return found
+            return by_window(tokens.local, config.sliding_window, run)
 
         return block.attention(h_BSE, TokenInfo(rope), attend, half=True), seen[0]
 

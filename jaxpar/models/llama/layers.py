@@ -106,14 +106,10 @@ class WindowedAttention(nnx.Module):
 
     def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, tokens: TokenInfo) -> jax.Array:
         """Returns causal attention; the shapes are those of :data:`Attend`."""
-        found: jax.Array = by_window(tokens.local, self.window, functools.partial(self._attend, q, k, v, tokens))
-        return found
+        return by_window(tokens.local, self.window, functools.partial(self._attend, q, k, v, tokens))
 
     def _attend(self, q: jax.Array, k: jax.Array, v: jax.Array, tokens: TokenInfo, window: int | None) -> jax.Array:
-        result: jax.Array = self.context(
-            q, k, v, tokens.order, tokens.documents_BS, window=window, **self.score_options
-        )
-        return result
+        return self.context(q, k, v, tokens.order, tokens.documents_BS, window=window, **self.score_options)
 
 
 def by_window(local: HasWindow, window: int | None, run: Callable[[int | None], Any]) -> Any:

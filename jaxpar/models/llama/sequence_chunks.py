@@ -51,8 +51,7 @@ def carried_block(config: LlamaConfig, recompute: RematPolicy) -> ChunkedLayer:
 
             return block(x_BSE, TokenInfo(rope), attend), found
 
-        result: tuple[jax.Array, ChunkCarry] = run(block, x_BSE, carry)
-        return result
+        return run(block, x_BSE, carry)
 
     return layer
 

@@ -96,8 +96,7 @@ class MoEDecoder(Llama):
         """Returns the output of the first layers, which have no experts."""
         if not self.config.dense_layers:
             return x_BSE
-        y_BSE: jax.Array = run_stack(self.dense_blocks, self.config, tokens, x_BSE, DENSE_LAYERS)[0]
-        return y_BSE
+        return run_stack(self.dense_blocks, self.config, tokens, x_BSE, DENSE_LAYERS)[0]
 
 
 def make_moe(config: MoEConfig) -> Callable[[jax.Array], MoEDecoder]:

@@ -254,8 +254,7 @@ def _auto_sharded(plain: Callable[..., jax.Array], sharding: QKVSharding) -> Cal
     free = set(mesh.axis_names) - _unusable_axes()
     if jax.sharding.AxisType.Explicit not in mesh.axis_types or not free:
         return plain
-    auto_sharded: Callable[..., jax.Array] = jax.sharding.auto_axes(plain, out_sharding=PartitionSpec(*sharding.q))
-    return auto_sharded
+    return jax.sharding.auto_axes(plain, out_sharding=PartitionSpec(*sharding.q))
 
 
 def _dense(

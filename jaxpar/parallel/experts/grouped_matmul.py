@@ -76,8 +76,7 @@ def _column_scales(w_GKN: Int8) -> jax.Array:
             f"experts: an Int8 weight must share its scales along the dim that a product sums over, -2 of [experts, k, "
             f"n], got {list(w_GKN.summed)}. Remedy: Int8.of(w, [-2])."
         )
-    scales_GN: jax.Array = w_GKN.scales
-    return scales_GN
+    return w_GKN.scales
 
 
 def _platform() -> str:

@@ -149,16 +149,14 @@ def cut(x: jax.Array, count: int = 2, *, dim: Cut = "batch") -> tuple[jax.Array,
     plan = _SplitPlan.of(dim, count, with_permutes=dim == "seq")
     plan.check_parts(x.shape, count)
     in_specs, out_specs = (plan.row_spec,), (plan.row_spec,) * count
-    parts: tuple[jax.Array, ...] = plan.inside(lambda x: plan.parted(x, count), in_specs, out_specs)(x)
-    return parts
+    return plan.inside(lambda x: plan.parted(x, count), in_specs, out_specs)(x)
 
 
 def join(parts: tuple[jax.Array, ...], *, dim: Cut = "batch") -> jax.Array:
     """Joins the parts that :func:`cut` made."""
     plan = _SplitPlan.of(dim, 1, with_permutes=dim == "seq")
     in_specs = (plan.row_spec,) * len(parts)
-    joined: jax.Array = plan.inside(lambda *xs: plan.joined(xs), in_specs, plan.row_spec)(*parts)
-    return joined
+    return plan.inside(lambda *xs: plan.joined(xs), in_specs, plan.row_spec)(*parts)
 
 
 def order_of_halves(seq: int, count: int = 2) -> np.ndarray[Any, np.dtype[np.int32]]:

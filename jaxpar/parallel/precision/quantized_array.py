@@ -150,8 +150,7 @@ def quantize_sharded(
         out_specs=QuantizedArray(spec, scale_spec, tile),
         check_vma=False,  # maxima over an axis are equal on its devices
     )
-    found: QuantizedArray = run(x)
-    return found
+    return run(x)
 
 
 def round_sharded(x: jax.Array, tile: Tile, axes: Sequence[Axes], *, bits: int, scales: Any = jnp.float32) -> jax.Array:
@@ -162,8 +161,7 @@ def round_sharded(x: jax.Array, tile: Tile, axes: Sequence[Axes], *, bits: int, 
         out_specs=PartitionSpec(*axes),
         check_vma=False,  # maxima over an axis are equal on its devices
     )
-    found: jax.Array = run(x)
-    return found
+    return run(x)
 
 
 def round_straight_through(w: jax.Array, tile: Tile, *, bits: int, scales: Any = jnp.float32) -> jax.Array:

@@ -235,8 +235,7 @@ def not_before[T](x: T, results: jax.Array) -> T:
     select.
     """
     never = results[(0,) * results.ndim] < -jnp.inf
-    same: T = jax.tree.map(lambda a: jnp.where(never, jnp.ones((), a.dtype), a), x)
-    return same
+    return jax.tree.map(lambda a: jnp.where(never, jnp.ones((), a.dtype), a), x)
 
 
 def no_gradients(q: jax.Array, k: jax.Array, v: jax.Array, extras: TileArrays) -> Gradients:

@@ -95,8 +95,7 @@ def varies_over(x: Any) -> frozenset[str]:
     """Returns the manual axes over which ``x`` varies, as tracked by a ``shard_map`` with ``check_vma``."""
     kind = jax.typeof(x)
     # JAX 0.12 stores the axes in ``manual_axis_type``.
-    axes: frozenset[str] = kind.manual_axis_type.varying if hasattr(kind, "manual_axis_type") else kind.vma
-    return axes
+    return kind.manual_axis_type.varying if hasattr(kind, "manual_axis_type") else kind.vma
 
 
 def scaled(rules: TileSpec, q: Any) -> tuple[Any, float]:

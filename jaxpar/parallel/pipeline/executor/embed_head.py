@@ -23,8 +23,7 @@ def embed_microbatch(context: TickContext, embedding: Embedding, microbatch: Any
     local = lambda microbatch, weights, batch: embedding.forward(weights, pick(batch, microbatch))
     ins = (Split.REPLICATED, Split.REPLICATED, Split.DEVICE)
     call = context.per_device(local, ins, Split.DEVICE, stages=False)
-    x: jax.Array = call(jnp.asarray(microbatch), context.non_layer_weights, context.batch)
-    return x
+    return call(jnp.asarray(microbatch), context.non_layer_weights, context.batch)
 
 
 def embed(context: TickContext, carry: TickCarry, global_row: jax.Array) -> TickCarry:
@@ -85,8 +84,7 @@ def empty_head(context: TickContext, x: jax.Array) -> tuple[Any, HeadGrad]:
     y = jax.ShapeDtypeStruct((context.program.schedule.stages, x.shape[0], *x.shape[2:]), x.dtype)
     stage_rows = jnp.zeros(context.program.rows()[0].shape[1:], jnp.int32)
     shapes = jax.eval_shape(lambda *args: _head(context, *args), stage_rows, jnp.asarray(0), y)
-    found: tuple[Any, HeadGrad] = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-    return found
+    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
 
 
 def apply_head_grad(context: TickContext, tick: TickInputs) -> TickInputs:
@@ -114,5 +112,4 @@ def _head(context: TickContext, stage_rows: jax.Array, microbatch: jax.Array, y:
     y = context.per_device(last, (Split.STAGE, Split.STAGE_DEVICE), Split.DEVICE)(stage_rows, y)
     ins = (Split.REPLICATED, Split.REPLICATED, Split.DEVICE, Split.DEVICE)
     call = context.per_device(local, ins, (Split.DEVICE, Split.DEVICE), stages=False)
-    found: tuple[Any, HeadGrad] = call(microbatch, context.non_layer_weights, y, context.batch)
-    return found
+    return call(microbatch, context.non_layer_weights, y, context.batch)

@@ -38,8 +38,7 @@ def forward(chunk: Chunk, x: jax.Array, side: Any, stage: StageCarry, slots: dic
         return y, residuals, inputs, sums
 
     first = (x, stage.residuals, stage.layer_inputs, zeros_of(stage.aux))
-    found: RecomputeCarry = jax.lax.fori_loop(0, chunk.times, one, first)
-    return found
+    return jax.lax.fori_loop(0, chunk.times, one, first)
 
 
 def restore_residuals(
@@ -62,5 +61,4 @@ def restore_residuals(
         _, kept = chunk.kept(x, side, i)
         return [write(b, leaf, slots["a_residuals"][i], 0) for b, leaf in zip(residuals, kept, strict=True)]
 
-    found: Buffers = jax.lax.fori_loop(0, times, one, stage.residuals)
-    return found
+    return jax.lax.fori_loop(0, times, one, stage.residuals)

@@ -183,8 +183,7 @@ class Carried(Chunk):
         # With a concrete chunk number JAX would save other residuals.
         chunk = jax.ShapeDtypeStruct((), jnp.int32)
         found = jax.eval_shape(one, self._weights(i), x, side, jax.tree.leaves(self.like), chunk)
-        zeros: tuple[jax.Array, Buffers] = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), found)
-        return zeros
+        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), found)
 
     def _carried(
         self, weights: Any, x: jax.Array, side: Any, past: Buffers, chunk: jax.Array
@@ -238,8 +237,7 @@ class Carried(Chunk):
             return past[where] if isinstance(where, int) else found if where == "there" else next(rest)
 
         leaves = [leaf(found, where) for found, where in zip(linear.leaves, linear.where, strict=True)]
-        pull: Callable[[Any], tuple[Any, jax.Array, Buffers]] = jax.tree.unflatten(linear.structure, leaves)
-        return pull
+        return jax.tree.unflatten(linear.structure, leaves)
 
     def _part(self, x: jax.Array, chunk: jax.Array) -> jax.Array:
         """Returns a chunk's own part of [rows, seq, ...]."""

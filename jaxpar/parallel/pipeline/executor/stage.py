@@ -75,8 +75,7 @@ class Chunk:
             return self._select(i, y, x), buffers, self._summed(i, sums, extras)
 
         first = (x, buffers, sums or {})
-        result: tuple[jax.Array, Buffers, LayerScalars] = jax.lax.fori_loop(0, self.times, one, first)
-        return result
+        return jax.lax.fori_loop(0, self.times, one, first)
 
     def backward(
         self, buffers: Buffers, slot: jax.Array, side: Any, cotangent: jax.Array, add: Add, sums: Any
@@ -118,8 +117,7 @@ class Chunk:
             own = [write(buffer, x, to, i) for buffer, x in zip(own, found, strict=True)]
             return self._select(i, before, cotangent), own
 
-        result: tuple[jax.Array, Buffers] = jax.lax.fori_loop(0, self.times, one, (cotangent, own))
-        return result
+        return jax.lax.fori_loop(0, self.times, one, (cotangent, own))
 
     def backward_of_weights(self, own: Buffers, slot: jax.Array, side: Any, halves: Halves, add: Add, sums: Any) -> Any:
         """Adds the gradients of each layer to ``sums``, from the values that :meth:`backward_of_inputs` stored."""
@@ -154,8 +152,7 @@ class Chunk:
         """Returns the two halves of a layer's backward."""
 
         def pull(weights: Any, kept: Buffers, side: Any, cotangent: jax.Array) -> tuple[Any, jax.Array]:
-            found: tuple[Any, jax.Array] = self._layer_backward(weights, side, kept, cotangent)(cotangent)
-            return found
+            return self._layer_backward(weights, side, kept, cotangent)(cotangent)
 
         return halves(pull, self._weights(0), kept, side, cotangent)
 
