@@ -85,10 +85,6 @@ def _take(sum_dtype: Any, table_VE: jax.Array, tokens_BS: jax.Array) -> jax.Arra
     return jnp.take(table_VE, tokens_BS, axis=0, mode="clip")
 
 
-def _take_forward(sum_dtype: Any, table_VE: jax.Array, tokens_BS: jax.Array) -> tuple[jax.Array, Any]:
-    return _take(sum_dtype, table_VE, tokens_BS), (tokens_BS, table_VE)
-
-
 def _take_backward(sum_dtype: Any, saved: tuple[jax.Array, jax.Array], grad_BSE: jax.Array) -> tuple[jax.Array, None]:
     tokens_BS, table_VE = saved
     ids_BS = jnp.clip(tokens_BS, 0, table_VE.shape[0] - 1)
@@ -96,7 +92,7 @@ def _take_backward(sum_dtype: Any, saved: tuple[jax.Array, jax.Array], grad_BSE:
     return jax.lax.optimization_barrier(sum_VE).astype(table_VE.dtype), None
 
 
-_take.defvjp(_take_forward, _take_backward)
+_take.defvjp(lambda dtype, table, tokens: (_take(dtype, table, tokens), (tokens, table)), _take_backward)
 
 
 def _cast_and_gather(axes: Axes, dim: int, dtype: Any, table_VE: jax.Array) -> jax.Array:
@@ -111,17 +107,13 @@ def _gather(axes: Axes, dim: int, dtype: Any, table_VE: jax.Array) -> jax.Array:
     return gather_local(table_VE, axes, dim=dim) if axes else table_VE
 
 
-def _gather_forward(axes: Axes, dim: int, dtype: Any, table_VE: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return _gather(axes, dim, dtype, table_VE), table_VE[:0]
-
-
 def _gather_backward(axes: Axes, dim: int, dtype: Any, like: jax.Array, grad: jax.Array) -> tuple[jax.Array]:
     # The barrier keeps the TPU compiler from summing in the dtype before this cast.
     grad = jax.lax.optimization_barrier(grad.astype(like.dtype))
     return (scatter_local(grad, axes, dim=dim) if axes else grad,)
 
 
-_gather.defvjp(_gather_forward, _gather_backward)
+_gather.defvjp(lambda axes, dim, dtype, table: (_gather(axes, dim, dtype, table), table[:0]), _gather_backward)
 
 
 def _exchange(
@@ -208,10 +200,6 @@ def _rows(table_VE: jax.Array, ids_BS: jax.Array) -> jax.Array:
     return jnp.take(table_VE, ids_BS, axis=0, mode="clip")
 
 
-def _rows_forward(table_VE: jax.Array, ids_BS: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return _rows(table_VE, ids_BS), (ids_BS, table_VE)
-
-
 def _rows_backward(saved: tuple[jax.Array, jax.Array], grad_BSE: jax.Array) -> tuple[jax.Array, None]:
     """Sum gradients ``_ROWS_PER_SCATTER`` rows at a time: a TPU sorts the ids, and a long sort is slow to compile."""
     ids_BS, table_VE = saved
@@ -229,4 +217,4 @@ def _rows_backward(saved: tuple[jax.Array, jax.Array], grad_BSE: jax.Array) -> t
     return sum_VE.astype(table_VE.dtype), None
 
 
-_rows.defvjp(_rows_forward, _rows_backward)
+_rows.defvjp(lambda table, ids: (_rows(table, ids), (ids, table)), _rows_backward)

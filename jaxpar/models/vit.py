@@ -184,15 +184,7 @@ def classification_loss(variables: Any, batch: dict[str, jax.Array]) -> tuple[ja
     params = nn.unbox(variables)["params"]
     layers, embed, heads, _ = params["blocks"]["MultiHeadDotProductAttention_0"]["query"]["kernel"].shape
     (_, _, image, channels), (pixels, _) = batch["images"].shape, params["Dense_0"]["kernel"].shape
-    config = ViTConfig(
-        image=image,
-        patch=round((pixels / channels) ** 0.5),
-        channels=channels,
-        classes=params["Dense_1"]["kernel"].shape[1],
-        embed=embed,
-        layers=layers,
-        heads=heads,
-        mlp=params["blocks"]["Dense_0"]["kernel"].shape[-1],
-        dtype=str(params["positions"].dtype),
-    )
+    patch, classes = round((pixels / channels) ** 0.5), params["Dense_1"]["kernel"].shape[1]
+    mlp, dtype = params["blocks"]["Dense_0"]["kernel"].shape[-1], str(params["positions"].dtype)
+    config = ViTConfig(image, patch, channels, classes, embed, layers, heads, mlp, dtype)
     return vit_loss(config)(variables, batch)

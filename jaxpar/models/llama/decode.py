@@ -19,7 +19,7 @@ from jaxpar.inference.cached_model import DecoderFns, Stack
 from jaxpar.inference.kv_cache import cached_attention, fill_cache, init_cache
 from jaxpar.models.embedding import lookup
 from jaxpar.models.llama.config import LlamaConfig
-from jaxpar.models.llama.layers import Block, TokenInfo, local_rope_table, rope_table
+from jaxpar.models.llama.layers import Block, token_info
 from jaxpar.models.llama.model import Llama, embedding_scaled
 from jaxpar.models.losses import output_and_scalars, soft_capped
 from jaxpar.parallel.collectives.gather_reduce import axes_of
@@ -157,7 +157,7 @@ def _prompts(
 
     ``first`` is the number of the first of these layers in the model, or in the stage.
     """
-    tokens = _token_info(jax.lax.broadcasted_iota(jnp.int32, x_BSE.shape[:2], 1), config)
+    tokens = token_info(jax.lax.broadcasted_iota(jnp.int32, x_BSE.shape[:2], 1), config)
     leaves, block_of = layers
     local, differ = _local_layers(config, leaves, first)
 
@@ -183,7 +183,7 @@ def _token(
 
     ``first`` is the number of the first of these layers in the cache.
     """
-    tokens = _token_info(at_B[:, None], config)
+    tokens = token_info(at_B[:, None], config)
     leaves, block_of = layers
     local, differ = _local_layers(config, leaves, first)
 
@@ -208,11 +208,6 @@ def _token(
     # Carry the full cache through the scan: as a stacked output, every step would copy it.
     carry, _ = jax.lax.scan(layer, (x_BSE, cache), (numbers, local, leaves))
     return carry
-
-
-def _token_info(positions_BS: jax.Array, config: LlamaConfig) -> TokenInfo:
-    """Returns what the layers know of tokens at these positions."""
-    return TokenInfo(rope_table(positions_BS, config), local_rope=local_rope_table(positions_BS, config))
 
 
 def _local_layers(config: LlamaConfig, leaves: Any, first: int) -> tuple[jax.Array, bool]:

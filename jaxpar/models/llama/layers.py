@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -93,23 +92,16 @@ class WindowedAttention(nnx.Module):
     """The attention itself, with the mask, scale and soft cap of the layer; subclasses add the projections."""
 
     def __init__(self, config: LlamaConfig):
-        gemma = config.gemma
-        self.options: dict[str, Any] = {
-            "dtype": jnp.dtype(config.dtype),
-            "reshard_after_forward": config.reshard_after_forward,
-        }
-        self.context, self.window = config.context, config.sliding_window
-        self.score_options: dict[str, float | None] = {
-            "scale": config.score_scale,
-            "softcap": None if gemma is None else gemma.attention_softcap,
-        }
+        c, softcap = config, None if config.gemma is None else config.gemma.attention_softcap
+        self.options: dict[str, Any] = {"dtype": jnp.dtype(c.dtype), "reshard_after_forward": c.reshard_after_forward}
+        self.context, self.window = c.context, c.sliding_window
+        self.score_options: dict[str, float | None] = {"scale": c.score_scale, "softcap": softcap}
 
     def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, tokens: TokenInfo) -> jax.Array:
         """Returns causal attention; the shapes are those of :data:`Attend`."""
-        return by_window(tokens.local, self.window, functools.partial(self._attend, q, k, v, tokens))
-
-    def _attend(self, q: jax.Array, k: jax.Array, v: jax.Array, tokens: TokenInfo, window: int | None) -> jax.Array:
-        return self.context(q, k, v, tokens.order, tokens.documents_BS, window=window, **self.score_options)
+        order, documents_BS, options = tokens.order, tokens.documents_BS, self.score_options
+        run = lambda window: self.context(q, k, v, order, documents_BS, window=window, **options)
+        return by_window(tokens.local, self.window, run)
 
 
 def by_window(local: HasWindow, window: int | None, run: Callable[[int | None], Any]) -> Any:
@@ -180,16 +172,14 @@ class Attention(WindowedAttention):
         q, k = (self.q_norm(q), self.k_norm(k)) if self.qk_norm else (q, k)
         q, k, v = (checkpoint_name(x, "qkv") for x in (rotate(q, tokens.rope), rotate(k, tokens.rope), v))
         o_BSHD = attend(q, k, v) if attend else self.attend(q, k, v, tokens)
-        if half:
-            return o_BSHD
-        if residual:
-            return dot_scatter(o_BSHD, (self.o[...], ("heads", "head_dim", "embed")), summed=2, **self.options)
-        return self.output(o_BSHD)
+        return o_BSHD if half else self.output(o_BSHD, residual=residual)
 
-    def output(self, o_BSHD: jax.Array) -> jax.Array:
+    def output(self, o_BSHD: jax.Array, *, residual: bool = False) -> jax.Array:
         """Apply the output projection to ``o_BSHD`` [batch, seq, heads, head_dim]; returns [batch, seq, embed]."""
-        (y_BSE,) = sharded_dot(o_BSHD, (self.o[...], ("heads", "head_dim", "embed")), summed=2, **self.options)
-        return y_BSE
+        weight = (self.o[...], ("heads", "head_dim", "embed"))
+        if residual:
+            return dot_scatter(o_BSHD, weight, summed=2, **self.options)
+        return sharded_dot(o_BSHD, weight, summed=2, **self.options)[0]
 
 
 class SwiGLU(nnx.Module):
@@ -214,16 +204,14 @@ class SwiGLU(nnx.Module):
         gate, up = dot(x_BSE, (self.gate[...], dims), (self.up[...], dims), **self.options)
         gate, up = hint(gate, "batch", "seq", "mlp"), hint(up, "batch", "seq", "mlp")
         hidden = checkpoint_name(self.activation(gate) * up, "mlp_hidden")
-        if half:
-            return hidden
-        if residual:
-            return dot_scatter(hidden, (self.down[...], ("mlp", "embed")), **self.options)
-        return self.output(hidden)
+        return hidden if half else self.output(hidden, residual=residual)
 
-    def output(self, hidden_BSF: jax.Array) -> jax.Array:
+    def output(self, hidden_BSF: jax.Array, *, residual: bool = False) -> jax.Array:
         """Apply the down projection to ``hidden_BSF`` [batch, seq, mlp]; returns [batch, seq, embed]."""
-        (y_BSE,) = sharded_dot(hidden_BSF, (self.down[...], ("mlp", "embed")), **self.options)
-        return y_BSE
+        weight = (self.down[...], ("mlp", "embed"))
+        if residual:
+            return dot_scatter(hidden_BSF, weight, **self.options)
+        return sharded_dot(hidden_BSF, weight, **self.options)[0]
 
 
 class Block(nnx.Module):
@@ -251,9 +239,16 @@ class Block(nnx.Module):
 
 def layer_shapes(config: LlamaConfig, shape: tuple[int, ...]) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
     """Returns the shapes of a layer's queries and keys for tokens of ``shape`` [batch, seq]."""
-    c = config
-    q, k = (jax.ShapeDtypeStruct((*shape, n, c.qk_dim), jnp.dtype(c.dtype)) for n in (c.heads, c.kv_heads))
-    return q, k
+    of_heads = lambda n: jax.ShapeDtypeStruct((*shape, n, config.qk_dim), jnp.dtype(config.dtype))
+    return of_heads(config.heads), of_heads(config.kv_heads)
+
+
+def token_info(
+    positions_BS: jax.Array, config: LlamaConfig, order: TokenOrder = None, documents_BS: jax.Array | None = None
+) -> TokenInfo:
+    """Returns what the layers know of tokens at these positions."""
+    rope, local_rope = rope_table(positions_BS, config), local_rope_table(positions_BS, config)
+    return TokenInfo(rope, order, documents_BS, local_rope)
 
 
 def rope_table(positions_BS: jax.Array, config: LlamaConfig, *, local: bool = False) -> Rope:

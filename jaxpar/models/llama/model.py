@@ -23,16 +23,7 @@ from jaxpar.models.llama.config import NAMES, LlamaConfig, halved
 from jaxpar.models.llama.gemma import GemmaBlock
 from jaxpar.models.llama.interleaved import HALVES, halves_order, interleaved_block
 from jaxpar.models.llama.layer_groups import layer_of, layers_of, scan_groups
-from jaxpar.models.llama.layers import (
-    Block,
-    HasWindow,
-    RMSNorm,
-    TokenInfo,
-    _kernel,
-    layer_shapes,
-    local_rope_table,
-    rope_table,
-)
+from jaxpar.models.llama.layers import Block, HasWindow, RMSNorm, TokenInfo, _kernel, layer_shapes, token_info
 from jaxpar.models.losses import output_and_scalars, soft_capped
 from jaxpar.nnx import stacked
 from jaxpar.parallel.attention.context import TokenOrder
@@ -61,11 +52,14 @@ class Llama(nnx.Module):
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         self.config = config
         self.embedding = _kernel(rngs.params(), (config.vocab, config.embed), ("vocab", "embed"), config.embed, config)
-        self.blocks = stack_of(Block if config.gemma is None else GemmaBlock, config, config.layers, rngs)
+        self._add_layers(config, rngs)
         self.norm = RMSNorm(config)
         if not config.tie_embeddings:
             shape = (config.embed, config.vocab)
             self.head = _kernel(rngs.params(), shape, ("embed", "vocab"), config.embed, config)
+
+    def _add_layers(self, config: Any, rngs: nnx.Rngs) -> None:
+        self.blocks = stack_of(Block if config.gemma is None else GemmaBlock, config, config.layers, rngs)
 
     def __call__(self, tokens_BS: jax.Array, positions_BS: jax.Array | None = None) -> jax.Array:
         hidden_BSE, _ = output_and_scalars(self.hidden(tokens_BS, positions_BS))
@@ -112,11 +106,7 @@ class Llama(nnx.Module):
         return self._hidden(tokens_BS, positions_BS, order, documents_BS)[0]
 
     def _hidden(
-        self,
-        tokens_BS: jax.Array,
-        positions_BS: jax.Array | None,
-        order: TokenOrder,
-        documents_BS: jax.Array | None,
+        self, tokens_BS: jax.Array, positions_BS: jax.Array | None, order: TokenOrder, documents_BS: jax.Array | None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Returns the result of :meth:`hidden`, and the losses and metrics of the layers."""
         config, dtype = self.config, jnp.dtype(self.config.dtype)
@@ -125,16 +115,13 @@ class Llama(nnx.Module):
             positions_BS = jax.lax.broadcasted_iota(jnp.int32, tokens_BS.shape, 1)
         if halved(config) and order != HALVES:
             return self._in_halves(tokens_BS, positions_BS, documents_BS), {}
-        ropes = rope_table(positions_BS, config), local_rope_table(positions_BS, config)
-        tokens = TokenInfo(ropes[0], order, documents_BS, ropes[1])
+        tokens = token_info(positions_BS, config, order, documents_BS)
         x_BSE: Any = embedding_scaled(lookup(self.embedding[...], tokens_BS, dtype), config)
         x_BSE = cut_rows(x_BSE, config.copies, dim=config.copies_dim) if config.copies > 1 else x_BSE
-        x_BSE, scalars = self._run_layers(tokens, x_BSE)
+        x_BSE, first = self.run_dense(tokens, x_BSE), config.layers - config.block_layers
+        x_BSE, scalars = run_stack(self.blocks, config, tokens, x_BSE, first_layer=first)
         x_BSE = join_rows(x_BSE, dim=config.copies_dim) if config.copies > 1 else x_BSE
         return hint(self.norm(x_BSE), "batch", "seq", "embed"), scalars
-
-    def _run_layers(self, tokens: TokenInfo, x_BSE: Any) -> tuple[Any, dict[str, jax.Array]]:
-        return run_stack(self.blocks, self.config, tokens, x_BSE)
 
     def _in_halves(self, tokens_BS: jax.Array, positions_BS: jax.Array, documents_BS: jax.Array | None) -> jax.Array:
         """Run :meth:`hidden` on tokens in natural order when the copies need the order of halves."""

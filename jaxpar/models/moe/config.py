@@ -223,43 +223,20 @@ _BF16 = MoEConfig(dtype="bfloat16", remat="full")
 _MIXTRAL = replace(_BF16, vocab=32_000, embed=4096, layers=32, heads=32, kv_heads=8, head_dim=128, rope_theta=1e6)
 _QWEN3 = replace(_BF16, vocab=151_936, embed=2048, layers=48, heads=32, kv_heads=4, head_dim=128, rope_theta=1e6)
 _QWEN3 = replace(_QWEN3, norm_eps=1e-6, qk_norm=True, experts=128, k=8, expert_mlp=768, balance_loss=0.001)
+_V3: dict[str, Any] = {"shared_experts": 1, "score": "sigmoid", "scale": 2.5, "bias_rate": 0.001}
+_V3 |= {"balance_loss": 0.0001, "balance_per": "sequence"}
 _DEEPSEEK = replace(_BF16, vocab=129_280, embed=7168, layers=61, heads=128, kv_heads=128, head_dim=128, mlp=18_432)
-_DEEPSEEK = replace(_DEEPSEEK, norm_eps=1e-6, experts=256, k=8, expert_mlp=2048, shared_experts=1, dense_layers=3)
-_DEEPSEEK = replace(_DEEPSEEK, score="sigmoid", scale=2.5, groups=8, groups_per_token=4, bias_rate=0.001)
+_DEEPSEEK = replace(_DEEPSEEK, norm_eps=1e-6, experts=256, k=8, expert_mlp=2048, dense_layers=3, **_V3)
+_LATENT = LatentAttentionConfig(kv_latent=512, q_latent=1536, rope_dim=64, value_dim=128)
+_DEEPSEEK = replace(_DEEPSEEK, groups=8, groups_per_token=4, latent_attention=_LATENT)
 _TINY = MoEConfig(experts=8, k=2, expert_mlp=192)
+_TINY_LATENT = LatentAttentionConfig(kv_latent=32, q_latent=48, rope_dim=16, value_dim=32)
+_TINY_V3 = replace(_TINY, kv_heads=4, expert_mlp=96, dense_layers=1, groups=4, groups_per_token=2, **_V3)
 
 FAMILIES: dict[str, dict[str, MoEConfig]] = {
-    "mixtral": {
-        "tiny": _TINY,
-        "mixtral_8x7b": replace(_MIXTRAL, experts=8, k=2, expert_mlp=14_336),
-    },
-    "qwen3_moe": {
-        "tiny": replace(_TINY, k=4, qk_norm=True),
-        "qwen3_30b_a3b": _QWEN3,
-    },
-    "deepseek_v3": {
-        "tiny": replace(
-            _TINY,
-            kv_heads=4,
-            expert_mlp=96,
-            shared_experts=1,
-            dense_layers=1,
-            score="sigmoid",
-            scale=2.5,
-            groups=4,
-            groups_per_token=2,
-            balance_loss=0.0001,
-            balance_per="sequence",
-            bias_rate=0.001,
-            latent_attention=LatentAttentionConfig(kv_latent=32, q_latent=48, rope_dim=16, value_dim=32),
-        ),
-        "deepseek_v3_671b": replace(
-            _DEEPSEEK,
-            balance_loss=0.0001,
-            balance_per="sequence",
-            latent_attention=LatentAttentionConfig(kv_latent=512, q_latent=1536, rope_dim=64, value_dim=128),
-        ),
-    },
+    "mixtral": {"tiny": _TINY, "mixtral_8x7b": replace(_MIXTRAL, experts=8, k=2, expert_mlp=14_336)},
+    "qwen3_moe": {"tiny": replace(_TINY, k=4, qk_norm=True), "qwen3_30b_a3b": _QWEN3},
+    "deepseek_v3": {"tiny": replace(_TINY_V3, latent_attention=_TINY_LATENT), "deepseek_v3_671b": _DEEPSEEK},
 }
 """Presets by family: Mixtral (arXiv:2401.04088), Qwen3-MoE (arXiv:2505.09388) and DeepSeek-V3 (arXiv:2412.19437)."""
 

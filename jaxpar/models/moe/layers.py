@@ -14,16 +14,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxpar import hint
-from jaxpar.models.llama.layers import (
-    Attend,
-    Attention,
-    RMSNorm,
-    SwiGLU,
-    TokenInfo,
-    WindowedAttention,
-    _kernel,
-    rotate,
-)
+from jaxpar.models.llama.layers import Attend, Attention, RMSNorm, SwiGLU, TokenInfo, WindowedAttention, _kernel, rotate
 from jaxpar.models.moe.config import LatentAttentionConfig, MoEConfig
 from jaxpar.nnx import axes
 from jaxpar.parallel.experts.balance import load_balance_loss, router_z_loss
@@ -71,23 +62,14 @@ class Mixture(nnx.Module):
         routing = c.router(logits_BSX, bias_X)
         inner, outer = ("experts", "embed", "expert_mlp"), ("experts", "expert_mlp", "embed")
         weights = ((self.gate, inner), (self.up, inner), (self.down, outer))
-        options: dict[str, Any] = {
-            "dispatch": c.dispatch,
-            "capacity_factor": c.capacity_factor,
-            "pieces": c.pieces,
-        }
+        options: dict[str, Any] = {"dispatch": c.dispatch, "capacity_factor": c.capacity_factor, "pieces": c.pieces}
 
         def cast(w: Any) -> Any:
             w = (w.by_channel([-2]) or w) if isinstance(w, QuantizedArray) else w
             return w if isinstance(w, Int8) else w.astype(dtype)
 
-        y_BSE, dropped = experts(
-            x_BSE,
-            routing,
-            *((cast(w[...]), dims) for w, dims in weights),
-            x_dims=RESIDUAL,
-            **({} if decoding else options),
-        )
+        cast_weights = ((cast(w[...]), dims) for w, dims in weights)
+        y_BSE, dropped = experts(x_BSE, routing, *cast_weights, x_dims=RESIDUAL, **({} if decoding else options))
         if c.shared_experts:
             y_BSE += hint(self.shared(hint(x_BSE, "batch", "seq", "embed")), *RESIDUAL)
         return y_BSE, self._scalars(routing, dropped)
@@ -141,17 +123,14 @@ class LatentAttention(WindowedAttention):
         k_BSHD = jnp.concatenate((kv_BSHD[..., :d], rotated_BSHR), -1)
         q, k, v = (checkpoint_name(x, "qkv") for x in (q_BSHD, k_BSHD, kv_BSHD[..., d:]))
         o_BSHD = attend(q, k, v) if attend else self.attend(q, k, v, tokens)
-        (y_BSE,) = sharded_dot(o_BSHD, (self.o[...], ("heads", "head_dim", "embed")), summed=2, **self.options)
-        return y_BSE
+        return sharded_dot(o_BSHD, (self.o[...], ("heads", "head_dim", "embed")), summed=2, **self.options)[0]
 
     def _query(self, x_BSE: jax.Array) -> jax.Array:
         if self.latent.q_latent is None:
-            (q_BSHD,) = sharded_dot(x_BSE, (self.q[...], ("embed", "heads", "head_dim")), **self.options)
-            return q_BSHD
+            return sharded_dot(x_BSE, (self.q[...], ("embed", "heads", "head_dim")), **self.options)[0]
         (down_BSL,) = sharded_dot(x_BSE, (self.q_down[...], ("embed", "latent")), **self.options)
         up = (self.q_up[...], ("latent", "heads", "head_dim"))
-        (q_BSHD,) = sharded_dot(self.q_norm(down_BSL), up, **self.options)
-        return q_BSHD
+        return sharded_dot(self.q_norm(down_BSL), up, **self.options)[0]
 
 
 class _Layer(nnx.Module):

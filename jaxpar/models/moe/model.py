@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jaxpar.models.llama.config import LlamaConfig
-from jaxpar.models.llama.layers import RMSNorm, TokenInfo, _kernel, local_rope_table, rope_table
+from jaxpar.models.llama.layers import TokenInfo, token_info
 from jaxpar.models.llama.model import Llama, make_llama, run_stack, stack_of
 from jaxpar.models.moe.config import MoEConfig
 from jaxpar.models.moe.layers import DenseBlock, MixtureBlock
@@ -43,17 +42,14 @@ class MoEDecoder(Llama):
     config: MoEConfig
 
     def __init__(self, config: MoEConfig, *, rngs: nnx.Rngs):
-        self.config = config
-        self.embedding = _kernel(rngs.params(), (config.vocab, config.embed), ("vocab", "embed"), config.embed, config)
+        super().__init__(config, rngs=rngs)
+        if config.mtp_depth:
+            self.mtp = nnx.List([PredictionLayer(config, rngs) for _ in range(config.mtp_depth)])
+
+    def _add_layers(self, config: MoEConfig, rngs: nnx.Rngs) -> None:
         if config.dense_layers:
             self.dense_blocks = stack_of(DenseBlock, config, config.dense_layers, rngs, DENSE_LAYERS)
         self.blocks = stack_of(MixtureBlock, config, config.expert_layers, rngs)
-        self.norm = RMSNorm(config)
-        if not config.tie_embeddings:
-            shape = (config.embed, config.vocab)
-            self.head = _kernel(rngs.params(), shape, ("embed", "vocab"), config.embed, config)
-        if config.mtp_depth:
-            self.mtp = nnx.List([PredictionLayer(config, rngs) for _ in range(config.mtp_depth)])
 
     def hidden(  # type: ignore[override]
         self,
@@ -67,10 +63,6 @@ class MoEDecoder(Llama):
         The arguments and errors are those of :meth:`jaxpar.models.Llama.hidden`.
         """
         return self._hidden(tokens_BS, positions_BS, order, documents_BS)
-
-    def _run_layers(self, tokens: TokenInfo, x_BSE: Any) -> tuple[Any, LayerScalars]:
-        x_BSE, first = self.run_dense(tokens, x_BSE), self.config.dense_layers
-        return run_stack(self.blocks, self.config, tokens, x_BSE, first_layer=first)
 
     def further_targets(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """Returns the arrays that :meth:`further_loss` needs, before the tokens are reordered; empty without depths."""
@@ -88,8 +80,7 @@ class MoEDecoder(Llama):
         """
         if positions_BS is None:
             positions_BS = jax.lax.broadcasted_iota(jnp.int32, batch["targets"].shape, 1)
-        ropes = rope_table(positions_BS, self.config), local_rope_table(positions_BS, self.config)
-        tokens = TokenInfo(ropes[0], order, batch.get("segment_ids"), ropes[1])
+        tokens = token_info(positions_BS, self.config, order, batch.get("segment_ids"))
         return further_loss(self, h_BSE, batch, tokens.of_layer(self.config.local_layers[-1]))
 
     def run_dense(self, tokens: TokenInfo, x_BSE: jax.Array) -> jax.Array:
