@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
 import jax
 
-from jaxpar.errors import NoLayoutError
-from jaxpar.sharding.layout import current_layout
+from jaxpar.errors import LayoutError, NoLayoutError, listing
+from jaxpar.sharding.layout import current_layout, manual_axes
 from jaxpar.sharding.rules import Axes
 
 
@@ -24,3 +27,20 @@ def manual_axes_of(dim: str | None, default: Axes = ()) -> Axes:
         resolved = None
     axes = default if resolved is None or resolved.problems else resolved.axes[0]
     return tuple(axis for axis in axes if axis in manual)
+
+
+def check_manual(axes: Sequence[str], function: str) -> None:
+    """Raises LayoutError unless these axes are manual here, in a call of ``attention_local`` or ``experts_local``."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    if missing := [axis for axis in axes if axis not in manual]:
+        raise LayoutError(
+            f"{function}_local: {listing(missing)} is not a manual axis here; the manual axes are: {listing(manual)}. "
+            f"Remedy: call it inside jax.shard_map over {listing(axes)}, or call jp.{function} outside."
+        )
+
+
+def manual_shard_map(f: Callable[..., Any], axes: Iterable[str], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """Returns ``f`` as a ``shard_map`` over ``axes`` and all axes of size 1, so that none of these stays automatic."""
+    names = manual_axes(current_layout(), axes) - {*jax.sharding.get_abstract_mesh().manual_axes}
+    # check_vma is off: jax would assume that a gathered array differs between devices.
+    return jax.shard_map(f, in_specs=in_specs, out_specs=out_specs, axis_names=names, check_vma=False)

@@ -20,7 +20,7 @@ from jaxpar.parallel.attention.split.token_order import check, check_given
 from jaxpar.parallel.attention.split.vjp import attend
 from jaxpar.parallel.attention.tiled.padding import result_without_padding, without_padding
 from jaxpar.parallel.attention.tiled.tile import AttentionArrays, varies_over
-from jaxpar.parallel.manual_axes import enclosing_manual_axes, manual_axes_of
+from jaxpar.parallel.manual_axes import check_manual, enclosing_manual_axes, manual_axes_of
 from jaxpar.sharding.hardware.topology import platform_of
 
 KEYS: dict[str, KeySource] = {
@@ -92,7 +92,7 @@ def attention_local(
             f"call jp.attention."
         )
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
-    _check_axes(axes)
+    check_manual(axes, "attention")
     swapped = (heads_axis,) if isinstance(heads_axis, str) else tuple(heads_axis)
     ring, heads = roles(impl, axes, swapped)
     check_order(impl, options, ring, heads)
@@ -135,7 +135,7 @@ def _add_sequence_indices(
         tuple(axis for axis in dropout.axes_sharding(found, q) if axis not in seq) if named is None else named
         for named, found in zip(given, default_axes, strict=True)
     )
-    _check_axes((*rows, *heads))
+    check_manual((*rows, *heads), "attention")
     remedy = (
         "pass batch_axis=... and q_heads_axis=..., the axes that shard the batch and the query heads (() for none)."
     )
@@ -294,14 +294,3 @@ def _own_heads(x: Any, axes: tuple[str, ...], dim: int) -> Any:
         return x
     heads_per_device = x.shape[dim] // jax.lax.axis_size(axes)
     return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axes) * heads_per_device, heads_per_device, dim)
-
-
-def _check_axes(axes: Sequence[str]) -> None:
-    manual = jax.sharding.get_abstract_mesh().manual_axes
-    missing = [axis for axis in axes if axis not in manual]
-    if missing:
-        there = listing(manual) if manual else "none"
-        raise LayoutError(
-            f"attention_local: {listing(missing)} is not a manual axis here; the manual axes are: {there}. Remedy: "
-            f"call it inside jax.shard_map over {listing(axes)}, or call jp.attention outside."
-        )

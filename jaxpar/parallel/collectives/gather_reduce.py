@@ -173,11 +173,7 @@ def reduce(grad: jax.Array, parts: Parts, axes: Axes, precision: Precision) -> j
     """
     small = grad.size * grad.dtype.itemsize < SMALL
     packs = precision.reduce == INT8
-    grad = precision.reducing(grad)
-    mesh = jax.sharding.get_abstract_mesh()
-    if set(mesh.axis_names) - set(mesh.manual_axes) and platform_of(current_layout().mesh) == "cpu":
-        # XLA:CPU aborts on a 16-bit sum in a shard_map with some automatic axes.
-        grad = at_least_fp32(grad)
+    grad = summable(precision.reducing(grad))
     scatter = quantized.scatter_packed if packs else hierarchical.scatter_local
     for dim, split in parts.crossed:
         grad = as_rows(functools.partial(scatter, axes=split), grad, dim)
@@ -188,6 +184,14 @@ def reduce(grad: jax.Array, parts: Parts, axes: Axes, precision: Precision) -> j
         # Without the barrier the TPU compiler sums in the dtype from which the gradient was cast.
         grad = jax.lax.psum(jax.lax.optimization_barrier(grad), left)
     return at_least_fp32(grad)
+
+
+def summable(x: jax.Array) -> jax.Array:
+    """Returns ``x`` in a dtype in which its platform can sum it over manual axes."""
+    mesh = jax.sharding.get_abstract_mesh()
+    some_automatic = bool(set(mesh.axis_names) - set(mesh.manual_axes))
+    # XLA:CPU aborts on a 16-bit sum in a shard_map with some automatic axes.
+    return at_least_fp32(x) if some_automatic and platform_of(current_layout().mesh) == "cpu" else x
 
 
 def as_rows(f: Callable[..., jax.Array], x: jax.Array, dim: int) -> jax.Array:

@@ -9,20 +9,13 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from jaxpar.errors import LayoutError, listing
+from jaxpar.parallel.experts import options
 from jaxpar.parallel.experts.dispatch import ExpertFn, ExpertTokens, run, swiglu
 from jaxpar.parallel.experts.exchange import exchange_of
-from jaxpar.parallel.experts.options import (
-    Dispatch,
-    DispatchPlan,
-    ExpertSizes,
-    capacity_of,
-    check_options,
-    check_sizes,
-    pieces_for,
-)
+from jaxpar.parallel.experts.options import Dispatch, DispatchPlan, ExpertSizes
 from jaxpar.parallel.experts.rows import drop_over_capacity
 from jaxpar.parallel.experts.select import select_dispatch
+from jaxpar.parallel.manual_axes import check_manual
 from jaxpar.sharding.layout import current_layout
 from jaxpar.utils.arrays import at_least_fp32
 from jaxpar.utils.call_site import call_site
@@ -79,41 +72,22 @@ def experts_local(
     ...     jax.eval_shape(run, *map(jnp.ones, shapes)).shape
     (64, 16)
     """
-    check_options(dispatch, capacity_factor, pieces)
+    options.check_options(dispatch, capacity_factor, pieces)
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
     token_axes = axes if token_axis is None else (token_axis,) if isinstance(token_axis, str) else tuple(token_axis)
-    _check_manual(axes)
+    check_manual(axes, "experts")
     k, embed = routing.experts.shape[-1], x.shape[-1]
     x_TD, expert_TK = x.reshape(-1, embed), routing.experts.reshape(-1, k)
-    devices = jax.lax.axis_size(axes) if axes else 1
-    sizes = ExpertSizes(
-        tokens=x_TD.shape[0],
-        k=k,
-        experts=jax.tree.leaves(weights)[0].shape[0] * devices,
-        devices=devices,
-        token_devices=jax.lax.axis_size(token_axes) if token_axes else 1,
-    )
-    check_sizes(sizes, axes, pieces)
+    devices, token_devices = (jax.lax.axis_size(some) if some else 1 for some in (axes, token_axes))
+    count = jax.tree.leaves(weights)[0].shape[0] * devices
+    sizes = ExpertSizes(x_TD.shape[0], k, count, devices, token_devices)
+    options.check_sizes(sizes, axes, pieces)
     kind = exchange_of(current_layout().mesh if ambient_layout.value else jax.sharding.get_abstract_mesh())
-    choice = select_dispatch(
-        dispatch,
-        sizes,
-        axes,
-        token_axes,
-        embed * x.dtype.itemsize,
-        capacity=capacity_factor is not None,
-        ragged=kind != "none",
-    )
-    pieces = pieces_for(sizes, capacity_factor) if pieces is None else pieces
-    plan = DispatchPlan(
-        choice.dispatch,
-        axes,
-        token_axes,
-        sizes,
-        capacity_of(sizes, sizes.tokens // pieces, capacity_factor),
-        pieces,
-        kind == "native",
-    )
+    row, limited = embed * x.dtype.itemsize, capacity_factor is not None
+    choice = select_dispatch(dispatch, sizes, axes, token_axes, row, capacity=limited, ragged=kind != "none")
+    pieces = options.pieces_for(sizes, capacity_factor) if pieces is None else pieces
+    capacity = options.capacity_of(sizes, sizes.tokens // pieces, capacity_factor)
+    plan = DispatchPlan(choice.dispatch, axes, token_axes, sizes, capacity, pieces, kind == "native")
     if experts_observer.value is not None:
         experts_observer.value(call_site(), plan, choice.why)
     experts = lambda rows, row_weights, matmul: expert_fn(rows, row_weights, matmul, *weights)
@@ -146,13 +120,3 @@ def _in_pieces(tokens: ExpertTokens, pieces: int) -> ExpertTokens:
     return ExpertTokens(
         own(tokens.x), own(tokens.experts), all_devices(tokens.weights), all_devices(tokens.all_experts)
     )
-
-
-def _check_manual(axes: Sequence[str]) -> None:
-    manual = jax.sharding.get_abstract_mesh().manual_axes
-    missing = [axis for axis in axes if axis not in manual]
-    if missing:
-        raise LayoutError(
-            f"experts_local: {listing(missing)} is not a manual axis here; the manual axes are: {listing(manual)}. "
-            f"Remedy: call it inside jax.shard_map over {listing(axes)}, or call jp.experts outside."
-        )

@@ -31,6 +31,7 @@ from jaxpar.errors import ConfigError, LayoutError, ModelError, did_you_mean, li
 from jaxpar.parallel.batch_rows import batch_rows, numbering, row_numbers, rows_wanted
 from jaxpar.parallel.collectives import gather_reduce
 from jaxpar.parallel.collectives.gather_reduce import Parts, axes_of, seq_axes
+from jaxpar.parallel.manual_axes import manual_shard_map
 from jaxpar.parallel.overlap.branches import Branch, interleave_branches
 from jaxpar.parallel.overlap.permute_collectives import ppermute_all_gather, ppermute_reduce_scatter
 from jaxpar.parallel.zero.sharded_matmul import GATHERED
@@ -348,6 +349,11 @@ class _SplitPlan:
         return found if math.prod(found) > MAX_DIRECT else ()
 
     @property
+    def axes(self) -> Axes:
+        """All mesh axes of the layer."""
+        return (*self.rows, *self.seq, *self.permute_axes)
+
+    @property
     def row_spec(self) -> PartitionSpec:
         """The sharding of the rows and tokens between branches."""
         return PartitionSpec(self.rows, (*self.seq, *self.permute_axes))
@@ -386,18 +392,18 @@ class _SplitPlan:
 
     def entry(self, w: jax.Array, names: tuple[str | None, ...] | None) -> _Entry:
         """Returns how a weight with these logical dims enters the ``shard_map``."""
-        manual, automatic = self._manual(), set(self.layout.mesh.axis_names) - self._manual()
+        manual = manual_axes(self.layout, self.axes, but=jax.sharding.get_abstract_mesh().manual_axes)
         stored, used = (self._resolved(w, names, role) for role in ("params", "activations"))
         stored, used = (tuple(tuple(a for a in dim if a in manual) for dim in found) for found in (stored, used))
         pairs = list(zip(stored, used, strict=True))
         if any(have[: len(want)] != want for have, want in pairs):
             stored, pairs = used, [(want, want) for want in used]  # the compiler reshards it before the shard_map
         parts = Parts(tuple(have[len(want) :] for have, want in pairs))
-        on_cpu = platform_of(self.layout.mesh) == "cpu" and bool(automatic)
+        on_cpu = platform_of(self.layout.mesh) == "cpu" and bool(set(self.layout.mesh.axis_names) - manual)
         # This applies within a pipeline stage too: its fp32 sums are over other axes. A weight that all axes shard is
         # not summed, so it keeps its dtype: a cast would change the value that the layer uses, and would be saved for
         # the backward pass.
-        summed = not {*self.rows, *self.seq, *self.permute_axes} <= {axis for dim in used for axis in dim}
+        summed = not {*self.axes} <= {axis for dim in used for axis in dim}
         wide = summed and not any(parts.dims) and gather_reduce.summing(w.dtype, inside=True) is not None
         return _Entry(PartitionSpec(*stored), parts, w.dtype, wide or (on_cpu and w.dtype.itemsize < 4))
 
@@ -415,14 +421,7 @@ class _SplitPlan:
 
     def inside(self, f: Callable[..., Any], in_specs: Any, out: Any) -> Callable[..., Any]:
         """Returns ``f`` as a ``shard_map`` over the manual axes."""
-        if not (self.rows or self.seq or self.permute_axes):
-            return f
-        # check_vma is off: jax would assume that a gathered weight differs between devices.
-        return jax.shard_map(f, in_specs=in_specs, out_specs=out, axis_names=self._manual(), check_vma=False)
-
-    def _manual(self) -> set[str]:
-        outer = jax.sharding.get_abstract_mesh().manual_axes
-        return manual_axes(self.layout, (*self.rows, *self.seq, *self.permute_axes), but=outer)
+        return manual_shard_map(f, self.axes, in_specs, out) if self.axes else f
 
 
 def _weights(block: Any) -> tuple[list[_NamedArray], Callable[[list[jax.Array]], Any]]:

@@ -18,6 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from jaxpar.parallel.collectives.gather_reduce import axes_of, current_precision, is_exact, seq_axes, summing
+from jaxpar.parallel.manual_axes import manual_shard_map
 from jaxpar.parallel.overlap.permute_collectives import Ring
 from jaxpar.parallel.precision.fp8_matmul import PRODUCT, input_grad, weight_grad
 from jaxpar.parallel.precision.int8 import Int8
@@ -28,7 +29,7 @@ from jaxpar.parallel.tensor.weights import used_sharding
 from jaxpar.parallel.zero.gather import Joined, ends, gather_joined, joinable, sharded_dot, split_joined
 from jaxpar.parallel.zero.sharded_matmul import GATHERED
 from jaxpar.sharding.hardware.topology import platform_of
-from jaxpar.sharding.layout import current_layout, hint, manual_axes
+from jaxpar.sharding.layout import current_layout, hint
 from jaxpar.sharding.resolve import num_shards_over
 from jaxpar.sharding.rules import Axes
 
@@ -259,7 +260,8 @@ def _gather_and_multiply(
 
     columns = PartitionSpec(None, None, plan.axes)
     out_specs = [PartitionSpec(), *[columns] * len(ws)]
-    return _inside(plan, local, (PartitionSpec(None, plan.axes), *[spec] * len(ws)), out_specs)(x, *ws)
+    in_specs = PartitionSpec(None, plan.axes), *[spec] * len(ws)
+    return manual_shard_map(local, plan.axes, in_specs, out_specs)(x, *ws)
 
 
 def _multiply_and_scatter(
@@ -280,10 +282,4 @@ def _multiply_and_scatter(
 
     columns = PartitionSpec(None, None, plan.axes)
     specs = ([columns] * len(xs), [spec] * len(ws))
-    return _inside(plan, local, specs, PartitionSpec(None, plan.axes))(list(xs), list(ws))
-
-
-def _inside(plan: _Plan, f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-    # check_vma is off: jax would assume that gathered sequences differ between devices.
-    names = manual_axes(current_layout(), plan.axes)
-    return jax.shard_map(f, in_specs=in_specs, out_specs=out_specs, axis_names=names, check_vma=False)
+    return manual_shard_map(local, plan.axes, specs, PartitionSpec(None, plan.axes))(list(xs), list(ws))

@@ -19,9 +19,51 @@ import jax.numpy as jnp
 from jaxpar.errors import ConfigError
 
 
+class StoredIntegers:
+    """What arrays in few bits have in common: integers ``values`` and ``scales``, which stand for another array."""
+
+    values: Any
+    scales: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the array that this stands for."""
+        return tuple(self.values.shape)
+
+    @property
+    def ndim(self) -> int:
+        """The number of dims of the array that this stands for."""
+        return len(self.shape)
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of ``values``."""
+        return self.values.dtype
+
+    def spread_scales(self) -> jax.Array:
+        """Returns the scales in a shape that broadcasts to that of ``values``."""
+        raise NotImplementedError
+
+    def astype(self, dtype: Any) -> jax.Array:
+        """Returns the array that this stands for, computed in fp32 and cast to ``dtype``."""
+        return (self.values.astype(jnp.float32) * self.spread_scales()).astype(dtype)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self if key is Ellipsis else self.astype(self.scales.dtype)[key]
+
+    def __jax_array__(self) -> jax.Array:
+        return self.astype(self.scales.dtype)
+
+    def __matmul__(self, other: Any) -> Any:
+        return self.astype(other.dtype) @ other
+
+    def __rmatmul__(self, other: Any) -> Any:
+        return other @ self.astype(other.dtype)
+
+
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["values", "scales"], meta_fields=["summed"])
 @dataclass(frozen=True, eq=False)
-class Int8:
+class Int8(StoredIntegers):
     """An array in int8 that stands for ``values * scales``.
 
     It is a pytree, so parameters, caches and the operands of a scan may contain it. :func:`jaxpar.sharded_dot` and
@@ -69,21 +111,6 @@ class Int8:
         return cls(values, jnp.squeeze(scales, dims), dims)
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the array that this stands for."""
-        return tuple(self.values.shape)
-
-    @property
-    def ndim(self) -> int:
-        """The number of dims of the array that this stands for."""
-        return len(self.shape)
-
-    @property
-    def dtype(self) -> Any:
-        """The dtype of ``values``, int8."""
-        return self.values.dtype
-
-    @property
     def T(self) -> Int8:
         """The transpose of a matrix, as an :class:`Int8`."""
         return Int8(self.values.T, self.scales, tuple(-3 - dim for dim in self.summed))
@@ -92,22 +119,9 @@ class Int8:
         """Returns the entries of ``dims``, one per dim of the array, that belong to dims of the scales."""
         return tuple(name for at, name in enumerate(dims, -len(dims)) if at not in self.summed)
 
-    def astype(self, dtype: Any) -> jax.Array:
-        """Returns the array that this stands for, computed in fp32 and cast to ``dtype``."""
-        at = sorted(dim % self.ndim for dim in self.summed)
-        return (self.values.astype(jnp.float32) * jnp.expand_dims(self.scales, at)).astype(dtype)
-
-    def __getitem__(self, key: Any) -> Any:
-        return self if key is Ellipsis else self.astype(self.scales.dtype)[key]
-
-    def __jax_array__(self) -> jax.Array:
-        return self.astype(self.scales.dtype)
-
-    def __matmul__(self, other: Any) -> Any:
-        return self.astype(other.dtype) @ other
-
-    def __rmatmul__(self, other: Any) -> Any:
-        return other @ self.astype(other.dtype)
+    def spread_scales(self) -> jax.Array:
+        """Returns the scales in a shape that broadcasts to that of ``values``."""
+        return jnp.expand_dims(self.scales, sorted(dim % self.ndim for dim in self.summed))
 
 
 def is_int8(x: Any) -> bool:

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxpar.parallel.precision.int8 import Int8, is_int8
+from jaxpar.parallel.precision.int8 import Int8, StoredIntegers
 from jaxpar.sharding.names import Names
 from jaxpar.sharding.rules import Axes
 
@@ -29,7 +29,7 @@ type Tile = tuple[int, ...]
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["values", "scales"], meta_fields=["tile"])
 @dataclass(frozen=True, eq=False)
-class QuantizedArray:
+class QuantizedArray(StoredIntegers):
     """An array of integers that stands for ``values * scales``.
 
     It is a pytree, so parameters and the operands of a scan may contain it. :func:`jaxpar.sharded_dot` gathers the
@@ -50,21 +50,6 @@ class QuantizedArray:
     values: Any
     scales: Any
     tile: Tile
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the array that this stands for."""
-        return tuple(self.values.shape)
-
-    @property
-    def ndim(self) -> int:
-        """The number of dims of the array that this stands for."""
-        return len(self.shape)
-
-    @property
-    def dtype(self) -> Any:
-        """The dtype of ``values``, int8 or int4."""
-        return self.values.dtype
 
     @property
     def T(self) -> QuantizedArray:
@@ -88,29 +73,17 @@ class QuantizedArray:
             return None
         return Int8(self.values, jnp.squeeze(self.scales, dims), tuple(dim - self.ndim for dim in dims))
 
-    def astype(self, dtype: Any) -> jax.Array:
-        """Returns the array that this stands for, computed in fp32 and cast to ``dtype``."""
+    def spread_scales(self) -> jax.Array:
+        """Returns the scales in a shape that broadcasts to that of ``values``."""
         scales = self.scales.astype(jnp.float32)
         for dim, (size, own) in enumerate(zip(self.shape, self.scales.shape, strict=True)):
             scales = _repeat(scales, size // own, dim) if 1 < own < size else scales
-        return (self.values.astype(jnp.float32) * scales).astype(dtype)
-
-    def __getitem__(self, key: Any) -> Any:
-        return self if key is Ellipsis else self.astype(self.scales.dtype)[key]
-
-    def __jax_array__(self) -> jax.Array:
-        return self.astype(self.scales.dtype)
-
-    def __matmul__(self, other: Any) -> Any:
-        return self.astype(other.dtype) @ other
-
-    def __rmatmul__(self, other: Any) -> Any:
-        return other @ self.astype(other.dtype)
+        return scales
 
 
 def is_quantized(x: Any) -> bool:
     """Returns whether a leaf of a model's parameters is a :class:`QuantizedArray` or an :class:`Int8`."""
-    return isinstance(x, QuantizedArray) or is_int8(x)
+    return isinstance(x, StoredIntegers)
 
 
 def quantize_array(x: jax.Array, tile: Tile, *, bits: int, scales: Any = jnp.float32) -> QuantizedArray:
@@ -142,26 +115,17 @@ def quantize_sharded(
         own if (size // max(1, math.prod(sizes[a] for a in own))) % step == 0 else ()
         for size, step, own in zip(x.shape, tile, axes, strict=True)
     )
-    spec, scale_spec = PartitionSpec(*axes), PartitionSpec(*kept)
-    run = jax.shard_map(
-        lambda x: _quantize(x, tile, bits, scales, axes),
-        mesh=mesh,
-        in_specs=spec,
-        out_specs=QuantizedArray(spec, scale_spec, tile),
-        check_vma=False,  # maxima over an axis are equal on its devices
-    )
-    return run(x)
+    spec, quantize = PartitionSpec(*axes), lambda x: _quantize(x, tile, bits, scales, axes)
+    out_specs = QuantizedArray(spec, PartitionSpec(*kept), tile)
+    # check_vma is off: maxima over an axis are equal on its devices.
+    return jax.shard_map(quantize, mesh=mesh, in_specs=spec, out_specs=out_specs, check_vma=False)(x)
 
 
 def round_sharded(x: jax.Array, tile: Tile, axes: Sequence[Axes], *, bits: int, scales: Any = jnp.float32) -> jax.Array:
     """Returns what :func:`quantize_sharded` stands for, in the dtype of ``x``, on the ambient mesh."""
-    run = jax.shard_map(
-        lambda x: _rounded(x, tile, bits, scales, axes),
-        in_specs=PartitionSpec(*axes),
-        out_specs=PartitionSpec(*axes),
-        check_vma=False,  # maxima over an axis are equal on its devices
-    )
-    return run(x)
+    spec, rounded = PartitionSpec(*axes), lambda x: _rounded(x, tile, bits, scales, axes)
+    # check_vma is off: maxima over an axis are equal on its devices.
+    return jax.shard_map(rounded, in_specs=spec, out_specs=spec, check_vma=False)(x)
 
 
 def round_straight_through(w: jax.Array, tile: Tile, *, bits: int, scales: Any = jnp.float32) -> jax.Array:

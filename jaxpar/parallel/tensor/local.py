@@ -8,13 +8,11 @@ from typing import Any
 
 import jax
 
-from jaxpar.parallel.collectives.gather_reduce import as_rows
+from jaxpar.parallel.collectives.gather_reduce import as_rows, summable
 from jaxpar.parallel.collectives.hierarchical import gather_local, scatter_local
+from jaxpar.parallel.manual_axes import manual_shard_map
 from jaxpar.parallel.tensor.route import MatmulOperand, MatmulRoute
-from jaxpar.sharding.hardware.topology import platform_of
-from jaxpar.sharding.layout import current_layout, manual_axes
 from jaxpar.sharding.rules import Axes
-from jaxpar.utils.arrays import at_least_fp32
 
 
 def to_inside(x: jax.Array, operand: MatmulOperand) -> jax.Array:
@@ -26,10 +24,7 @@ def to_inside(x: jax.Array, operand: MatmulOperand) -> jax.Array:
 
 def to_outside(x: jax.Array, operand: MatmulOperand) -> jax.Array:
     """Returns the shard of an operand, from what a local product computed of it; partial sums are added."""
-    dtype = x.dtype
-    mesh = jax.sharding.get_abstract_mesh()
-    if set(mesh.axis_names) - set(mesh.manual_axes) and platform_of(current_layout().mesh) == "cpu":
-        x = at_least_fp32(x)  # XLA:CPU aborts on a 16-bit sum in a shard_map with some automatic axes
+    dtype, x = x.dtype, summable(x)
     for move in reversed(operand.moves):
         shard = functools.partial(scatter_local if move.summed else _slice, axes=move.axes)
         x = as_rows(shard, x, move.dim)
@@ -45,8 +40,4 @@ def _slice(x: jax.Array, axes: Axes, *, dim: int) -> jax.Array:
 def run_manual(
     found: Sequence[MatmulRoute], f: Callable[..., Any], in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
-    axes = {axis for route in found for axis in route.axes}
-    already = jax.sharding.get_abstract_mesh().manual_axes
-    manual = manual_axes(current_layout(), axes) - set(already)
-    # check_vma is off: jax would assume that a gathered weight differs between devices.
-    return jax.shard_map(f, in_specs=in_specs, out_specs=out_specs, axis_names=manual, check_vma=False)
+    return manual_shard_map(f, {axis for route in found for axis in route.axes}, in_specs, out_specs)

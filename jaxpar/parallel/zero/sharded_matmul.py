@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +19,10 @@ from jax.sharding import PartitionSpec
 
 from jaxpar.errors import ConfigError, LayoutError
 from jaxpar.parallel.collectives import gather_reduce, hierarchical, quantized
+from jaxpar.parallel.manual_axes import manual_shard_map
 from jaxpar.parallel.precision import fp8_matmul
 from jaxpar.parallel.precision.policy import INT8, Precision
-from jaxpar.sharding.layout import current_layout, manual_axes
+from jaxpar.sharding.layout import current_layout
 from jaxpar.sharding.rules import Axes
 
 GATHERED = "gathered_weight"
@@ -120,7 +120,7 @@ def product(x: jax.Array, w: jax.Array, plan: Route) -> jax.Array:
         return _product(plan, x, w, None)
     first = functools.partial(_gather_first_round, plan)
     spec = plan.stored.spec
-    kept = _manual(plan, first, (spec,), spec)(jax.lax.stop_gradient(w))
+    kept = manual_shard_map(first, plan.batch, (spec,), spec)(jax.lax.stop_gradient(w))
     return _product(plan, x, w, jax.tree.map(lambda part: checkpoint_name(part, GATHERED), kept))
 
 
@@ -153,12 +153,12 @@ def _gather_second_round(plan: Route, w: Any) -> jax.Array:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(plan: Route, x: jax.Array, w: jax.Array, kept: Any) -> jax.Array:
     """The product with ``w``, or with what the first round of the gather kept of it."""
-    w_in, spec, dtype = w if kept is None else kept, plan.stored.spec, w.dtype
+    w_in, rows, dtype = w if kept is None else kept, PartitionSpec(plan.batch), w.dtype
 
     def local(x: jax.Array, w: Any) -> jax.Array:
         return fp8_matmul.times(x, _gather_second_round(plan, w).astype(dtype), plan.summed, plan.precision)
 
-    y = _manual(plan, local, (PartitionSpec(plan.batch), spec), PartitionSpec(plan.batch))(x, w_in)
+    y = manual_shard_map(local, plan.batch, (rows, plan.stored.spec), rows)(x, w_in)
     # A product is a shard_map too; its name tells a policy that it is no gather.
     return checkpoint_name(y, fp8_matmul.PRODUCT)
 
@@ -174,15 +174,7 @@ def _backward(plan: Route, saved: Any, dy: jax.Array) -> tuple[jax.Array, jax.Ar
         return dx.astype(x.dtype), gather_reduce.reduce(dw, plan.grad_parts, plan.batch, plan.precision).astype(dtype)
 
     specs = (rows, plan.stored.spec, rows)
-    dx, dw = _manual(plan, local, specs, (rows, plan.grad_parts.spec))(x, w_in, dy)
-    return dx, dw, None
+    return *manual_shard_map(local, plan.batch, specs, (rows, plan.grad_parts.spec))(x, w_in, dy), None
 
 
 _product.defvjp(lambda plan, *arrays: (_product(plan, *arrays), arrays), _backward)
-
-
-def _manual(plan: Route, f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-    """A ``shard_map`` over the axes of the batch, and over those of size 1, so that none of these stays automatic."""
-    manual = manual_axes(current_layout(), plan.batch)
-    # check_vma is off: jax would assume that a gathered weight differs between devices.
-    return jax.shard_map(f, in_specs=in_specs, out_specs=out_specs, axis_names=manual, check_vma=False)

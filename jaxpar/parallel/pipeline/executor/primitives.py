@@ -8,11 +8,9 @@ from typing import Any
 import jax
 
 from jaxpar.errors import ModelError
-from jaxpar.parallel.collectives.gather_reduce import at_least_fp32
+from jaxpar.parallel.collectives.gather_reduce import summable
 from jaxpar.parallel.pipeline.executor.layer_placement import AXIS
 from jaxpar.parallel.pipeline.schedules.table import FIELDS
-from jaxpar.sharding.hardware.topology import platform_of
-from jaxpar.sharding.layout import current_layout
 from jaxpar.utils.arrays import describe
 
 
@@ -56,9 +54,6 @@ def from_neighbour(x: jax.Array, direction: str) -> jax.Array:
 
 def over_stages(x: jax.Array, *, scatter: bool = False) -> jax.Array:
     """Returns the sum over stages; with ``scatter``, each stage keeps a part of the last dim."""
-    dtype = x.dtype
-    mesh = jax.sharding.get_abstract_mesh()
-    if set(mesh.axis_names) - set(mesh.manual_axes) and platform_of(current_layout().mesh) == "cpu":
-        x = at_least_fp32(x)  # XLA:CPU aborts on a 16-bit sum if only some mesh axes are manual
+    dtype, x = x.dtype, summable(x)
     x = jax.lax.psum_scatter(x, AXIS, scatter_dimension=x.ndim - 1, tiled=True) if scatter else jax.lax.psum(x, AXIS)
     return x.astype(dtype)
