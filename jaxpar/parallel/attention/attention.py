@@ -124,13 +124,10 @@ def attention(
     segments = _shard_segments(array_options.segments, sharding) if given else None
     q, k, v = without_padding((q, k, v), segments)
     kernel = functools.partial(_kernel, (q, k, v), (rules, array_options, offset), sharding.q[1], swapped)
-    request = AttentionRequest(
-        rules.mask,
-        order="given" if array_options.order is not None else options.get("order"),
-        kv_grad_dtype=options.get("kv_grad_dtype"),
-        offset=offset if array_options.offset is None else k.shape[1] - q.shape[1],
-        hops=array_options.prefix is None and array_options.offset is None and array_options.order is None,
-    )
+    order = "given" if array_options.order is not None else options.get("order")
+    start = offset if array_options.offset is None else k.shape[1] - q.shape[1]
+    hops = all(x is None for x in (array_options.prefix, array_options.offset, array_options.order))
+    request = AttentionRequest(rules.mask, order, False, options.get("kv_grad_dtype"), start, hops)
     picked = select_here(impl, q, k, sharding, heads_axis=swapped, kernel=kernel, request=request)
     if impl == "auto" and attention_observer.value is not None:
         attention_observer.value(call_site(), q, k, picked)

@@ -117,19 +117,15 @@ def attention_local(
     array_options = array_options._replace(slopes=slopes, bias=bias)
     first_head: Any = 0
     if rules.dropout:
-        array_options, first_head = _add_sequence_indices(q, array_options, axes, batch_axis, q_heads_axis)
+        array_options, first_head = _add_sequence_indices(q, array_options, axes, (batch_axis, q_heads_axis))
     return result_without_padding(compute(plan, q, k, v, array_options, first_head), array_options.segments)
 
 
 def _add_sequence_indices(
-    q: jax.Array,
-    array_options: AttentionArrays,
-    seq: tuple[str, ...],
-    batch_axis: str | Sequence[str] | None,
-    q_heads_axis: Any,
+    q: jax.Array, array_options: AttentionArrays, seq: tuple[str, ...], given_axes: tuple[Any, Any]
 ) -> tuple[AttentionArrays, Any]:
     """Adds the global index of each sequence to the arrays; returns them and the index of the first head."""
-    given = [None if x is None else (x,) if isinstance(x, str) else tuple(x) for x in (batch_axis, q_heads_axis)]
+    given = [None if x is None else (x,) if isinstance(x, str) else tuple(x) for x in given_axes]
     default_axes = (manual_axes_of("batch", dropout.ROWS), manual_axes_of("heads", dropout.HEADS))
     rows, heads = (
         tuple(axis for axis in dropout.axes_sharding(found, q) if axis not in seq) if named is None else named

@@ -160,15 +160,9 @@ class Context:
         """
         # With order=None a ring would reorder into zigzag by itself, so an explicit contiguous must be passed on.
         order = ("contiguous" if self.load_balance == "contiguous" else None) if order is None else order
-        how: dict[str, Any] = {
-            "kv_grad_dtype": self.grad_dtype,
-            "block": self.block,
-            "segment_ids": segment_ids,
-            "keep_gathered_kv": self.keep_gathered_kv,
-            "mask": None if window is None else Mask(window=window),
-            "scale": scale,
-            "softcap": softcap,
-        }
+        how: dict[str, Any] = {"kv_grad_dtype": self.grad_dtype, "block": self.block, "segment_ids": segment_ids}
+        how |= {"keep_gathered_kv": self.keep_gathered_kv, "scale": scale, "softcap": softcap}
+        how["mask"] = None if window is None else Mask(window=window)
         axes = manual_axes_of("seq")
         if axes:
             impl, ring_size = self._settled(q, k, num_seq_shards())

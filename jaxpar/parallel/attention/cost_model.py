@@ -142,7 +142,8 @@ def cost(
       links: the links of the devices. Without them only bytes are counted, and the seconds are 0.
     """
     request = request or AttentionRequest(free=True)
-    parts = _parts(impl, q, k, sharding, sizes, heads_axis, request)
+    wide = 2 if request.kv_grad_dtype == "bfloat16" else 4
+    parts = _parts(impl, q, k, sharding, sizes, heads_axis, wide)
     if parts is None:
         return None
     order, relay = _order(request, parts)
@@ -208,14 +209,9 @@ def _order(request: AttentionRequest, parts: CostParts) -> tuple[str, bool]:
 
 
 def _parts(
-    impl: str,
-    q: Any,
-    k: Any,
-    sharding: QKVSharding,
-    sizes: Mapping[str, int],
-    heads_axis: tuple[str, ...],
-    request: AttentionRequest,
+    impl: str, q: Any, k: Any, sharding: QKVSharding, sizes: Mapping[str, int], heads_axis: Axes, wide: int
 ) -> CostParts | None:
+    """Returns the parts, with ``wide`` bytes per gradient of a key; ``None`` if the sharding is not supported."""
     try:
         ring, heads = roles(impl, sharding.q[1], heads_axis)
     except LayoutError:
@@ -228,7 +224,6 @@ def _parts(
     batch, repeat = q.shape[0] / num_shards_over(sharding.q[0], sizes), repeats(kv_heads, exchange_size)
     each = q.dtype.itemsize * batch * q.shape[3] / num_shards_over(sharding.q[1], sizes)
     queries, keys = each * q.shape[1] * local_heads, 2 * each * k.shape[1] * kv_heads
-    wide = 2 if request.kv_grad_dtype == "bfloat16" else 4
     exchanged = (4 * queries + 2 * keys * repeat) if exchange_size > 1 else 0.0
     gradients = keys * repeat * wide / min(4, q.dtype.itemsize)
     per_score = batch * local_heads / exchange_size * q.shape[3]

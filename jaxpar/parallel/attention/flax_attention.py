@@ -81,18 +81,10 @@ class FlaxAttention:
             )
         q, k, v = (x if dtype is None else x.astype(dtype) for x in (query, key, value))
         seen = replace(self.mask, causal=True) if is_causal else self.mask
-        return attention(
-            q,
-            k,
-            v,
-            impl=self.impl,
-            mask=seen,
-            bias=_as_bias(bias, mask, (q.shape[1], k.shape[1])),
-            dropout=dropout,
-            key=dropout_rng if dropout else None,
-            # In Flax's own causal mask, the first query and the first key have the same position.
-            q_offset=0 if is_causal and self.mask.sides == (None, None) else None,
-        )
+        bias, rng = _as_bias(bias, mask, (q.shape[1], k.shape[1])), dropout_rng if dropout else None
+        # In Flax's own causal mask, the first query and the first key have the same position.
+        start = 0 if is_causal and self.mask.sides == (None, None) else None
+        return attention(q, k, v, impl=self.impl, mask=seen, bias=bias, dropout=dropout, key=rng, q_offset=start)
 
 
 def _as_bias(bias: jax.Array | None, mask: jax.Array | None, tokens: tuple[int, int]) -> jax.Array | None:

@@ -23,12 +23,7 @@ TRIES = 4000
 
 
 def balanced_packing(
-    segment_ids: Any,
-    num_shards: int,
-    *,
-    mask: Mask = CAUSAL,
-    chunks: int = 8,
-    impl: Literal["ring", "gather"] = "ring",
+    segment_ids: Any, num_shards: int, *, mask: Mask = CAUSAL, chunks: int = 8, impl: Literal["ring", "gather"] = "ring"
 ) -> np.ndarray[Any, np.dtype[np.int32]]:
     """Returns an order of packed documents that gives the devices of a ring nearly equal work.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,16 +13,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from jaxpar.errors import LayoutError
-from jaxpar.parallel.collectives.gather_reduce import (
-    EXPERTS,
-    Parts,
-    current_precision,
-    gather,
-    is_exact,
-    parts_of,
-    reduce,
-    summing,
-)
+from jaxpar.parallel.collectives import gather_reduce
+from jaxpar.parallel.collectives.gather_reduce import EXPERTS, Parts, current_precision, summing
 from jaxpar.parallel.experts.dispatch import ExpertFn, swiglu
 from jaxpar.parallel.experts.experts_local import Choices, experts_local
 from jaxpar.parallel.experts.options import Dispatch, ExpertCall, name_of_dims
@@ -37,6 +29,8 @@ from jaxpar.sharding.rules import Axes
 from jaxpar.utils.contexts import experts_traced
 
 X_DIMS = ("batch", "seq", "embed")
+type _Gather = tuple[Parts, Any, Precision]
+"""How a weight is gathered: over which axes, in which dtype the compute uses it, and the precision of the step."""
 
 
 def experts(
@@ -107,54 +101,33 @@ def experts(
     """
     arrays, structure = _arrays([(to_device(w), tuple(dims)) for w, dims in weights])
     layout = current_layout()
+    options: dict[str, Any] = {"dispatch": dispatch, "capacity_factor": capacity_factor, "pieces": pieces}
+    run = functools.partial(_run, structure, expert_fn=expert_fn, **options)
     if jax.sharding.get_abstract_mesh().empty:  # as in unsharded()
-        whole = functools.partial(
-            _on_one_device,
-            structure,
-            expert_fn=expert_fn,
-            dispatch=dispatch,
-            capacity_factor=capacity_factor,
-            pieces=pieces,
-        )
         count, k, row = arrays[0][0].shape[0], routing.experts.shape[-1], x.shape[-1] * x.dtype.itemsize
-        call = ExpertCall(count, k, row, dispatch, capacity_factor, pieces)
+        whole, call = functools.partial(run, axis=()), ExpertCall(count, k, row, **options)
         return _unsharded(x, tuple(x_dims), routing, arrays, whole, call)
-    placed = _place(layout, x, routing, arrays, tuple(x_dims))
-    local = functools.partial(
-        _local,
-        placed,
-        structure,
-        expert_fn=expert_fn,
-        dispatch=dispatch,
-        capacity_factor=capacity_factor,
-        pieces=pieces,
-    )
+    placed = _place(layout, x, arrays, tuple(x_dims))
     # In a step that sums gradients in fp32, an array in fp32 enters and is rounded inside, so that its gradient leaves
     # in fp32 too.
-    wide = [w.astype(summing(w.dtype) or w.dtype) for w in placed.weights]
-    dtypes = tuple(w.dtype for w in placed.weights)
+    wide = [w.astype(summing(w.dtype) or w.dtype) for w, _ in arrays]
     arguments = (x, routing.weights, routing.experts, *wide)
+    local = functools.partial(_local, placed, run)
     if not placed.free:
-        y, dropped = local(dtypes, *arguments)
-    else:
-        if jax.sharding.AxisType.Explicit in placed.layout.mesh.axis_types:
-            pairs = zip(arguments, placed.in_specs, strict=True)
-            arguments = tuple(with_sharding(placed.layout.mesh, x, spec) for x, spec in pairs)
-        y, dropped = jax.shard_map(
-            functools.partial(local, dtypes),
-            in_specs=placed.in_specs,
-            out_specs=(placed.out_spec, PartitionSpec()),
-            axis_names=placed.free,
-            check_vma=False,  # jax would take sums over devices to differ between them
-        )(*arguments)
-    return y, dropped
+        return local(*arguments)
+    if jax.sharding.AxisType.Explicit in layout.mesh.axis_types:
+        pairs = zip(arguments, placed.in_specs, strict=True)
+        arguments = tuple(with_sharding(layout.mesh, x, spec) for x, spec in pairs)
+    specs: Any = {"in_specs": placed.in_specs, "out_specs": (placed.out_spec, PartitionSpec())}
+    # check_vma is off: jax would take sums over devices to differ between them.
+    return jax.shard_map(local, **specs, axis_names=placed.free, check_vma=False)(*arguments)
 
 
-def _on_one_device(
+def _run(
     structure: Any, x: jax.Array, weights: jax.Array, chosen: jax.Array, *stored: jax.Array, **options: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the results of all experts, and the number of choices that were dropped."""
-    return experts_local(x, _Chosen(weights, chosen), *jax.tree.unflatten(structure, stored), axis=(), **options)
+    """Returns the results of the experts, and the number of choices that were dropped."""
+    return experts_local(x, _Chosen(weights, chosen), *jax.tree.unflatten(structure, stored), **options)
 
 
 def _unsharded(
@@ -191,31 +164,29 @@ class _Placed:
     """The arrays of a call, and how the devices share them.
 
     Attributes:
-      layout: the ambient layout.
-      weights: the weights of the experts as they are stored.
+      sizes: of the mesh axes of the ambient layout.
       free: the mesh axes that this call makes manual; the others are manual already.
       tokens: all axes along which devices have different tokens.
       expert_axes: the axes that shard the experts.
       summed: the axes that shard the experts' other dims in the compute, over which results are added up.
       scatters: the dim of ``x`` along which they are scattered, or ``None`` to leave the sum replicated.
-      gathers: for each weight, the axes that are gathered in each dim.
+      gathers: how each weight is gathered.
       in_specs: of x, the router's weights and choices, and each weight.
       out_spec: of the result.
     """
 
-    layout: Layout
-    weights: tuple[jax.Array, ...]
+    sizes: Mapping[str, int]
     free: frozenset[str]
     tokens: Axes
     expert_axes: Axes
     summed: Axes
     scatters: int | None
-    gathers: tuple[Parts, ...]
+    gathers: tuple[_Gather, ...]
     in_specs: tuple[PartitionSpec, ...]
     out_spec: PartitionSpec
 
 
-def _place(layout: Layout, x: jax.Array, routing: Choices, weights: Sequence[Any], x_dims: Names) -> _Placed:
+def _place(layout: Layout, x: jax.Array, weights: Sequence[Any], x_dims: Names) -> _Placed:
     manual = jax.sharding.get_abstract_mesh().manual_axes
     free = frozenset(axis for axis in layout.mesh.axis_names if axis not in manual)
     _check_weights(weights)
@@ -226,16 +197,11 @@ def _place(layout: Layout, x: jax.Array, routing: Choices, weights: Sequence[Any
     whole = [layout.resolve(dims) for _, dims in weights]
     expert_axes = whole[0].axes[0]
     summed = tuple(dict.fromkeys(axis for found in whole for dim in found.axes[1:] for axis in dim))
-    kept = [(*expert_axes, *summed)] * len(weights)
-    precision = current_precision()
-    gathers = tuple(
-        parts_of(
-            found,
-            tuple(axis for dim in found.axes for axis in dim if axis not in keep),
-            exact=is_exact(dims, precision),
-        )
-        for found, keep, (_, dims) in zip(stored, kept, weights, strict=True)
-    )
+    precision, gathers = current_precision(), list[_Gather]()
+    for found, (w, dims) in zip(stored, weights, strict=True):
+        axes = tuple(axis for dim in found.axes for axis in dim if axis not in (*expert_axes, *summed))
+        parts = gather_reduce.parts_of(found, axes, exact=gather_reduce.is_exact(dims, precision))
+        gathers.append((parts, w.dtype, precision))
     x_axes = _resolve(layout, x, x_dims, "activations", free).axes
     in_axes = tuple(tuple(axis for axis in dim if axis not in summed) for dim in x_axes)
     tail = next((dim for dim, axes in enumerate(x_axes) if axes and axes[-len(summed) :] == summed), None)
@@ -243,18 +209,8 @@ def _place(layout: Layout, x: jax.Array, routing: Choices, weights: Sequence[Any
     tokens = tuple(axis for dim in layout.resolve(x_dims).axes for axis in dim if axis not in summed)
     routed = PartitionSpec(*in_axes[:-1], None)
     specs = (PartitionSpec(*in_axes), routed, routed, *(PartitionSpec(*found.axes) for found in stored))
-    return _Placed(
-        layout,
-        tuple(w for w, _ in weights),
-        free,
-        tokens,
-        expert_axes,
-        summed,
-        tail if summed else None,
-        gathers,
-        specs,
-        PartitionSpec(*out_axes),
-    )
+    scatters, out_spec = tail if summed else None, PartitionSpec(*out_axes)
+    return _Placed(layout.sizes, free, tokens, expert_axes, summed, scatters, tuple(gathers), specs, out_spec)
 
 
 def _resolve(layout: Layout, x: jax.Array, dims: Names, role: str, free: frozenset[str]) -> Resolved:
@@ -278,36 +234,19 @@ def _check_weights(weights: Sequence[tuple[jax.Array, Names]]) -> None:
 
 
 def _local(
-    placed: _Placed,
-    structure: Any,
-    dtypes: tuple[Any, ...],
-    x: jax.Array,
-    weights: jax.Array,
-    chosen: jax.Array,
-    *stored: jax.Array,
-    **options: Any,
+    placed: _Placed, run: Callable[..., Any], x: jax.Array, weights: jax.Array, chosen: jax.Array, *ws: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Runs the experts on this device's tokens, with every axis manual."""
-    precision, sizes = current_precision(), placed.layout.sizes
-    gathered = [
-        checkpoint_name(_gather((parts, dtype, precision), w), GATHERED)
-        for w, parts, dtype in zip(stored, placed.gathers, dtypes, strict=True)
-    ]
-    y, dropped = experts_local(
-        x,
-        _Chosen(weights, chosen),
-        *jax.tree.unflatten(structure, gathered),
-        axis=placed.expert_axes,
-        token_axis=tuple(axis for axis in placed.expert_axes if axis in placed.tokens),
-        **options,
-    )
+    gathered = [checkpoint_name(_gather(how, w), GATHERED) for how, w in zip(placed.gathers, ws, strict=True)]
+    token_axes = tuple(axis for axis in placed.expert_axes if axis in placed.tokens)
+    y, dropped = run(x, weights, chosen, *gathered, axis=placed.expert_axes, token_axis=token_axes)
     if placed.summed and placed.scatters is not None:
         y = jax.lax.psum_scatter(y, placed.summed, scatter_dimension=placed.scatters, tiled=True)
     elif placed.summed:
         y = jax.lax.psum(y, placed.summed)
     tokens = tuple(axis for axis in placed.tokens if axis in placed.free)
     dropped = jax.lax.psum(dropped, tokens) if tokens else dropped
-    return y, dropped / (math.prod(chosen.shape) * num_shards_over(tokens, sizes))
+    return y, dropped / (math.prod(chosen.shape) * num_shards_over(tokens, placed.sizes))
 
 
 @dataclass(frozen=True)
@@ -316,16 +255,13 @@ class _Chosen:
     experts: jax.Array
 
 
-type _Gather = tuple[Parts, Any, Precision]
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gather(how: _Gather, w: jax.Array) -> jax.Array:
     """Returns a gathered weight in the dtype of the compute; its gradient is reduce-scattered in the weight's dtype."""
     parts, dtype, precision = how
     if not any(parts.dims):
         return w.astype(dtype)
-    return gather(w.astype(dtype), parts, precision).astype(dtype)
+    return gather_reduce.gather(w.astype(dtype), parts, precision).astype(dtype)
 
 
 def _gather_backward(how: _Gather, like: jax.Array, grad: jax.Array) -> tuple[jax.Array]:
@@ -334,7 +270,7 @@ def _gather_backward(how: _Gather, like: jax.Array, grad: jax.Array) -> tuple[ja
         return (grad.astype(like.dtype),)
     axes = tuple(axis for dim in parts.dims for axis in dim)
     wide = jax.lax.optimization_barrier(grad.astype(like.dtype))
-    return (reduce(wide, parts, axes, precision).astype(like.dtype),)
+    return (gather_reduce.reduce(wide, parts, axes, precision).astype(like.dtype),)
 
 
 _gather.defvjp(lambda how, w: (_gather(how, w), w[:0]), _gather_backward)

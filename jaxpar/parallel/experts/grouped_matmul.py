@@ -142,20 +142,13 @@ def _in_blocks(rows_RK: jax.Array, w_GKN: jax.Array, sizes_G: jax.Array) -> jax.
     return _product(rows_RK, w_GKN, sizes_G)
 
 
-type _Saved = tuple[jax.Array, jax.Array, jax.Array]
-
-
-def _forward(rows_RK: jax.Array, w_GKN: jax.Array, sizes_G: jax.Array) -> tuple[jax.Array, _Saved]:
-    return _product(rows_RK, w_GKN, sizes_G), (rows_RK, w_GKN, sizes_G)
-
-
-def _backward(saved: _Saved, dy_RN: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+def _backward(saved: tuple[jax.Array, ...], dy_RN: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     rows_RK, w_GKN, sizes_G = saved
     dx_RK = _product(dy_RN, w_GKN.swapaxes(1, 2), sizes_G)
     return dx_RK, _weight_gradient(rows_RK, dy_RN, w_GKN, sizes_G), None
 
 
-_in_blocks.defvjp(_forward, _backward)
+_in_blocks.defvjp(lambda *arrays: (_product(*arrays), arrays), _backward)
 
 
 def equal_groups_matmul(rows_RK: jax.Array, w_GKN: jax.Array | Int8) -> jax.Array:

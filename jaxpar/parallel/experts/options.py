@@ -9,6 +9,7 @@ from typing import Literal, Self
 from jaxpar.errors import ConfigError, did_you_mean, listing
 from jaxpar.sharding.names import Names
 from jaxpar.sharding.rules import Axes
+from jaxpar.utils.checks import is_count
 
 Dispatch = Literal["auto", "ragged", "deduplicated", "gather", "all_to_all"]
 DISPATCHES = ("auto", "ragged", "deduplicated", "gather", "all_to_all")
@@ -222,7 +223,7 @@ def check_options(dispatch: str, capacity_factor: float | None, pieces: int | No
             "experts: dispatch 'all_to_all' sends the same number of rows to every expert, so it requires a "
             "capacity_factor. Remedy: capacity_factor=1.25, or dispatch='ragged', which drops nothing."
         )
-    if pieces is not None and (not isinstance(pieces, int) or isinstance(pieces, bool) or pieces < 1):
+    if pieces is not None and not is_count(pieces):
         raise ConfigError(f"experts: pieces must be a number of pieces >= 1, got {pieces!r}.")
 
 

@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxpar.errors import ConfigError, did_you_mean
 from jaxpar.utils.arrays import at_least_fp32
+from jaxpar.utils.checks import is_count
 
 Score = Literal["softmax", "sigmoid"]
 SCORES: tuple[str, ...] = get_args(Score)
@@ -87,7 +88,11 @@ class Router:
           ConfigError: one of them is out of range, or they do not fit each other.
         """
         for name in ("experts", "k", "groups", "groups_per_token"):
-            _check_positive(name, getattr(self, name))
+            value = getattr(self, name)
+            if not is_count(value):
+                raise ConfigError(
+                    f"Router: {name} must be a whole number >= 1, got {value!r}. Remedy: use {name}=1 or more."
+                )
         if self.score not in SCORES:
             raise ConfigError(
                 f"Router: score must be 'softmax' or 'sigmoid', got {self.score!r}.{did_you_mean(self.score, SCORES)} "
@@ -202,8 +207,3 @@ def _softmax(x_K: jax.Array) -> jax.Array:
     """Returns the softmax, or zeros where all ``x_K`` are -inf."""
     some = jnp.max(x_K, -1, keepdims=True) > -jnp.inf
     return jnp.where(some, jax.nn.softmax(jnp.where(some, x_K, 0)), 0)
-
-
-def _check_positive(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"Router: {name} must be a whole number >= 1, got {value!r}. Remedy: use {name}=1 or more.")

@@ -107,10 +107,7 @@ def _sums(y_MD: jax.Array, at: RowOrder) -> jax.Array:
     return y_TKD.sum(1, dtype=accumulator(y_MD)).astype(y_MD.dtype)
 
 
-to_rows.defvjp(
-    lambda x, at: (to_rows(x, at), at),
-    lambda at, grad_MD: (_sums(grad_MD, at), None),
-)
+to_rows.defvjp(lambda x, at: (to_rows(x, at), at), lambda at, grad_MD: (_sums(grad_MD, at), None))
 from_rows.defvjp(
     lambda y, at: (_sums(y, at), at),
     # A row without a choice has no part in the sum.
