@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from jaxpar.parallel.attention.split.partition import AttentionPlan, SequenceSplit
 from jaxpar.parallel.attention.tiled import blockwise, tile
-from jaxpar.parallel.attention.tiled.blockwise import initial_sums, no_gradients, zeros
+from jaxpar.parallel.attention.tiled.blockwise import Operands, initial_sums, no_gradients, zeros
 from jaxpar.parallel.attention.tiled.tile import FAR, Gradients, Rows, Sums, Tokens
 from jaxpar.parallel.collectives.hierarchical import gather_local, scatter_local
 from jaxpar.utils.arrays import accumulator
@@ -41,15 +41,15 @@ def _gathered_if_needed(split: SequenceSplit, k: jax.Array, v: jax.Array) -> tup
 def one_step_forward(split: SequenceSplit, q: jax.Array, k: jax.Array, v: jax.Array) -> Sums:
     """Returns the softmax sums over the local keys; or over all keys (``gather``), gathered unless ``plan.keep``."""
     k, v, distance = _gathered_if_needed(split, k, v)
-    at = split.queries(), split.keys(distance)
-    return forward(split.plan, q, k, v, at, split.extras_of(distance), initial_sums(q, v), split.expected(distance))
+    at, extras = (split.queries(), split.keys(distance)), split.extras_of(distance)
+    return forward(split.plan, Operands(q, k, v, at, extras, split.expected(distance)), initial_sums(q, v))
 
 
 def one_step_backward(split: SequenceSplit, q: jax.Array, k: jax.Array, v: jax.Array, rows: Rows) -> Gradients:
     k, v, distance = _gathered_if_needed(split, k, v)
     extras = split.extras_of(distance)
     at, none = (split.queries(), split.keys(distance)), no_gradients(q, k, v, extras)
-    found = backward(split.plan, q, k, v, at, extras, rows, none, split.expected(distance))
+    found = backward(split.plan, Operands(q, k, v, at, extras, split.expected(distance)), rows, none)
     bias = split.extras.bias
     if bias is not None:  # the gradient of the full bias instead of the gradient of the columns in use
         found = found._replace(bias=split.put_bias(zeros(bias), found.bias, distance))
@@ -72,9 +72,9 @@ def ring_forward(split: SequenceSplit, q: jax.Array, k: jax.Array, v: jax.Array)
         del before
         sums, keys = carry
         next_keys = _permute(split, keys, after) if after else None
-        places = at, split.keys(distance)
-        extras, expected = split.extras_of(distance), split.expected(distance)
-        return forward(split.plan, q, keys[0], keys[1], places, extras, sums, expected), next_keys
+        places, extras = (at, split.keys(distance)), split.extras_of(distance)
+        operands = Operands(q, keys[0], keys[1], places, extras, split.expected(distance))
+        return forward(split.plan, operands, sums), next_keys
 
     # Unroll the first hop: only it has a causal diagonal, so its number of tiles differs from all others.
     return _fold_hops(split.hops(), hop_step, (initial_sums(q, v), (k, v)), 1)[0]
@@ -93,8 +93,8 @@ def ring_backward(split: SequenceSplit, q: jax.Array, k: jax.Array, v: jax.Array
         extras = split.extras_of(distance)
         begin = not_before(split.plan, no_gradients(q, keys[0], keys[1], extras), sums.q)
         begin = begin._replace(q=sums.q, slopes=sums.slopes)
-        places, expected = (at, split.keys(distance)), split.expected(distance)
-        new = backward(split.plan, q, keys[0], keys[1], places, extras, rows, begin, expected)
+        operands = Operands(q, keys[0], keys[1], (at, split.keys(distance)), extras, split.expected(distance))
+        new = backward(split.plan, operands, rows, begin)
         bias = None if sums.bias is None else split.put_bias(sums.bias, new.bias, distance)
         found = new.k, new.v
         if arrived is not None:

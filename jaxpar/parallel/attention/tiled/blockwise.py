@@ -24,6 +24,26 @@ type Expected = tuple[int, int] | None
 """How many unmasked and partially masked tiles a device visits on average; ``None`` if that depends on arrays."""
 
 
+class Operands(NamedTuple):
+    """Queries, keys and values in blocks.
+
+    Attributes:
+      q: queries [n, P, B, K, G, Q, D].
+      k, v: keys and values [m, P, B, K, L, D].
+      at: positions and segments of queries and keys.
+      extras: array options.
+      expected: the average number of tiles, from
+        :meth:`jaxpar.parallel.attention.split.partition.SequenceSplit.expected`.
+    """
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    at: tuple[Tokens, Tokens]
+    extras: TileArrays
+    expected: Expected = None
+
+
 class Tiles(NamedTuple):
     """The tiles to visit: the first ``count`` of ``numbers``, where tile (i, j) has the number ``i * columns + j``."""
 
@@ -118,30 +138,17 @@ def _of_values(rules: TileSpec, q: Tokens, k: Tokens, extras: TileArrays, some: 
     return some & any_seen, all_seen
 
 
-def visit(
-    rules: TileSpec,
-    at: tuple[Tokens, Tokens],
-    extras: TileArrays,
-    parts: int,
-    expected: Expected,
-    one: Callable[..., Any],
-    carry: Any,
-) -> Any:
+def visit(rules: TileSpec, x: Operands, one: Callable[..., Any], carry: Any) -> Any:
     """Folds ``one(carry, i, j, part, masked)`` over all tiles to visit.
 
     Args:
       rules: mask, scale, soft cap and dropout.
-      at: positions and segments of queries and keys, in blocks.
-      extras: array options.
-      parts: number of parts of the heads.
-      expected: the average number of tiles, from
-        :meth:`jaxpar.parallel.attention.split.partition.SequenceSplit.expected`.
-      one: computes one tile.
+      x: the operands.
+      one: computes one tile of a part of the heads.
       carry: the initial carry.
     """
-    q, k = at
-    columns = k.positions.shape[0]
-    for n, (some, masked) in enumerate(zip(chosen(rules, q, k, extras), (False, True), strict=True)):
+    parts, columns, expected = x.q.shape[1], x.at[1].positions.shape[0], x.expected
+    for n, (some, masked) in enumerate(zip(chosen(rules, *x.at, x.extras), (False, True), strict=True)):
         if some.count == 0 if isinstance(some.count, int) else expected is not None and not expected[n]:
             continue  # no device has such tiles; the compiler could otherwise overlap a transfer with an empty loop
         numbers = jnp.asarray(some.numbers)
@@ -169,35 +176,22 @@ def zeros(x: jax.Array) -> jax.Array:
     return jax.lax.pcast(none, axes, to="varying") if axes else none
 
 
-def forward(
-    rules: TileSpec,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    at: tuple[Tokens, Tokens],
-    extras: TileArrays,
-    sums: Sums,
-    expected: Expected = None,
-) -> Sums:
+def forward(rules: TileSpec, x: Operands, sums: Sums) -> Sums:
     """Returns ``sums`` updated with the given keys.
 
     Args:
       rules: mask, scale, soft cap and dropout.
-      q: queries in blocks [n, P, B, K, G, Q, D].
-      k, v: keys and values in blocks [m, P, B, K, L, D].
-      at: positions and segments of queries and keys, in blocks.
-      extras: array options.
+      x: the operands.
       sums: the sums over the keys so far.
-      expected: the average number of tiles, see :func:`visit`.
     """
 
     def one(sums: Sums, i: jax.Array, j: jax.Array, part: jax.Array, masked: bool) -> Sums:
-        own, other = _pick((q, sums), i, part), _pick((k, v), j, part)
-        here = _extras_of_tile(extras, q, k, i, j, part)
-        new = tile.forward(rules, own[0], other[0], other[1], _at(*at, i, j), here, own[1], masked)
+        (q, own), (k, v) = _pick((x.q, sums), i, part), _pick((x.k, x.v), j, part)
+        here = _extras_of_tile(x, i, j, part)
+        new = tile.forward(rules, q, k, v, _at(*x.at, i, j), here, own, masked)
         return jax.tree.map(lambda x, y: _put(x, y, i, part), sums, new)
 
-    return visit(rules, at, extras, q.shape[1], expected, one, sums)
+    return visit(rules, x, one, sums)
 
 
 def finished(sums: Sums) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -244,40 +238,26 @@ def no_gradients(q: jax.Array, k: jax.Array, v: jax.Array, extras: TileArrays) -
     return Gradients(zeros(q), zeros(k), zeros(v), bias, slopes)
 
 
-def backward(
-    rules: TileSpec,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    at: tuple[Tokens, Tokens],
-    extras: TileArrays,
-    rows: Rows,
-    sums: Gradients,
-    expected: Expected = None,
-) -> Gradients:
+def backward(rules: TileSpec, x: Operands, rows: Rows, sums: Gradients) -> Gradients:
     """Returns ``sums`` plus the gradients of the given queries and keys.
 
     Args:
       rules: mask, scale, soft cap and dropout.
-      q: queries in blocks [n, P, B, K, G, Q, D].
-      k, v: keys and values in blocks [m, P, B, K, L, D].
-      at: positions and segments of queries and keys, in blocks.
-      extras: array options.
+      x: the operands.
       rows: the gradient of the result, the log-sum-exp and delta of each query, in blocks.
       sums: the sums of gradients so far.
-      expected: the average number of tiles, see :func:`visit`.
     """
 
     def one(sums: Gradients, i: jax.Array, j: jax.Array, part: jax.Array, masked: bool) -> Gradients:
-        own, other = _pick((q, rows), i, part), _pick((k, v), j, part)
-        here = _extras_of_tile(extras, q, k, i, j, part)
-        new = tile.backward(rules, own[0], other[0], other[1], _at(*at, i, j), here, own[1], masked)
+        (q, own), (k, v) = _pick((x.q, rows), i, part), _pick((x.k, x.v), j, part)
+        here = _extras_of_tile(x, i, j, part)
+        new = tile.backward(rules, q, k, v, _at(*x.at, i, j), here, own, masked)
         add = lambda x, y, n: _put(x, _pick(x, n, part) + y, n, part)
         bias = None if sums.bias is None else _add_bias(sums.bias, new.bias, i, j, part)
         slopes = None if sums.slopes is None else _add_slopes(sums.slopes, new.slopes, part)
         return Gradients(add(sums.q, new.q, i), add(sums.k, new.k, j), add(sums.v, new.v, j), bias, slopes)
 
-    return visit(rules, at, extras, q.shape[1], expected, one, sums)
+    return visit(rules, x, one, sums)
 
 
 def _at(q: Tokens, k: Tokens, i: Any, j: Any) -> tuple[Tokens, Tokens]:
@@ -320,15 +300,15 @@ def _divmod(number: Any, size: int) -> tuple[Any, Any]:
     return jax.lax.div(dividend, divisor), jax.lax.rem(dividend, divisor)
 
 
-def _extras_of_tile(extras: TileArrays, q: jax.Array, k: jax.Array, i: Any, j: Any, part: Any) -> TileArrays:
-    kv_heads = q.shape[3]
+def _extras_of_tile(x: Operands, i: Any, j: Any, part: Any) -> TileArrays:
+    extras, kv_heads = x.extras, x.q.shape[3]
     if extras.slopes is not None:
         extras = extras._replace(slopes=_part(extras.slopes, part, kv_heads))
     if extras.numbers is not None:
         sequences, head = extras.numbers
-        extras = extras._replace(numbers=(sequences, head + part * kv_heads * q.shape[4]))
+        extras = extras._replace(numbers=(sequences, head + part * kv_heads * x.q.shape[4]))
     if extras.bias is not None:
-        extras = extras._replace(bias=_bias_tile(extras.bias, (i, j, part), (q.shape[-2], k.shape[-2], kv_heads)))
+        extras = extras._replace(bias=_bias_tile(extras.bias, (i, j, part), (x.q.shape[-2], x.k.shape[-2], kv_heads)))
     return extras
 
 

@@ -18,9 +18,9 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jaxpar.parallel.attention.tiled.blockwise import Expected, flags
+from jaxpar.parallel.attention.tiled.blockwise import Operands, flags
 from jaxpar.parallel.attention.tiled.padding import LANES
-from jaxpar.parallel.attention.tiled.tile import FAR, PAD, Gradients, Rows, Sums, TileArrays, TileSpec, Tokens
+from jaxpar.parallel.attention.tiled.tile import FAR, PAD, Gradients, Rows, Sums, TileSpec, Tokens
 
 Mode = Literal["tpu", "interpret"]
 type Seen = Callable[[], jax.Array]
@@ -40,57 +40,32 @@ class Visit(NamedTuple):
     count: Any
 
 
-def forward(
-    rules: TileSpec,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    at: tuple[Tokens, Tokens],
-    extras: TileArrays,
-    sums: Sums,
-    expected: Expected = None,
-    *,
-    mode: Mode = "tpu",
-) -> Sums:
+def forward(rules: TileSpec, x: Operands, sums: Sums, *, mode: Mode = "tpu") -> Sums:
     """Returns ``sums`` updated with the given keys; see :func:`jaxpar.parallel.attention.tiled.blockwise.forward`."""
-    visit = visits(*flags(rules, *at, extras), by_row=True)
+    visit = visits(*flags(rules, *x.at, x.extras), by_row=True)
     if visit is None:
         return sums
-    job, side, width = _Job(rules, q, k, at, extras, expected, mode), q.shape[5], v.shape[-1]
-    maps = _maps_by_row(q, k)
+    (q, k, v), job = x[:3], _Job(rules, x, mode)
+    side, width, maps = q.shape[5], v.shape[-1], _maps_by_row(q, k)
     inputs = [(q, maps.of_rows), (k, maps.of_columns), (v, maps.of_columns)]
     carried = [(x, maps.of_rows) for x in (sums.values, _flat(sums.greatest), _flat(sums.weights))]
     scratch = [(width, side), (1, side), (1, side)]
-    products = q.shape[-1] + width
-    values, greatest, weights = job.run(
-        _forward_kernel, "attend_forward", visit, maps, inputs, carried, scratch, products
-    )
+    found = job.run(_forward_kernel, "attend_forward", visit, maps, inputs, carried, scratch, q.shape[-1] + width)
+    values, greatest, weights = found
     return Sums(values, greatest.reshape(sums.greatest.shape), weights.reshape(sums.weights.shape))
 
 
-def backward(
-    rules: TileSpec,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    at: tuple[Tokens, Tokens],
-    extras: TileArrays,
-    rows: Rows,
-    sums: Gradients,
-    expected: Expected = None,
-    *,
-    mode: Mode = "tpu",
-) -> Gradients:
+def backward(rules: TileSpec, x: Operands, rows: Rows, sums: Gradients, *, mode: Mode = "tpu") -> Gradients:
     """Returns ``sums`` plus the gradients; see :func:`jaxpar.parallel.attention.tiled.blockwise.backward`.
 
     Every caller passes zeros for the gradients of keys and values. The kernel therefore only writes them, which saves a
     ring the arrays of zeros.
     """
-    some, every = flags(rules, *at, extras)
+    some, every = flags(rules, *x.at, x.extras)
     by_row, by_column = visits(some, every, by_row=True), visits(some, every, by_row=False, placeholders=True)
     if by_row is None or by_column is None:
         return sums
-    job, n = _Job(rules, q, k, at, extras, expected, mode), q.shape[0]
+    (q, k, v), job, n = x[:3], _Job(rules, x, mode), x.q.shape[0]
     side, length, wide, deep = q.shape[5], k.shape[-2], q.shape[-1], v.shape[-1]
     stats = _flat(rows.lse), _flat(rows.delta)
 
@@ -103,10 +78,8 @@ def backward(
     (dq,) = job.run(_queries_kernel, "attend_backward_q", by_row, maps, inputs(maps), carried, scratch, 2 * wide + deep)
     maps = _IndexMaps(lambda b, h, g, t: (b, h, g, t % n, t // n))
     carried, scratch = [(sums.k, maps.of_columns), (sums.v, maps.of_columns)], [(length, wide), (length, deep)]
-    products = 2 * wide + 2 * deep
-    dk, dv = job.run(
-        _keys_kernel, "attend_backward_kv", by_column, maps, inputs(maps), carried, scratch, products, new=True
-    )
+    given = maps, inputs(maps), carried, scratch, 2 * wide + 2 * deep
+    dk, dv = job.run(_keys_kernel, "attend_backward_kv", by_column, *given, new=True)
     return sums._replace(q=dq, k=dk, v=dv)
 
 
@@ -190,11 +163,7 @@ class _Job:
     """The arguments that the kernels of a pass share, as :func:`forward` and :func:`backward` receive them."""
 
     rules: TileSpec
-    q: jax.Array
-    k: jax.Array
-    at: tuple[Tokens, Tokens]
-    extras: TileArrays
-    expected: Expected
+    x: Operands
     mode: Mode
 
     def run(
@@ -223,11 +192,11 @@ class _Job:
           products: the contracted and the resulting sizes of all matmuls of a tile, summed.
           new: whether the kernel only writes ``carried``; its last grid dim is then the query heads of a key head.
         """
-        _, _, batch, kv_heads, group, _, _ = self.q.shape
-        prefix = self.extras.prefix
+        _, _, batch, kv_heads, group, _, _ = self.x.q.shape
+        prefix = self.x.extras.prefix
         prefixes = jnp.broadcast_to(0 if prefix is None else prefix, (batch,)).astype(jnp.int32)
         grid = (batch, kv_heads, visit.count, group) if new else (batch, kv_heads * group, visit.count)
-        positions, read = _position_inputs(maps, self.at), () if new else carried
+        positions, read = _position_inputs(maps, self.x.at), () if new else carried
         arrays = (*inputs, *positions, *read)
 
         def body(tiles: Any, prefixes: Any, *refs: Any) -> None:
@@ -261,11 +230,11 @@ class _Job:
 
     def _cost(self, products: int) -> pl.CostEstimate | None:
         """Returns the cost of the average number of tiles; audits read it too."""
-        if self.expected is None:
+        if self.x.expected is None:
             return None
-        _, _, batch, kv_heads, group, side, _ = self.q.shape
-        rows = sum(self.expected) * batch * kv_heads * group * self.k.shape[-2]
-        moved = rows * products * self.k.dtype.itemsize
+        _, _, batch, kv_heads, group, side, _ = self.x.q.shape
+        rows = sum(self.x.expected) * batch * kv_heads * group * self.x.k.shape[-2]
+        moved = rows * products * self.x.k.dtype.itemsize
         return pl.CostEstimate(flops=2 * rows * side * products, bytes_accessed=moved, transcendentals=rows * side)
 
 
