@@ -145,12 +145,10 @@ def _exchange(
             rows_BSE = jax.lax.psum(rows_BSE, split[0])
         return rows_BSE if gather_table else all_to_all_local(rows_BSE, storage_axes, split_dim=0, concat_dim=2)
 
-    words = table_VE.shape[0]
-    x_BSE = jax.shard_map(
-        local,
-        in_specs=(PartitionSpec(*split), PartitionSpec(batch, seq)),
-        out_specs=PartitionSpec(batch, residual if scattered else seq, None),
-    )(table_VE.astype(summing(dtype) or dtype), jnp.clip(tokens_BS, 0, words - 1))
+    in_specs = PartitionSpec(*split), PartitionSpec(batch, seq)
+    out_spec = PartitionSpec(batch, residual if scattered else seq, None)
+    table_VE, ids_BS = table_VE.astype(summing(dtype) or dtype), jnp.clip(tokens_BS, 0, table_VE.shape[0] - 1)
+    x_BSE = jax.shard_map(local, in_specs=in_specs, out_specs=out_spec)(table_VE, ids_BS)
     return hint(x_BSE, "batch", "residual_seq", "embed")
 
 
@@ -187,11 +185,12 @@ def _columns(table_VE: jax.Array, tokens_BS: jax.Array, stored: tuple[Axes, ...]
         ids_BS = (part * stages + stage) * words + ids_BS % words
         return _rows(table_VE, ids_BS)
 
-    return jax.shard_map(
-        local,
-        in_specs=(PartitionSpec(*stored), PartitionSpec(batch, residual)),
-        out_specs=PartitionSpec(batch, residual, STAGES),
-    )(table_VE.astype(sum_dtype), jnp.clip(tokens_BS, 0, table_VE.shape[0] - 1))
+    in_specs, out_spec = (
+        (PartitionSpec(*stored), PartitionSpec(batch, residual)),
+        PartitionSpec(batch, residual, STAGES),
+    )
+    table_VE, ids_BS = table_VE.astype(sum_dtype), jnp.clip(tokens_BS, 0, table_VE.shape[0] - 1)
+    return jax.shard_map(local, in_specs=in_specs, out_specs=out_spec)(table_VE, ids_BS)
 
 
 @jax.custom_vjp

@@ -293,11 +293,7 @@ def _positions(order: Any, length: int, num_shards: int, what: str) -> jax.Array
 
 
 def _kernel(
-    arrays: Arrays,
-    find_arguments: tuple[TileSpec, AttentionArrays, int],
-    seq: Axes,
-    heads_axis: tuple[str, ...],
-    impl: str,
+    arrays: Arrays, find_arguments: tuple[TileSpec, AttentionArrays, int], seq: Axes, heads_axis: Axes, impl: str
 ) -> KernelChoice:
     """Returns the kernel for ``impl`` on the shards of one device."""
     ring, _ = roles(impl, seq, heads_axis)

@@ -12,6 +12,7 @@ from jaxpar.parallel.attention.cost_model import AttentionRequest, Cost, QKVShar
 from jaxpar.parallel.attention.kernels.select import Kernel, KernelChoice
 from jaxpar.sharding.hardware.links import Links, links_of
 from jaxpar.sharding.layout import current_layout
+from jaxpar.sharding.rules import Axes
 
 DENSE = 512 * 512
 """The maximum number of scores per head for which ``auto`` picks ``dense``: one tile."""
@@ -160,12 +161,7 @@ def _with_kernel(impl: str, why: str, found: KernelChoice) -> Choice:
 
 
 def bytes_sent(
-    impl: str,
-    q: Any,
-    k: Any,
-    sharding: QKVSharding,
-    sizes: Mapping[str, int],
-    heads_axis: tuple[str, ...] = ("ulysses",),
+    impl: str, q: Any, k: Any, sharding: QKVSharding, sizes: Mapping[str, int], heads_axis: Axes = ("ulysses",)
 ) -> float:
     """Returns the bytes that a device sends in one forward and one backward pass of causal attention.
 

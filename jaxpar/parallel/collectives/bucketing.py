@@ -172,7 +172,8 @@ def in_groups(
 
 
 def _group(arrays: Sequence[jax.Array], parts: Sequence[Parts], cross: Cross, gathers: bool) -> list[jax.Array]:
-    sharded = [_sharded_dim(part) for part in parts]
+    # The dim that is sharded, and its axes; the first dim and no axes if none is.
+    sharded = [next(((dim, axes) for dim, axes in enumerate(part.dims) if axes), (0, ())) for part in parts]
     groups_by_kind: dict[Any, list[int]] = {}
     for i, x in enumerate(arrays):
         groups_by_kind.setdefault((x.dtype, sharded[i][1]), []).append(i)
@@ -189,11 +190,6 @@ def _group(arrays: Sequence[jax.Array], parts: Sequence[Parts], cross: Cross, ga
             start += some.shape[1]
             results[i] = _unpack(own, arrays[i].shape, sharded[i][0], into, out)
     return [results[i] for i in range(len(arrays))]
-
-
-def _sharded_dim(part: Parts) -> tuple[int, tuple[str, ...]]:
-    """Returns the dim that is sharded, and its axes; the first dim and no axes if none is."""
-    return next(((dim, axes) for dim, axes in enumerate(part.dims) if axes), (0, ()))
 
 
 def _pack(x: jax.Array, dim: int, num_shards: int) -> jax.Array:

@@ -74,7 +74,14 @@ def select_dispatch(
     if sizes.devices == 1:
         return DispatchChoice(LOCAL, "every device has all experts")
     if axes != token_axes:
-        return _with_equal_tokens(requested, [axis for axis in axes if axis not in token_axes], axes)
+        same = listing(axis for axis in axes if axis not in token_axes)
+        if requested not in ("auto", "gather"):
+            raise ConfigError(
+                f"experts: dispatch {requested!r} exchanges rows over {listing(axes)}, but devices along {same} have "
+                f"the same tokens. Remedy: dispatch='auto' or 'gather', or rules that shard the batch or the sequence "
+                f"over {same} too."
+            )
+        return DispatchChoice("gather", f"devices along {same} have the same tokens")
     if requested in ("ragged", "deduplicated") and not ragged:
         raise ConfigError(
             f"experts: dispatch {requested!r} requires an exchange of rows (ragged_all_to_all) that XLA does not have "
@@ -92,14 +99,3 @@ def select_dispatch(
         best = "deduplicated"
     shown = ", ".join(f"{name} {value / 2**20:.4g}" for name, value in sorted(cost.items(), key=lambda item: item[1]))
     return DispatchChoice(best, f"MiB sent per device and transfer: {shown}")
-
-
-def _with_equal_tokens(requested: str, same: list[str], axes: Axes) -> DispatchChoice:
-    """Returns the dispatch where devices along some of the experts' axes have the same tokens."""
-    if requested not in ("auto", "gather"):
-        raise ConfigError(
-            f"experts: dispatch {requested!r} exchanges rows over {listing(axes)}, but devices along {listing(same)} "
-            "have the same tokens. Remedy: dispatch='auto' or 'gather', or rules that shard the batch or the sequence "
-            f"over {listing(same)} too."
-        )
-    return DispatchChoice("gather", f"devices along {listing(same)} have the same tokens")

@@ -276,11 +276,8 @@ def stacked_part(model: Any, path: tuple[str, ...]) -> tuple[Any, Callable[[Any]
         tree = inner
     if nnx is None or not isinstance(tree, nnx.Module):
         return tree, lambda leaves: leaves
-    graphdef, params, rest = _split_module(tree, path)
-    structure = jax.tree.structure(params)
-    return jax.tree.leaves(params), lambda leaves: nnx.merge(
-        graphdef, jax.tree.unflatten(structure, jax.tree.leaves(leaves)), rest
-    )
+    params, layer_of = _split_module(tree, path)
+    return jax.tree.leaves(params), layer_of
 
 
 def _stacked_layers(layers: list[Any], path: tuple[str, ...]) -> tuple[Any, Callable[[Any], Any]]:
@@ -289,15 +286,13 @@ def _stacked_layers(layers: list[Any], path: tuple[str, ...]) -> tuple[Any, Call
     if nnx is None or not isinstance(layers[0], nnx.Module):
         return stacked_arrays(layers, where), lambda leaves: leaves
     check_same_code(layers, where)
-    graphdef, params, rest = _split_module(layers[0], path)
-    others = [params, *(_split_module(layer, path)[1] for layer in layers[1:])]
-    leaves = jax.tree.leaves(stacked_arrays([nnx.to_pure_dict(each) for each in others], where))
-    structure = jax.tree.structure(params)
-    return leaves, lambda leaves: nnx.merge(graphdef, jax.tree.unflatten(structure, jax.tree.leaves(leaves)), rest)
+    params = [_split_module(layer, path)[0] for layer in layers]
+    leaves = jax.tree.leaves(stacked_arrays([nnx.to_pure_dict(each) for each in params], where))
+    return leaves, _split_module(layers[0], path)[1]
 
 
-def _split_module(module: Any, path: tuple[str, ...]) -> tuple[Any, Any, Any]:
-    """Returns the static part, the parameters, and no other variables of an NNX module.
+def _split_module(module: Any, path: tuple[str, ...]) -> tuple[Any, Callable[[Any], Any]]:
+    """Returns the parameters of an NNX module, and a function that builds the module from other arrays.
 
     Raises:
       ModelError: it has other variables.
@@ -312,4 +307,5 @@ def _split_module(module: Any, path: tuple[str, ...]) -> tuple[Any, Any, Any]:
             "support: each stage sees its own microbatch. Remedy: keep counters and statistics out of the stack; for "
             "random numbers, use PipelineLoss(keys=True) instead of carried keys."
         )
-    return graphdef, params, rest
+    structure = jax.tree.structure(params)
+    return params, lambda leaves: nnx.merge(graphdef, jax.tree.unflatten(structure, jax.tree.leaves(leaves)), rest)

@@ -193,22 +193,16 @@ def shardings_of(
     rows = ("batch", *(None,) * (lead - 1)) if lead else ()
     sizes = {axis: size for axis, size in layout.sizes.items() if axis not in manual}
 
-    def at(names: WeightDims, shape: tuple[int, ...], role: str, path: str, dtype: Any) -> Resolved:
+    def at(names: WeightDims, shape: tuple[int, ...], role: str, what: str, dtype: Any) -> Resolved:
+        path = f"{what} of sharded_dot()"
         return resolve(layout.rules, sizes, names, shape, role=role, itemsize=itemsize(dtype), path=path)
 
-    return MatmulShardings(
-        at((*rows, *dims[:contracting_dims]), x.shape, "activations", "the input of sharded_dot()", x.dtype),
-        at(dims, w.shape, "params", "a weight of sharded_dot()", w.dtype),
-        at(dims, w.shape, "gradients", "the gradient of a weight of sharded_dot()", w.dtype),
-        at(
-            (*rows, *dims[contracting_dims:]),
-            (*x.shape[:lead], *w.shape[contracting_dims:]),
-            "activations",
-            "the result of sharded_dot()",
-            x.dtype,
-        ),
-        contracting_dims,
-    )
+    given = at((*rows, *dims[:contracting_dims]), x.shape, "activations", "the input", x.dtype)
+    stored = at(dims, w.shape, "params", "a weight", w.dtype)
+    w_grad = at(dims, w.shape, "gradients", "the gradient of a weight", w.dtype)
+    shape = (*x.shape[:lead], *w.shape[contracting_dims:])
+    result = at((*rows, *dims[contracting_dims:]), shape, "activations", "the result", x.dtype)
+    return MatmulShardings(given, stored, w_grad, result, contracting_dims)
 
 
 def route_of(found: MatmulShardings, dims: WeightDims) -> tuple[MatmulRoute, tuple[str, ...]]:

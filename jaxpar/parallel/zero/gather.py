@@ -258,15 +258,9 @@ def all_but_gathered(primitive: Any, *_: Any, **parameters: Any) -> bool:
 
 
 _OF_GATHER = {
-    "all_gather",
-    "device_put",
-    "convert_element_type",
-    "sharding_constraint",
-    "reshape",
-    "concatenate",
-    "optimization_barrier",
-    "shard_map",
-}
+    "all_gather", "device_put", "convert_element_type", "sharding_constraint", "reshape", "concatenate",
+    "optimization_barrier", "shard_map",
+}  # fmt: skip
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -299,13 +293,11 @@ def _gather_one(w: jax.Array, dims: WeightDims, *, exact: bool = False) -> jax.A
     if len(parts) < 2 or jax.sharding.get_abstract_mesh().manual_axes:
         return hint_weight(w, *dims)
     ((dim, axes),) = gathers
-    gathered = jax.shard_map(
-        lambda w: hierarchical.gather_local(w, axes, dim=dim, parts=parts),
-        in_specs=to_spec(stored),
-        out_specs=to_spec(used),
-        check_vma=False,  # jax assumes that the result of gathers in rounds differs between devices
-    )(jax.lax.optimization_barrier(w))  # without the barrier, XLA gathers in the dtype that w was cast from
-    return hint_weight(gathered, *dims)
+    gather = functools.partial(hierarchical.gather_local, axes=axes, dim=dim, parts=parts)
+    # check_vma is off: jax assumes that the result of gathers in rounds differs between devices.
+    run = jax.shard_map(gather, in_specs=to_spec(stored), out_specs=to_spec(used), check_vma=False)
+    # Without the barrier, XLA gathers in the dtype that w was cast from.
+    return hint_weight(run(jax.lax.optimization_barrier(w)), *dims)
 
 
 def _backward(joined: Joined, _: None, grad: jax.Array) -> tuple[jax.Array, ...]:

@@ -105,15 +105,9 @@ def _gradients(kernel: Any, q: Any, k: Any, v: Any, lse: Any, gradient: Any, del
     names = ("is_mqa", "mask_value", "attn_logits_soft_cap", "mask_function", "interpret")
     shared = {name: options[name] for name in names}
     shared |= {name: getattr(sizes, name) for name in ("q_layout", "k_layout", "v_layout")}
-    _, dk, dv = library._splash_attention_bwd_dkv(
-        *arrays,
-        bq=sizes.block_q_dkv,
-        bkv=sizes.block_kv_dkv,
-        bkv_compute=sizes.block_kv_dkv_compute,
-        mask_info=kernel.dkv_mask_info,
-        use_fused_bwd_kernel=False,
-        **shared,
-    )
+    own = {"bq": sizes.block_q_dkv, "bkv": sizes.block_kv_dkv, "bkv_compute": sizes.block_kv_dkv_compute, **shared}
+    own |= {"mask_info": kernel.dkv_mask_info, "use_fused_bwd_kernel": False}
+    _, dk, dv = library._splash_attention_bwd_dkv(*arrays, **own)
     dq = library._splash_attention_bwd_dq(
         *arrays, bq=sizes.block_q_dq, bkv=sizes.block_kv_dq, mask_info=kernel.dq_mask_info, **shared
     )

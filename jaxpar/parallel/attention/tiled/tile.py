@@ -289,10 +289,6 @@ def backward(
     # it does not support.
     narrow = q.dtype != dtype
     dq = multiply("bkld,bklgq->bkgqd", k, ds) if narrow else jnp.moveaxis(multiply("bkld,bklgq->bkdgq", k, ds), 2, -1)
-    return Gradients(
-        dq * (rules.scale / rest),
-        multiply("bklgq,bkgqd->bkld", ds, own),
-        multiply("bklgq,bkgqd->bkld", dropped.astype(q.dtype), rows.gradient),
-        bias,
-        slopes,
-    )
+    dq, dk = dq * (rules.scale / rest), multiply("bklgq,bkgqd->bkld", ds, own)
+    dv = multiply("bklgq,bkgqd->bkld", dropped.astype(q.dtype), rows.gradient)
+    return Gradients(dq, dk, dv, bias, slopes)

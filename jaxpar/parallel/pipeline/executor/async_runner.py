@@ -202,7 +202,7 @@ class StashingRunner:
 
     def nothing_in_flight(self, x: jax.Array) -> dict[str, Any]:
         """Returns zeros for ``activations``, ``sent`` and ``residuals`` of :meth:`AsyncRunner.nothing_in_flight`."""
-        carry = _start(self._tick, x)
+        carry = _start(TickRunner(self.context, grad_chunks=1), x)
         return jax.tree.map(jnp.zeros_like, _stashes(self.context.program, carry))
 
     def run(
@@ -221,7 +221,7 @@ class StashingRunner:
           microbatch whose loss was computed; and the input cotangent of the microbatch that left the pipeline, in the
           shape of ``x``.
         """
-        context, tick = self.context, self._tick
+        context, tick = self.context, TickRunner(self.context, grad_chunks=1)
         carry = _start(tick, x)
 
         def feed(x: jax.Array, stage_row: jax.Array, activations: jax.Array) -> jax.Array:
@@ -238,10 +238,6 @@ class StashingRunner:
         carry = tick(carry._replace(stage=stage), stage_rows, global_row.at[np.asarray(none)].set(0))
         carry = tick.finish(carry, 0, stage_rows[:, FIELDS.index("b_first")])
         return _stashes(context.program, carry), carry.stage.grads, carry.sums, carry.x[:, :1]
-
-    @property
-    def _tick(self) -> TickRunner:
-        return TickRunner(self.context, grad_chunks=1)
 
 
 def _start(tick: TickRunner, x: jax.Array) -> TickCarry:

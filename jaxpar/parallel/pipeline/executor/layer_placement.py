@@ -130,11 +130,8 @@ class Layers:
     def _moves(self, unit: int) -> list[_Move]:
         """Returns the moves of all units of ``unit`` layers."""
         per = self.total // self.pieces.stages
-        return [
-            (layer // per, layer % per // unit, stage, place // unit)
-            for stage, place, layer in self._slots()
-            if place % unit == 0
-        ]
+        units = (slot for slot in self._slots() if slot[1] % unit == 0)
+        return [(layer // per, layer % per // unit, stage, place // unit) for stage, place, layer in units]
 
 
 def _rounds(moves: list[_Move]) -> list[list[_Move]]:

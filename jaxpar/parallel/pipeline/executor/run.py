@@ -12,6 +12,7 @@ no collective.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -125,9 +126,7 @@ class TickRunner:
             carry = embed_head.run_head(context, carry, y, stage_rows, global_row, self.add_sums)
             return embed_head.embed(context, carry, global_row), y
 
-        def on_stages(carry: TickCarry, y: Any, *steps: Step) -> TickCarry:
-            return self._on_each_stage(carry, y, stage_rows, global_row, *steps)
-
+        on_stages = functools.partial(self._on_each_stage, stage_rows, global_row)
         if schedule.forward_only:
             carry, y = forward_and_head(carry)
             return on_stages(carry, y, embed_head.store_microbatch_weight, communicate.send)
@@ -150,7 +149,7 @@ class TickRunner:
         return embed_head.embed_grad(context, carry, global_row)
 
     def _on_each_stage(
-        self, carry: TickCarry, y: Any, stage_rows: jax.Array, global_row: jax.Array, *steps: Step
+        self, stage_rows: jax.Array, global_row: jax.Array, carry: TickCarry, y: Any, *steps: Step
     ) -> TickCarry:
         """Runs these steps in order on every stage."""
         context = self.context
@@ -162,8 +161,7 @@ class TickRunner:
             return tick.carry, tick.x
 
         own, device = Split.STAGE_DEVICE, Split.DEVICE
-        weights = context.weight_split
-        ins = (Split.STAGE, Split.REPLICATED, weights, own, Split.DEVICE_COLUMNS, own, device, device)
+        ins = (Split.STAGE, Split.REPLICATED, context.weight_split, own, Split.DEVICE_COLUMNS, own, device, device)
         call = context.per_device(local, (*ins, Split.REPLICATED), (own, Split.DEVICE_COLUMNS))
         given = (context.weights, carry.stage, carry.x, y, carry.head_grad, context.batch, context.side_weights)
         stage, x = call(stage_rows, global_row, *given)

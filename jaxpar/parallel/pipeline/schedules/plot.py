@@ -63,14 +63,10 @@ def _label(ax: Any, schedule: ScheduleSpec, found: Simulated, timing: str) -> No
     ax.tick_params(axis="x", labelsize=8)
     ax.tick_params(length=0, axis="y")
     ax.spines[["top", "right", "left"]].set_visible(False)
-    parts = schedule.sequence_chunks
+    parts, count = schedule.sequence_chunks, schedule.microbatches // schedule.sequence_chunks
     sequences = f" of {parts} sequence chunks" if parts > 1 else ""
-    ax.set_title(
-        f"{schedule.name}: {schedule.microbatches // parts} microbatches{sequences}, bubble {found.bubble:.1%} by "
-        f"{timing}",
-        loc="left",
-        fontsize=10,
-    )
+    title = f"{schedule.name}: {count} microbatches{sequences}, bubble {found.bubble:.1%} by {timing}"
+    ax.set_title(title, loc="left", fontsize=10)
     meanings = MEANINGS | ({"B": "backward of inputs"} if schedule.split else {})
     chunks = schedule.pieces.chunks
     handles = [

@@ -226,14 +226,9 @@ class _Writer:
     def _send(self, buffer: str, tick: int, stage: int, piece: int, m: int) -> None:
         """Sets the slot of a result on its receiver: in this tick or, for a cotangent to another stage, in the next."""
         to, chunk = self.pieces.place(piece)
-        if to == stage:
-            way = "self"
-        else:
-            way = "down" if (to - stage) % self.pieces.stages == 1 and not self._turns_back(stage, to) else "up"
+        # With 2 stages the modulus takes the way back of a ``v`` for a wrap-around.
+        down = (to - stage) % self.pieces.stages == 1 and not (self.pieces.placement == "v" and to < stage)
+        way = "self" if to == stage else "down" if down else "up"
         at = tick + 1 if buffer == "cot" and way != "self" else tick
         self._set(at, to, **{f"{buffer}_{way}": self._slot(buffer, to, m, chunk)})
         self.channels.add(f"{buffer}_{way}")
-
-    def _turns_back(self, stage: int, to: int) -> bool:
-        """Whether a ``v`` sends to an earlier stage; with 2 stages the modulus mistakes this for a wrap-around."""
-        return self.pieces.placement == "v" and to < stage

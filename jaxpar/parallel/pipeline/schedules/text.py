@@ -19,7 +19,8 @@ def summary(schedule: ScheduleSpec, costs: Mapping[str, float] | None = None) ->
     """
     lines = [("ticks", f"{len(schedule.ticks.rows)}"), ("bubble", _bubbles(schedule, costs))]
     if not schedule.forward_only:
-        lines += [("stash", _stash(schedule))]
+        until_w = f"; until W {', '.join(map(str, schedule.held))}" if schedule.split else ""
+        lines += [("stash", ", ".join(map(str, schedule.stash)) + until_w)]
     # Without backwards nothing is stored for them, so the modes do not differ.
     for mode in get_args(ActivationCheckpointing)[: 1 if schedule.forward_only else None]:
         found = ", ".join(f"{name} {size}" for name, size in table_of(schedule, mode).sizes.items() if size)
@@ -41,11 +42,6 @@ def _bubbles(schedule: ScheduleSpec, costs: Mapping[str, float] | None) -> str:
     return f"{each} ({found[-1][1].idle:g} between a stage's first and last operation)"
 
 
-def _stash(schedule: ScheduleSpec) -> str:
-    text = ", ".join(map(str, schedule.stash))
-    return f"{text}; until W {', '.join(map(str, schedule.held))}" if schedule.split else text
-
-
 def chart(schedule: ScheduleSpec, width: int = 120) -> str:
     """Returns every tick as text; see :meth:`Schedule.show`."""
     rows = schedule.ticks.rows
@@ -61,13 +57,8 @@ def chart(schedule: ScheduleSpec, width: int = 120) -> str:
             used = margin
         blocks[-1].append([cell.ljust(wide - 2) for cell in column])
         used += wide
-    lines = [
-        [
-            f"{head:<{margin}}  {'  '.join(column[at] for column in block)}".rstrip()
-            for at, head in enumerate(["tick", *heads])
-        ]
-        for block in blocks
-    ]
+    line = lambda at, head, block: f"{head:<{margin}}  {'  '.join(column[at] for column in block)}".rstrip()
+    lines = [[line(at, head, block) for at, head in enumerate(["tick", *heads])] for block in blocks]
     return "\n\n".join(map("\n".join, lines))
 
 
