@@ -156,6 +156,16 @@ def did_you_mean(name: object, options: Iterable[object]) -> str:
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
+def unknown(what: str, name: object, known: Iterable[str], plural: str = "") -> str:
+    """Returns the text about a name that is not known: what it names, the closest known name, and all of them.
+
+    >>> unknown("order", "zigzg", ["contiguous", "zigzag"])
+    "unknown order 'zigzg'. Did you mean 'zigzag'? The orders are: contiguous, zigzag."
+    """
+    names = list(known)
+    return f"unknown {what} {name!r}.{did_you_mean(name, names)} The {plural or f'{what}s'} are: {', '.join(names)}."
+
+
 def listing(names: Iterable[object]) -> str:
     """Returns the names quoted and separated by commas, or ``none`` if there are none."""
     return ", ".join(repr(str(n)) for n in names) or "none"

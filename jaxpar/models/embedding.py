@@ -44,8 +44,7 @@ def lookup(table_VE: jax.Array, tokens_BS: jax.Array, dtype: Any, *, by_hand: bo
     Raises:
       LayoutError: as :func:`jaxpar.hint`.
     """
-    route = lookup_route(table_VE, tokens_BS)
-    if route is not None:
+    if (route := lookup_route(table_VE, tokens_BS)) is not None:
         table_VE = table_VE.astype(summing(dtype) or dtype)
         ids_BS = jnp.clip(tokens_BS, 0, table_VE.shape[0] - 1)
         x_BSE = lookup_rows(route, _rows, table_VE, ids_BS).astype(dtype)

@@ -85,8 +85,7 @@ class MeshSpec:
         for axis, size in given.items():
             if not is_count(size, -1) or size == 0:
                 raise MeshError(f"the size of the mesh axis {axis!r} must be a positive integer or -1, got {size!r}.")
-        free = [axis for axis, size in given.items() if size == -1]
-        if len(free) > 1:
+        if len(free := [axis for axis, size in given.items() if size == -1]) > 1:
             raise MeshError(
                 f"the mesh axes {listing(free)} are -1, but only one can be. Remedy: give the others a size."
             )

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxpar.errors import RulesError, did_you_mean
+from jaxpar.errors import RulesError, did_you_mean, unknown
 from jaxpar.sharding import messages
 from jaxpar.utils.yaml_config import merge
 
@@ -188,7 +188,7 @@ class Rules:
           RulesError: an unknown role.
         """
         if role not in ROLES:
-            raise RulesError(f"unknown role {role!r}.{did_you_mean(role, ROLES)} The roles are: {', '.join(ROLES)}.")
+            raise RulesError(unknown("role", role, ROLES))
         table: dict[str, tuple[str, Rule]] = {dim: ("", value) for dim, value in self.base}
         spread = None
         for name in _CHAIN[role]:

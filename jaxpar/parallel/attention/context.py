@@ -163,8 +163,7 @@ class Context:
         how: dict[str, Any] = {"kv_grad_dtype": self.grad_dtype, "block": self.block, "segment_ids": segment_ids}
         how |= {"keep_gathered_kv": self.keep_gathered_kv, "scale": scale, "softcap": softcap}
         how["mask"] = None if window is None else Mask(window=window)
-        axes = manual_axes_of("seq")
-        if axes:
+        if axes := manual_axes_of("seq"):
             impl, ring_size = self._settled(q, k, num_seq_shards())
             # The tokens were ordered before the shard_map, or stay as they are: no layer may reorder them again.
             order = order or ("contiguous" if ring_size > 1 else None)

@@ -143,8 +143,7 @@ def cost(
     """
     request = request or AttentionRequest(free=True)
     wide = 2 if request.kv_grad_dtype == "bfloat16" else 4
-    parts = _parts(impl, q, k, sharding, sizes, heads_axis, wide)
-    if parts is None:
+    if (parts := _parts(impl, q, k, sharding, sizes, heads_axis, wide)) is None:
         return None
     order, relay = _order(request, parts)
     if impl == "ulysses" or parts.ring_size == 1:

@@ -48,8 +48,7 @@ def add_global_indices(
     first_head = jax.lax.axis_index(heads) * q.shape[2] if heads else 0
     if array_options.key.ndim == 2:
         return array_options._replace(sequences=jnp.zeros(q.shape[0], jnp.int32)), first_head
-    numbers = row_numbers(q.shape[0], rows)
-    if numbers is None:
+    if (numbers := row_numbers(q.shape[0], rows)) is None:
         local_rows = here()
         raise ConfigError(
             f"attention: dropout draws one mask per row of the batch, and this device or microbatch has "

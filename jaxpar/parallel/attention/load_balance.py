@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from jaxpar.errors import ConfigError, LayoutError, did_you_mean
+from jaxpar.errors import ConfigError, LayoutError, unknown
 from jaxpar.parallel.attention.mask import Mask
 from jaxpar.parallel.attention.split.partition import side
 from jaxpar.parallel.attention.split.token_order import Order, by_hop, check, permutation
@@ -152,10 +152,7 @@ def balance(
     (1.0, True)
     """
     if impl not in IMPLS:
-        raise ConfigError(
-            f"balance: unknown impl {impl!r}.{did_you_mean(str(impl), IMPLS)} The implementations are: "
-            f"{', '.join(IMPLS)}."
-        )
+        raise ConfigError(f"balance: {unknown('impl', impl, IMPLS, 'implementations')}")
     if (impl == "hybrid") != (ulysses > 1) or num_shards % ulysses:
         raise LayoutError(
             f"balance: impl {impl!r} on {num_shards} devices does not support ulysses={ulysses}. Remedy: with "

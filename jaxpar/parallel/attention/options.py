@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.errors import ConfigError, LayoutError, did_you_mean, listing
+from jaxpar.errors import ConfigError, LayoutError, did_you_mean, listing, unknown
 from jaxpar.parallel.attention.integers import clipped, exact_ids, exact_offset, exact_positions, kind_of
 from jaxpar.parallel.attention.mask import Mask, Rule, mask_of
 from jaxpar.parallel.attention.tiled.tile import AttentionArrays, Segments, TileSpec
@@ -97,9 +97,7 @@ def read(
     names = tuple(Options.__annotations__)
     for name in options:
         if name not in names:
-            raise ConfigError(
-                f"attention: unknown option {name!r}.{did_you_mean(name, names)} The options are: {', '.join(names)}."
-            )
+            raise ConfigError(f"attention: {unknown('option', name, names)}")
     _check_shapes(q, k, v)
     heads = q.shape[2]
     mask = mask_of(options.get("causal"), options.get("mask"))
@@ -164,9 +162,7 @@ def read_keep(impl: str, options: Options) -> bool:
 def check_impl(impl: str) -> None:
     """Raises ConfigError for an unknown implementation."""
     if impl not in IMPLS:
-        raise ConfigError(
-            f"attention: unknown impl {impl!r}.{did_you_mean(impl, IMPLS)} The implementations are: {', '.join(IMPLS)}."
-        )
+        raise ConfigError(f"attention: {unknown('impl', impl, IMPLS, 'implementations')}")
 
 
 def _check_shapes(q: Any, k: Any, v: Any) -> None:

@@ -117,8 +117,7 @@ class CollectiveFusion:
             size = getattr(self, kind)
             if not isinstance(size, int):
                 continue
-            names = _OPTIONS.get((platform, kind))
-            if names is None:
+            if (names := _OPTIONS.get((platform, kind))) is None:
                 raise ConfigError(
                     f"fusion: {kind} is {size} bytes, but the compiler for {platform} has no such option. Remedy: use "
                     f"a list of layers that begin groups, or auto."

@@ -87,8 +87,7 @@ def scatter_packed(x: jax.Array, axes: str | tuple[str, ...], *, dim: int) -> ja
 def sum_packed(x: jax.Array, axes: str | tuple[str, ...]) -> jax.Array:
     """Returns ``jax.lax.psum`` in fp32, sent in int8 by a reduce-scatter and a gather."""
     devices = jax.lax.axis_size(axes)
-    dims = [dim for dim, size in enumerate(x.shape) if size % devices == 0]
-    if dims:
+    if dims := [dim for dim, size in enumerate(x.shape) if size % devices == 0]:
         dim = max(dims, key=lambda d: (d < x.ndim - 1, x.shape[d]))  # splitting the last dim would shorten the blocks
         return gather_packed(scatter_packed(x, axes, dim=dim), axes, dim=dim, dtype=jnp.float32)
     flat = jnp.pad(x.ravel(), (0, -x.size % devices)).reshape(devices, -1)

@@ -29,6 +29,7 @@ from jaxpar.sharding.rules import Axes
 from jaxpar.utils.contexts import experts_traced
 
 X_DIMS = ("batch", "seq", "embed")
+type _Named = tuple[jax.Array, Names]
 type _Gather = tuple[Parts, Any, Precision]
 """How a weight is gathered: over which axes, in which dtype the compute uses it, and the precision of the step."""
 
@@ -131,12 +132,7 @@ def _run(
 
 
 def _unsharded(
-    x: jax.Array,
-    x_dims: Names,
-    routing: Choices,
-    arrays: Sequence[tuple[jax.Array, Names]],
-    run: Callable[..., tuple[jax.Array, jax.Array]],
-    call: ExpertCall,
+    x: jax.Array, x_dims: Names, routing: Choices, arrays: Sequence[_Named], run: Callable[..., Any], call: ExpertCall
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the results on whole arrays, as plain JAX computes them; ``run(x, weights, choices, *arrays)``."""
     _check_weights(arrays)
@@ -150,9 +146,9 @@ def _unsharded(
     return y, dropped / math.prod(routing.experts.shape)
 
 
-def _arrays(weights: Sequence[tuple[jax.Array | Int8, Names]]) -> tuple[list[tuple[jax.Array, Names]], Any]:
+def _arrays(weights: Sequence[tuple[jax.Array | Int8, Names]]) -> tuple[list[_Named], Any]:
     """Returns all arrays of the weights with their dims, and the structure that puts them together again."""
-    found: list[tuple[jax.Array, Names]] = []
+    found: list[_Named] = []
     for w, dims in weights:
         pairs = ((w.values, dims), (w.scales, w.of_scales(dims))) if isinstance(w, Int8) else ((w, dims),)
         found.extend(pairs)
@@ -222,7 +218,7 @@ def _resolve(layout: Layout, x: jax.Array, dims: Names, role: str, free: frozens
     return found
 
 
-def _check_weights(weights: Sequence[tuple[jax.Array, Names]]) -> None:
+def _check_weights(weights: Sequence[_Named]) -> None:
     first, dims = weights[0]
     for w, names in weights:
         if names[0] != EXPERTS or w.shape[0] != first.shape[0]:

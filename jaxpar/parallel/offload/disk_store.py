@@ -123,8 +123,7 @@ class Store:
         record = self._read_record(self.path / RECORD)
         self._compare(record)
         self._generations = _generations(record)
-        fitting = [name for name, g in self._generations.items() if g.first <= step <= g.last]
-        if not fitting:
+        if not (fitting := [name for name, g in self._generations.items() if g.first <= step <= g.last]):
             steps = sorted((g.last for g in self._generations.values()), reverse=True)
             steps_text = " and ".join(f"step {n}" for n in steps)
             raise DiskError(
@@ -139,8 +138,7 @@ class Store:
             file = self._file(self._current, number)
             if not file.exists():
                 raise DiskError(f"{file}, which stores {entry.name}, is missing. {_SNAPSHOT}")
-            size = file.stat().st_size
-            if size != entry.bytes:
+            if (size := file.stat().st_size) != entry.bytes:
                 raise DiskError(
                     f"{file}, which stores {entry.name}, must have {entry.bytes:,} bytes, but has {size:,}. {_SNAPSHOT}"
                 )
@@ -156,8 +154,7 @@ class Store:
         with self._wrap_os_errors(f"reading {entry.name}"):
             view, at, f = memoryview(buffer), row * entry.row_bytes, self._descriptor(self._current, number)
             while len(view):
-                got = os.preadv(f, [view], at)
-                if not got:
+                if not (got := os.preadv(f, [view], at)):
                     raise DiskError(f"{file}, which stores {entry.name}, ends within row {row}. {_SNAPSHOT}")
                 view, at = view[got:], at + got
         expected = self._generations[self._current].sums[number][row]

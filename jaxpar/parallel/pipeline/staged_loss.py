@@ -232,8 +232,7 @@ def joined(metrics: Mapping[str, Any], extras: Mapping[str, Any]) -> dict[str, A
       ModelError: a name is in both, or a layer's metric is named ``weight``.
     """
     named = {REPORTED if name == ADDED else name: value for name, value in extras.items()}
-    both = sorted({*metrics, "weight"} & set(named))
-    if both:
+    if both := sorted({*metrics, "weight"} & set(named)):
         raise ModelError(
             f"PipelineLoss(layer=...) returned metrics named {listing(both)}, which head returns or uses as the "
             "weight. Remedy: rename them."

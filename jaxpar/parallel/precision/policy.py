@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpar.errors import ConfigError, did_you_mean
+from jaxpar.errors import ConfigError, did_you_mean, unknown
 from jaxpar.parallel.offload.placement import on_host
 from jaxpar.utils.checks import INT32
 
@@ -235,9 +235,7 @@ def _check_keys(where: str, given: Mapping[str, Any], kind: type[Precision | Los
     known = [field.name for field in fields(kind)]
     for key in given:
         if key not in known:
-            raise ConfigError(
-                f"{where}: unknown key {key!r}.{did_you_mean(key, known)} The keys are: {', '.join(known)}."
-            )
+            raise ConfigError(f"{where}: {unknown('key', key, known)}")
 
 
 def _half(value: Any) -> bool:

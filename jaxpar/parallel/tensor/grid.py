@@ -38,8 +38,7 @@ def grid(kind: TensorKind, devices: int, *, depth: int | None = None) -> dict[st
         raise MeshError(f"unknown kind of tensor parallelism {kind!r}.{did_you_mean(kind, KINDS)} The kinds: {known}.")
     if kind == "1d":
         return {"model": devices}
-    found = _sizes(kind, devices, depth)
-    if found is None:
+    if (found := _sizes(kind, devices, depth)) is None:
         raise MeshError(_misfit(kind, devices, depth))
     return found
 

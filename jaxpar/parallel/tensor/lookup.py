@@ -75,8 +75,7 @@ def _ids(route: MatmulRoute) -> MatmulOperand:
 
 def _local(route: MatmulRoute, take: Take, table_VE: jax.Array, tokens_BS: jax.Array) -> jax.Array:
     """Looks up the words of this device; rows of other words are 0."""
-    axes = route.w.inside[0]
-    if not axes:
+    if not (axes := route.w.inside[0]):
         return take(table_VE, tokens_BS)
     words = table_VE.shape[0]
     ids_BS = tokens_BS - jax.lax.axis_index(axes) * words

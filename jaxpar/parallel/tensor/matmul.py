@@ -167,7 +167,6 @@ def _specs(found: Sequence[MatmulRoute]) -> tuple[Any, ...]:
 
 def _weight(w: jax.Array, route: MatmulRoute, precision: Precision) -> jax.Array:
     """Returns a weight as the local product uses it, gathered in the precision's dtype if that is narrower."""
-    narrow = precision.gathering(w.dtype) if route.w.moves else None
-    if narrow is None:
+    if (narrow := precision.gathering(w.dtype) if route.w.moves else None) is None:
         return to_inside(w, route.w)
     return to_inside(jax.lax.optimization_barrier(w.astype(narrow)), route.w).astype(w.dtype)

@@ -160,8 +160,7 @@ def sharded_dot(
         return tuple(alone(one)[0] for one in weights)
     first, dims = weights[0]
     if isinstance(first, QuantizedArray):
-        by_channel = first.by_channel(range(-first.ndim, summed - first.ndim))
-        if by_channel is None:
+        if (by_channel := first.by_channel(range(-first.ndim, summed - first.ndim))) is None:
             return (_in_groups(x, first, dims, summed),)
         first = by_channel
     if isinstance(first, Int8):

@@ -23,6 +23,7 @@ from jaxpar.parallel.manual_axes import manual_shard_map
 from jaxpar.parallel.precision import fp8_matmul
 from jaxpar.parallel.precision.policy import INT8, Precision
 from jaxpar.sharding.layout import current_layout
+from jaxpar.sharding.names import Names
 from jaxpar.sharding.rules import Axes
 
 GATHERED = "gathered_weight"
@@ -54,13 +55,7 @@ class Route:
 
 
 def route(
-    x: jax.Array,
-    w: jax.Array | jax.ShapeDtypeStruct,
-    dims: tuple[str | None, ...],
-    *,
-    summed: int,
-    reshard_after_forward: Regather,
-    exact: bool = False,
+    x: jax.Array, w: Any, dims: Names, *, summed: int, reshard_after_forward: Regather, exact: bool = False
 ) -> Route | None:
     """Returns the route of a weight with these logical dims, or ``None`` if the compiler's own collectives do as well.
 
@@ -87,8 +82,7 @@ def route(
         layout.resolve(dims, w.shape, role=role, dtype=w.dtype, path="a weight of sharded_dot()")
         for role in ("params", "activations", "gradients")
     )
-    problems = tuple(dict.fromkeys((*rows.problems, *used.problems)))
-    if problems:
+    if problems := tuple(dict.fromkeys((*rows.problems, *used.problems))):
         raise LayoutError(problems)
     batch = rows.axes[0]
     kept = {axis for dim in used.axes for axis in dim}

@@ -103,8 +103,7 @@ class Links:
                 f"the audited program runs on {devices} devices ({sizes}), but {topology} has {topology.devices}. "
                 f"Remedy: audit a program compiled for {topology.devices} devices, or use a topology of {devices}."
             )
-        chips = math.prod(topology.shape)
-        if chips > accelerator.domain:
+        if (chips := math.prod(topology.shape)) > accelerator.domain:
             raise PlanError(
                 f"{topology} has {chips} chips in one slice, but {accelerator.name} has at most {accelerator.domain}. "
                 f"Remedy: use more slices of fewer chips."
@@ -207,8 +206,7 @@ class Links:
         inside = self.levels["chip"]
         sharers = math.prod(inside[axis] for axis in axes)  # devices of one chip; `pairs` lists the messages of all
         moved = [(self._chip(axes, a), self._chip(axes, b)) for a, b in pairs or self._shift(axes)]
-        loads = self.torus.loads(axes, moved)
-        if not loads:  # no message leaves its chip
+        if not (loads := self.torus.loads(axes, moved)):  # no message leaves its chip
             return self._phase("chip", sent)
         speed = self.torus.link * sharers
         return Phase("ICI", {_queue(*link): sent * load / speed for link, load in loads.items()})

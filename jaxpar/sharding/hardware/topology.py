@@ -57,8 +57,7 @@ class Topology:
         Raises:
           MeshError: another form, an unknown kind, or a shape that this kind does not have.
         """
-        found = re.fullmatch(r"([a-z]\w*):(\d+(?:x\d+)*)(?:\*(\d+))?", name.strip())
-        if found is None:
+        if (found := re.fullmatch(r"([a-z]\w*):(\d+(?:x\d+)*)(?:\*(\d+))?", name.strip())) is None:
             raise MeshError(
                 f"{name!r} is not a topology. Remedy: write KIND:SHAPE in chips, KIND:SHAPE*SLICES, or "
                 f"KIND:HOSTSxGPUS, such as {_KNOWN}."

@@ -152,8 +152,7 @@ def _dims_for(size: int, left: Sequence[int], shape: Sequence[int]) -> list[tupl
                 return [(dim, shape[dim]) for dim in dims]
     taken = []
     for dim in sorted(range(len(shape)), key=lambda dim: -math.gcd(size, left[dim])):
-        factor = math.gcd(size, left[dim])
-        if factor > 1:
+        if (factor := math.gcd(size, left[dim])) > 1:
             taken.append((dim, factor))
             size //= factor
     return taken

@@ -161,8 +161,7 @@ class SequenceSplit:
 
     def _pad_to_blocks(self, x: Any, axis: int, fill: int) -> Any:
         """Pads each device's part of ``x``, an array over the keys of one or all devices, to complete blocks."""
-        missing = up(self.k_length, self.blocks[1]) - self.k_length
-        if not missing:
+        if not (missing := up(self.k_length, self.blocks[1]) - self.k_length):
             return x
         xp, cut = np if isinstance(x, np.ndarray) else jnp, in_pieces(x, self.k_length, axis)
         cut = xp.pad(cut, [(0, missing * (i == axis + 1)) for i in range(cut.ndim)], constant_values=fill)

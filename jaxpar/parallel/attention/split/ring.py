@@ -50,9 +50,8 @@ def one_step_backward(split: SequenceSplit, q: jax.Array, k: jax.Array, v: jax.A
     extras = split.extras_of(distance)
     at, none = (split.queries(), split.keys(distance)), no_gradients(q, k, v, extras)
     found = backward(split.plan, Operands(q, k, v, at, extras, split.expected(distance)), rows, none)
-    bias = split.extras.bias
-    if bias is not None:  # the gradient of the full bias instead of the gradient of the columns in use
-        found = found._replace(bias=split.put_bias(zeros(bias), found.bias, distance))
+    if split.extras.bias is not None:  # the gradient of the full bias instead of that of the columns in use
+        found = found._replace(bias=split.put_bias(zeros(split.extras.bias), found.bias, distance))
     if split.plan.keys == "here":
         return found
 

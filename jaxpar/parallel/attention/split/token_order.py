@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.errors import ConfigError, LayoutError, did_you_mean
+from jaxpar.errors import ConfigError, LayoutError, unknown
 
 Order = Literal["contiguous", "zigzag", "striped"]
 ORDERS: tuple[str, ...] = get_args(Order)
@@ -120,9 +120,7 @@ def check_given(order: Any, length: int, what: str) -> None:
 def check(order: str, length: int, num_shards: int, what: str = "seq") -> None:
     """Raises ConfigError for an unknown order, LayoutError if ``num_shards`` devices cannot share ``length`` tokens."""
     if order not in ORDERS:
-        raise ConfigError(
-            f"attention: unknown order {order!r}.{did_you_mean(order, ORDERS)} The orders are: {', '.join(ORDERS)}."
-        )
+        raise ConfigError(f"attention: {unknown('order', order, ORDERS)}")
     parts = 2 * num_shards if order == "zigzag" and num_shards > 1 else num_shards
     if length % parts:
         more = -length % parts

@@ -54,8 +54,7 @@ class Tiles(NamedTuple):
 def in_blocks(x: Any, block: int, axis: int, fill: Any = 0) -> Any:
     """Cuts ``axis`` of ``x`` into blocks along a new first axis, and pads the last block with ``fill``."""
     xp = np if isinstance(x, np.ndarray) else jnp
-    missing = -x.shape[axis] % block
-    if missing:
+    if missing := -x.shape[axis] % block:
         x = xp.pad(x, [(0, missing if i == axis else 0) for i in range(x.ndim)], constant_values=fill)
     cut = x.reshape(*x.shape[:axis], -1, block, *x.shape[axis + 1 :])
     return xp.moveaxis(cut, axis, 0)

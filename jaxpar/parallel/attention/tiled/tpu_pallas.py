@@ -42,8 +42,7 @@ class Visit(NamedTuple):
 
 def forward(rules: TileSpec, x: Operands, sums: Sums, *, mode: Mode = "tpu") -> Sums:
     """Returns ``sums`` updated with the given keys; see :func:`jaxpar.parallel.attention.tiled.blockwise.forward`."""
-    visit = visits(*flags(rules, *x.at, x.extras), by_row=True)
-    if visit is None:
+    if (visit := visits(*flags(rules, *x.at, x.extras), by_row=True)) is None:
         return sums
     (q, k, v), job = x[:3], _Job(rules, x, mode)
     side, width, maps = q.shape[5], v.shape[-1], _maps_by_row(q, k)

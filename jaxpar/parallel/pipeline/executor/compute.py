@@ -56,7 +56,8 @@ def forward(
 
 def backward(context: TickContext, tick: TickInputs) -> TickInputs:
     """Runs the backward of a chunk, or, if backwards are split, the B of one chunk and the W of another."""
-    program, carry, field, sums = context.program, tick.carry, tick.field, _sums_field(context.program)
+    program, carry, field = context.program, tick.carry, tick.field
+    sums = "grads" if program.buckets is None else "buckets"  # the array to which a backward adds gradients
     chunk = context.chunk(tick.weights, field("b_chunk"), context.is_on("backward", field, tick.global_row))
     side = _side_of_backward(context, tick, field("b_microbatch"))
     from_input = program.activation_checkpointing == "full"
@@ -129,11 +130,6 @@ def _side_of_backward(context: TickContext, tick: TickInputs, microbatch: jax.Ar
     """Returns the layers' further inputs for a microbatch in its backward, with the weight of its loss."""
     side, aux = context.program.side(pick(tick.batch, microbatch), tick.side_weights), tick.carry.aux
     return side if aux is None else side._replace(weight=pick(aux.weights, microbatch)[1])
-
-
-def _sums_field(program: PipelineProgram) -> str:
-    """The array of ``StageCarry`` to which a backward adds gradients."""
-    return "grads" if program.buckets is None else "buckets"
 
 
 def _grad_adder(context: TickContext, tick: TickInputs, kind: str) -> Add:

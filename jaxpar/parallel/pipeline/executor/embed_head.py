@@ -28,8 +28,7 @@ def embed_microbatch(context: TickContext, embedding: Embedding, microbatch: Any
 
 def embed(context: TickContext, carry: TickCarry, global_row: jax.Array) -> TickCarry:
     """Embeds the microbatch that enters the pipeline in this tick, if the embedding runs in the ticks."""
-    embedding = context.program.embedding
-    if embedding is None:
+    if (embedding := context.program.embedding) is None:
         return carry
 
     def one(run: jax.Array, x: jax.Array) -> jax.Array:
@@ -41,8 +40,7 @@ def embed(context: TickContext, carry: TickCarry, global_row: jax.Array) -> Tick
 
 def embed_grad(context: TickContext, carry: TickCarry, global_row: jax.Array) -> TickCarry:
     """Runs the backward of the embedding for the microbatch that left in this tick, if it runs in the ticks."""
-    embedding = context.program.embedding
-    if embedding is None:
+    if (embedding := context.program.embedding) is None:
         return carry
 
     def one(run: jax.Array, sums: Any) -> Any:

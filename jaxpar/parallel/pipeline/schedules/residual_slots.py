@@ -118,8 +118,7 @@ def replay(schedule: Schedule, kept: Kept, recompute: tuple[int, ...], counts: n
         held[stage][name, slot] = label
 
     def take(stage: int, name: str, slot: int, label: tuple[int, int, int]) -> None:
-        found = held[stage].pop((name, slot), None)
-        if found != label:
+        if (found := held[stage].pop((name, slot), None)) != label:
             fail(
                 f"stage {stage} reads {name} of layer {label[2]} from slot {slot}, which holds {found or 'nothing'}, "
                 f"not {label}"

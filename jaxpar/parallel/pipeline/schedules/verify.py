@@ -188,8 +188,7 @@ class _Replay:
 
     def complete(self) -> None:
         expected = itertools.product(self.schedule.kinds, range(self.schedule.microbatches), range(self.pieces.count))
-        missing = set(expected) ^ set(self.done)
-        if missing:
+        if missing := set(expected) ^ set(self.done):
             kind, m, piece = min(missing)
             problem = "is not part of the schedule" if (kind, m, piece) in self.done else "is never done"
             self.fail(f"{kind} of microbatch {m} at piece {piece} {problem}")
