@@ -133,7 +133,7 @@ def attention(
         attention_observer.value(call_site(), q, k, picked)
     if picked.impl == "dense":
         ring_size = _num_shards(tuple(axis for axis in sharding.q[1] if axis not in swapped))
-        plain = functools.partial(_dense, rules, offset, options, ring_size, first_head)
+        plain = functools.partial(_dense, rules, offset, (options.get("order"), ring_size), first_head)
         o = _auto_sharded(plain, sharding)((q, k, v), array_options)
         return result_without_padding(checkpoint_name(hint(o, *q_dims), SAVED), segments)[:, :rows]
     if sharding.q[2] != sharding.kv[2]:
@@ -255,25 +255,20 @@ def _auto_sharded(plain: Callable[..., jax.Array], sharding: QKVSharding) -> Cal
 
 
 def _dense(
-    rules: TileSpec,
-    offset: int,
-    options: Options,
-    ring_size: int,
-    first_head: Any,
-    arrays: Arrays,
-    array_options: AttentionArrays,
+    rules: TileSpec, offset: int, tokens: tuple[Any, int], head: Any, arrays: Arrays, array_options: AttentionArrays
 ) -> jax.Array:
-    q, k, v = arrays
+    """Returns plain attention, for tokens in an order over a ring of a size; ``head`` is the first one's index."""
+    (q, k, v), (order, ring_size) = arrays, tokens
     no_options = not offset and all(x is None for x in array_options)
     one_size = q.shape[1] == k.shape[1] and q.shape[3] == v.shape[3]
     # JAX's own attention accumulates fp64 in fp32, and for fp16 it requests a dot that CPUs and TPUs lack.
     supported = one_size and q.dtype.itemsize <= 4 and q.dtype != jnp.float16
-    if supported and no_options and _is_plain(rules, q) and options.get("order") in (None, "contiguous"):
+    if supported and no_options and _is_plain(rules, q) and order in (None, "contiguous"):
         return jax.nn.dot_product_attention(q, k, v, is_causal=True)
-    order: Any = "contiguous" if options.get("order") is None else options["order"]
+    order = "contiguous" if order is None else order
     names = ("the queries' sequence", "the keys' sequence")
     at = [_positions(order, x.shape[1], ring_size, what) for x, what in zip((q, k), names, strict=True)]
-    extras = array_options.of_tiles(q.shape[2], k.shape[2], first_head)
+    extras = array_options.of_tiles(q.shape[2], k.shape[2], head)
     start = offset if array_options.offset is None else array_options.offset
     o, lse = dense(rules, q, k, v, (at[0] + start, at[1]), array_options.segments, extras)
     return o if array_options.sinks is None else with_sinks(o, lse, array_options.sinks)

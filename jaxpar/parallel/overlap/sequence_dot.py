@@ -99,12 +99,9 @@ def gather_dot(x: jax.Array, *weights: Weight, dtype: Any = None, joined: bool =
         for num_shards, group in joinable([dims[i] for i in some], [ws[i] for i in some])
     ]
     groups = [(0 if len(group) == 1 and ws[group[0]].ndim == 2 else count, group) for count, group in groups]
-    matrices = tuple(
-        Joined(
-            (*dims[group[0]][:2], None) if count else dims[group[0]], count, tuple(ws[i].shape for i in group), False
-        )
-        for count, group in groups
-    )
+    dims_of = lambda count, group: (*dims[group[0]][:2], None) if count else dims[group[0]]
+    shapes_of = lambda group: tuple(ws[i].shape for i in group)
+    matrices = tuple(Joined(dims_of(count, group), count, shapes_of(group), False) for count, group in groups)
     plan = _Plan(axes, matrices, 1, summing(ws[0].dtype))
     products = _gathered(plan, x, *[[ws[i] for i in group] for _, group in groups])
     results: dict[int, jax.Array] = {}

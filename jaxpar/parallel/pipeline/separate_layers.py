@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.errors import ModelError
+from jaxpar.utils.arrays import describe
 
 
 def layer_keys(parent: Mapping[Any, Any], name: str) -> tuple[bool, tuple[Any, ...]]:
@@ -101,9 +102,8 @@ def check_same_code(layers: Sequence[Any], where: str) -> None:
 
 
 def _described(layer: Any) -> dict[str, str]:
-    leaves = jax.tree_util.tree_leaves_with_path(layer)
-    name = lambda keys: "/".join(jax.tree_util.keystr((key,), simple=True) for key in keys)
-    return {name(keys): f"{x.dtype}{list(x.shape)}" for keys, x in leaves}
+    name = lambda keys: jax.tree_util.keystr(keys, simple=True, separator="/")
+    return {name(keys): describe(x) for keys, x in jax.tree_util.tree_leaves_with_path(layer)}
 
 
 def _stack(xs: Sequence[Any]) -> Any:

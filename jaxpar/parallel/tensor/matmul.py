@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -55,17 +56,17 @@ def routes(
     several = any(axis in TENSOR_AXES for one in found for axis in one.axes)
     if not several and observer is None:
         return None
-    problems = [text for one in found for text in one.problems]
+    problems = tuple(dict.fromkeys(text for one in found for text in one.problems))
     made = [] if problems else [route_of(one, dims) for one, (_, dims) in zip(found, ws, strict=True)]
-    problems += [text for _, texts in made for text in texts]
+    problems += tuple(dict.fromkeys(text for _, texts in made for text in texts))
     if problems and not several:
         return None
     if problems and hint_observer.value is not None:  # explain lists problems and raises none
         for one, (w, dims) in zip(found, ws, strict=True):
-            hint_observer.value(call_site(), dims, w, one.with_problems(problems))
+            hint_observer.value(call_site(), dims, w, replace(one.w, problems=problems))
         return None
     if problems:
-        raise LayoutError(tuple(dict.fromkeys(problems)))
+        raise LayoutError(problems)
     precision = current_precision()
     if several and INT8 in (precision.gather, precision.reduce):
         raise ConfigError(

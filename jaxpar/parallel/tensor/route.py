@@ -16,6 +16,7 @@ over every axis: three dimensions (Agarwal et al. 1995).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum, auto
@@ -141,10 +142,6 @@ class MatmulShardings:
     def problems(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(text for one in (self.x, self.w, self.w_grad, self.y) for text in one.problems))
 
-    def with_problems(self, problems: Iterable[str]) -> Resolved:
-        """Returns the weight's sharding with these problems."""
-        return replace(self.w, problems=tuple(dict.fromkeys(problems)))
-
     @property
     def axes(self) -> Axes:
         """All mesh axes that shard one of the arrays."""
@@ -257,13 +254,7 @@ def _misfits(what: str, operand: MatmulOperand, resolved: Resolved) -> Iterator[
 
 def _runs(axes: Axes, parts: Mapping[str, AxisPart]) -> list[tuple[AxisPart, Axes]]:
     """Returns neighbouring axes of the same part as one."""
-    found: list[tuple[AxisPart, Axes]] = []
-    for axis in axes:
-        if found and found[-1][0] is parts[axis]:
-            found[-1] = (parts[axis], (*found[-1][1], axis))
-        else:
-            found.append((parts[axis], (axis,)))
-    return found
+    return [(part, tuple(run)) for part, run in itertools.groupby(axes, parts.__getitem__)]
 
 
 def _of(parts: Mapping[str, AxisPart], axes: Axes, *wanted: AxisPart) -> Axes:

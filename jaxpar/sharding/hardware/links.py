@@ -251,13 +251,10 @@ def likely_shape(accelerator: Accelerator, chips: int) -> tuple[int, ...]:
     ((2, 4), (4, 4, 8))
     """
     shape = [1] * max(accelerator.torus, 1)
-    factor, left = 2, chips
-    factors = []
-    while left > 1:
-        while left % factor == 0:
-            factors.append(factor)
-            left //= factor
-        factor += 1
+    factors: list[int] = []
+    while chips > 1:
+        factors.append(next(n for n in range(2, chips + 1) if chips % n == 0))
+        chips //= factors[-1]
     for factor in reversed(factors):
         shape[shape.index(min(shape))] *= factor
     return tuple(sorted(shape))

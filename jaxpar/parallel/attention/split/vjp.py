@@ -20,12 +20,8 @@ from jaxpar.parallel.attention.tiled.blockwise import finished, in_blocks, join_
 from jaxpar.parallel.attention.tiled.padding import KEPT, SAVED
 from jaxpar.parallel.attention.tiled.tile import Segments, TileArrays
 
-FORWARD = {
-    "here": ring.one_step_forward,
-    "gather": ring.one_step_forward,
-    "ring": ring.ring_forward,
-    "rows": ring.rows_forward,
-}
+RINGS = {"ring": ring.ring_forward, "rows": ring.rows_forward}
+"""The forward passes that take several steps, by where the keys come from."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -58,7 +54,7 @@ def _forward(plan: AttentionPlan, q: Any, k: Any, v: Any, segments: Segments, ex
     gathered_kv = None
     if plan.keep:
         keys = gathered_kv = [checkpoint_name(ring.gathered(split, x), KEPT) for x in keys]
-    o, lse, lost = finished(FORWARD[plan.keys](split, q_blocks, *keys))
+    o, lse, lost = finished(RINGS.get(plan.keys, ring.one_step_forward)(split, q_blocks, *keys))
     o = o if plan.full_queries else o.astype(q.dtype)
     # Without a bias, scores are never so large that the rounding matters.
     results = o, lse, None if extras.bias is None and extras.slopes is None else lost
@@ -75,8 +71,8 @@ def _backward(plan: AttentionPlan, kept: Any, gradients: tuple[jax.Array, jax.Ar
     rows = jax.tree.map(lambda x: _packed_rows(split, x, k.shape[2]), rows)
     q_blocks, *keys = _packed(split, q, k, v)
     k_blocks, v_blocks = gathered_kv or keys
-    one_step = plan.keys in ("here", "gather")
-    found = (ring.one_step_backward if one_step else ring.ring_backward)(split, q_blocks, k_blocks, v_blocks, rows)
+    run = ring.ring_backward if plan.keys in RINGS else ring.one_step_backward
+    found = run(split, q_blocks, k_blocks, v_blocks, rows)
     dq = _unpacked(found.q, q.shape[1]).astype(q.dtype)
     dk, dv = (_unpacked(x[:, :, :, :, None], k.shape[1]) for x in (found.k, found.v))
     repeat = ulysses.repeats(kv_heads, jax.lax.axis_size(plan.heads))

@@ -7,6 +7,7 @@ few chunks are therefore unsharded at a time, in *slots*, for any number of chun
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -76,10 +77,4 @@ def buckets_of(schedule: Schedule | AsyncSchedule, table: Table) -> GradientBuck
 
 def _of_stage(on: np.ndarray, chunks: np.ndarray) -> list[list[int]]:
     """Returns the ticks of each bucket of a stage."""
-    buckets: list[list[int]] = []
-    for tick in np.flatnonzero(on):
-        if buckets and chunks[buckets[-1][-1]] == chunks[tick]:
-            buckets[-1].append(int(tick))
-        else:
-            buckets.append([int(tick)])
-    return buckets
+    return [[*ticks] for _, ticks in itertools.groupby(np.flatnonzero(on).tolist(), lambda tick: chunks[tick])]

@@ -149,15 +149,11 @@ def _rounds(moves: list[_Move]) -> list[list[_Move]]:
     return rounds
 
 
-def _is_exchange(moves: list[_Move], stages: int) -> bool:
-    """Whether the moves are an all-to-all: a stage sends unit i to stage i, which stores it by its source."""
-    return set(moves) == {(stage, to, to, stage) for stage in range(stages) for to in range(stages)}
-
-
 def _moved(w: jax.Array, moves: list[_Move], places: int) -> jax.Array:
     """Returns a stage's units after the moves, [places, unit, ...]."""
     stages = jax.lax.axis_size(AXIS)
-    if _is_exchange(moves, stages):
+    # In an all-to-all a stage sends unit i to stage i, which stores it by its source.
+    if set(moves) == {(stage, to, to, stage) for stage in range(stages) for to in range(stages)}:
         return jax.lax.all_to_all(w, AXIS, 0, 0, tiled=True)
     me = jax.lax.axis_index(AXIS)
     result: Any = jnp.zeros((places + 1, *w.shape[1:]), w.dtype)

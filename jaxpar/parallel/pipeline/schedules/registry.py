@@ -189,10 +189,6 @@ def _circular(sizes: Sizes) -> Orders:
     return tuple(tuple(op for op in order if op.kind == "F") for order in _interleaved(sizes))
 
 
-def _zb_uniform(sizes: Sizes) -> Orders:
-    return orders.deferred(_1f1b(sizes._replace(fused=True)), range(sizes.stages))
-
-
 def _zb_h(sizes: Sizes, most: int) -> Orders:
     return handcrafted(sizes.stages, sizes.microbatches, most)
 
@@ -218,7 +214,9 @@ NAMES: dict[str, Named] = {
     "depth_first": Named(_interleaved, "any"),
     "breadth_first": Named(_breadth_first, "any"),
     "circular": Named(_circular, "any", forward_only=True),
-    "zb_uniform": Named(_zb_uniform, split=True),
+    "zb_uniform": Named(
+        lambda sizes: orders.deferred(_1f1b(sizes._replace(fused=True)), range(sizes.stages)), split=True
+    ),
     "zb_h1": Named(lambda sizes: _zb_h(sizes, sizes.stages), fused=False, split=True),
     "zb_h2": Named(lambda sizes: _zb_h(sizes, 2 * sizes.stages - 1), fused=False, split=True),
     "zb_v": Named(lambda sizes: zb_v(sizes.stages, sizes.microbatches), "two", placement="v", fused=False, split=True),
