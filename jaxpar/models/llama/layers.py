@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -99,9 +100,10 @@ class WindowedAttention(nnx.Module):
 
     def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, tokens: TokenInfo) -> jax.Array:
         """Returns causal attention; the shapes are those of :data:`Attend`."""
-        order, documents_BS, options = tokens.order, tokens.documents_BS, self.score_options
-        run = lambda window: self.context(q, k, v, order, documents_BS, window=window, **options)
-        return by_window(tokens.local, self.window, run)
+        return by_window(tokens.local, self.window, functools.partial(self._attend, q, k, v, tokens))
+
+    def _attend(self, q: jax.Array, k: jax.Array, v: jax.Array, tokens: TokenInfo, window: int | None) -> jax.Array:
+        return self.context(q, k, v, tokens.order, tokens.documents_BS, window=window, **self.score_options)
 
 
 def by_window(local: HasWindow, window: int | None, run: Callable[[int | None], Any]) -> Any:
@@ -172,14 +174,13 @@ class Attention(WindowedAttention):
         q, k = (self.q_norm(q), self.k_norm(k)) if self.qk_norm else (q, k)
         q, k, v = (checkpoint_name(x, "qkv") for x in (rotate(q, tokens.rope), rotate(k, tokens.rope), v))
         o_BSHD = attend(q, k, v) if attend else self.attend(q, k, v, tokens)
-        return o_BSHD if half else self.output(o_BSHD, residual=residual)
-
-    def output(self, o_BSHD: jax.Array, *, residual: bool = False) -> jax.Array:
-        """Apply the output projection to ``o_BSHD`` [batch, seq, heads, head_dim]; returns [batch, seq, embed]."""
-        weight = (self.o[...], ("heads", "head_dim", "embed"))
         if residual:
-            return dot_scatter(o_BSHD, weight, summed=2, **self.options)
-        return sharded_dot(o_BSHD, weight, summed=2, **self.options)[0]
+            return dot_scatter(o_BSHD, (self.o[...], ("heads", "head_dim", "embed")), summed=2, **self.options)
+        return o_BSHD if half else self.output(o_BSHD)
+
+    def output(self, o_BSHD: jax.Array) -> jax.Array:
+        """Apply the output projection to ``o_BSHD`` [batch, seq, heads, head_dim]; returns [batch, seq, embed]."""
+        return sharded_dot(o_BSHD, (self.o[...], ("heads", "head_dim", "embed")), summed=2, **self.options)[0]
 
 
 class SwiGLU(nnx.Module):
@@ -204,14 +205,13 @@ class SwiGLU(nnx.Module):
         gate, up = dot(x_BSE, (self.gate[...], dims), (self.up[...], dims), **self.options)
         gate, up = hint(gate, "batch", "seq", "mlp"), hint(up, "batch", "seq", "mlp")
         hidden = checkpoint_name(self.activation(gate) * up, "mlp_hidden")
-        return hidden if half else self.output(hidden, residual=residual)
-
-    def output(self, hidden_BSF: jax.Array, *, residual: bool = False) -> jax.Array:
-        """Apply the down projection to ``hidden_BSF`` [batch, seq, mlp]; returns [batch, seq, embed]."""
-        weight = (self.down[...], ("mlp", "embed"))
         if residual:
-            return dot_scatter(hidden_BSF, weight, **self.options)
-        return sharded_dot(hidden_BSF, weight, **self.options)[0]
+            return dot_scatter(hidden, (self.down[...], ("mlp", "embed")), **self.options)
+        return hidden if half else self.output(hidden)
+
+    def output(self, hidden_BSF: jax.Array) -> jax.Array:
+        """Apply the down projection to ``hidden_BSF`` [batch, seq, mlp]; returns [batch, seq, embed]."""
+        return sharded_dot(hidden_BSF, (self.down[...], ("mlp", "embed")), **self.options)[0]
 
 
 class Block(nnx.Module):
