@@ -29,6 +29,7 @@ from jaxpar.parallel.zero.gather import gather_weight, sharded_dot
 from jaxpar.training.remat import OUTPUT
 
 RESIDUAL = ("batch", "residual_seq", "embed")
+INNER, OUTER = ("experts", "embed", "expert_mlp"), ("experts", "expert_mlp", "embed")
 
 
 class Mixture(nnx.Module):
@@ -38,10 +39,9 @@ class Mixture(nnx.Module):
         c = config
         x, e, f = c.experts, c.embed, c.expert_mlp
         self.router = _kernel(rngs.params(), (e, x), ("embed", None), e, c)
-        inner, outer = ("experts", "embed", "expert_mlp"), ("experts", "expert_mlp", "embed")
-        self.gate = _kernel(rngs.params(), (x, e, f), inner, e, c)
-        self.up = _kernel(rngs.params(), (x, e, f), inner, e, c)
-        self.down = _kernel(rngs.params(), (x, f, e), outer, 2 * c.layers * f, c)
+        self.gate = _kernel(rngs.params(), (x, e, f), INNER, e, c)
+        self.up = _kernel(rngs.params(), (x, e, f), INNER, e, c)
+        self.down = _kernel(rngs.params(), (x, f, e), OUTER, 2 * c.layers * f, c)
         if c.shared_experts:
             self.shared = SwiGLU(replace(c, mlp=c.shared_experts * f), rngs)
         if c.bias_rate is not None:
@@ -60,8 +60,7 @@ class Mixture(nnx.Module):
         logits_BSX = jnp.dot(x_BSE, router_EX, preferred_element_type=jnp.promote_types(dtype, jnp.float32))
         bias_X = self.router_bias[...] if c.bias_rate is not None else None
         routing = c.router(logits_BSX, bias_X)
-        inner, outer = ("experts", "embed", "expert_mlp"), ("experts", "expert_mlp", "embed")
-        weights = ((self.gate, inner), (self.up, inner), (self.down, outer))
+        weights = ((self.gate, INNER), (self.up, INNER), (self.down, OUTER))
         options: dict[str, Any] = {"dispatch": c.dispatch, "capacity_factor": c.capacity_factor, "pieces": c.pieces}
 
         def cast(w: Any) -> Any:

@@ -100,9 +100,8 @@ def attention_local(
     exchange_size, ring_size = jax.lax.axis_size(heads), jax.lax.axis_size(ring)
     tokens = q_BSHD.shape[1] * exchange_size, k_BTKD.shape[1] * exchange_size * ring_size
     full_queries = impl == "split_kv"
-    rules, array_options, offset = read(
-        q_BSHD, k_BTKD, v_BTKD, options, tokens, tokens[0] * (1 if full_queries else ring_size)
-    )
+    queries = tokens[0] * (1 if full_queries else ring_size)
+    rules, array_options, offset = read(q_BSHD, k_BTKD, v_BTKD, options, tokens, queries)
     q, k, v = without_padding((q_BSHD, k_BTKD, v_BTKD), array_options.segments)
     plan = AttentionPlan(rules, KEYS[impl], ring, heads, offset=offset, keep=keep, full_queries=full_queries)
     if plan.keys != "rows" and not plan.full_queries:

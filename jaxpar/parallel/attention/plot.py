@@ -101,6 +101,5 @@ def _legend(ax: Any, work: Balance, colours: Any) -> None:
     devices = range(work.num_shards) if work.num_shards <= LISTED else [int(np.argmax(scores)), int(np.argmin(scores))]
     share = lambda i: f" ({scores[i] / mean:.0%} of the mean)" if mean and work.num_shards > 1 else ""
     patches = [Patch(color=colours[i], label=f"device {i}: {scores[i]:,.0f} scores{share(i)}") for i in devices]
-    pale = [Patch(color=(PALE + (1 - PALE) * 0.3,) * 3, label="lighter: partially masked")]
-    handles = [*patches, *pale]
-    ax.get_figure(root=True).legend(handles=handles, loc="outside right upper", fontsize=8, frameon=False)
+    patches.append(Patch(color=(PALE + (1 - PALE) * 0.3,) * 3, label="lighter: partially masked"))
+    ax.get_figure(root=True).legend(handles=patches, loc="outside right upper", fontsize=8, frameon=False)

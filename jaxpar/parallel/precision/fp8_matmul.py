@@ -65,18 +65,14 @@ def _times(summed: int, x: jax.Array, w: jax.Array) -> jax.Array:
     return _in_fp8(x, w, dims)
 
 
-def _forward(summed: int, x: jax.Array, w: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    # The residuals are not the fp8 copies: a policy that drops gathered weights by name would not recognize these.
-    return _times(summed, x, w), (x, w)
-
-
 def _backward(summed: int, saved: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.Array, jax.Array]:
     (x, w), precision = saved, Precision(matmul=FP8)
     dx, dw = input_grad(dy, w, summed, precision), weight_grad(x, dy, summed, precision)
     return dx.astype(x.dtype), dw.astype(w.dtype)
 
 
-_times.defvjp(_forward, _backward)
+# The residuals are not the fp8 copies: a policy that drops gathered weights by name would not recognize these.
+_times.defvjp(lambda summed, x, w: (_times(summed, x, w), (x, w)), _backward)
 
 
 def _in_fp8(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,10 +45,6 @@ def lookup_rows(route: MatmulRoute, take: Take, table_VE: jax.Array, tokens_BS: 
     return run_manual([route], local, (route.w.spec, _ids(route).spec), route.y.spec)(table_VE, tokens_BS)
 
 
-def _forward(route: MatmulRoute, take: Take, table_VE: jax.Array, tokens_BS: jax.Array) -> tuple[jax.Array, Any]:
-    return lookup_rows(route, take, table_VE, tokens_BS), (table_VE, tokens_BS)
-
-
 def _backward(
     route: MatmulRoute, take: Take, saved: tuple[jax.Array, jax.Array], dy: jax.Array
 ) -> tuple[jax.Array, None]:
@@ -64,7 +59,7 @@ def _backward(
     return run_manual([route], local, specs, route.w_grad.spec)(*saved, dy), None
 
 
-lookup_rows.defvjp(_forward, _backward)
+lookup_rows.defvjp(lambda route, take, *arrays: (lookup_rows(route, take, *arrays), arrays), _backward)
 
 
 def _ids(route: MatmulRoute) -> MatmulOperand:

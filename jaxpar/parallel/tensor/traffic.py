@@ -95,8 +95,7 @@ class Matmuls:
 
     def weight_bytes(self, sizes: MeshSizes) -> int:
         """Returns the bytes of a device's shards of the weights, in the compute dtype."""
-        pairs = zip(self.routes, self.ws, strict=True)
-        return sum(self._shard(w, route.w.shards, sizes) for route, w in pairs)
+        return sum(self._shard(w, route.w.shards, sizes) for route, w in zip(self.routes, self.ws, strict=True))
 
     def input_bytes(self, sizes: MeshSizes) -> int:
         """Returns the bytes of a device's shard of the input, which the backward pass keeps."""

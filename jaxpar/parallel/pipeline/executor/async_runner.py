@@ -116,13 +116,10 @@ class AsyncRunner:
         """
         carry, count = _start(TickRunner(self.context), x), x.shape[1] // 2
         _, weight, non_layer_grads = carry.sums
-        return {
-            **jax.tree.map(jnp.zeros_like, _stashes(self.context.program, carry)),
-            "grads": jax.tree.map(lambda g: g[:, :, :1], carry.stage.grads),
-            "weight": weight,
-            "non_layer_grads": non_layer_grads,
-            "x": jnp.zeros_like(x[:, :count]),
-        }
+        stashes = jax.tree.map(jnp.zeros_like, _stashes(self.context.program, carry))
+        grads = jax.tree.map(lambda g: g[:, :, :1], carry.stage.grads)
+        sums = {"grads": grads, "weight": weight, "non_layer_grads": non_layer_grads}
+        return {**stashes, **sums, "x": jnp.zeros_like(x[:, :count])}
 
     def run(
         self, in_flight: dict[str, Any], x: jax.Array, exists: jax.Array, rotation: jax.Array
@@ -183,12 +180,8 @@ class AsyncRunner:
         sums, weight, grads = found
         batch = microbatch // (self.context.program.schedule.microbatches // 2)
         plus = lambda total, more: put(total, pick(total, batch) + more, batch)
-        return _BatchSums(
-            have.seen + weight,
-            jax.tree.map(jnp.add, have.sums, sums),
-            plus(have.weight, weight),
-            jax.tree.map(plus, have.grads, grads),
-        )
+        seen, sums = have.seen + weight, jax.tree.map(jnp.add, have.sums, sums)
+        return _BatchSums(seen, sums, plus(have.weight, weight), jax.tree.map(plus, have.grads, grads))
 
 
 @dataclass(frozen=True)

@@ -92,12 +92,8 @@ class AsyncSchedule:
         start at 0; the executor rotates them.
         """
         ring, count, unused = self.delay + 1, self.stages, self.microbatches
-        sizes = {
-            "act": ring if activation_checkpointing == "full" else 1,
-            "res": ring if activation_checkpointing == "none" else 0,
-            "cot": 1,
-            "own": 0,
-        }
+        full = activation_checkpointing == "full"
+        sizes = {"act": ring if full else 1, "res": 0 if full else ring, "cot": 1, "own": 0}
         rows = np.zeros((self.length, count, len(FIELDS)), np.int32)
         view = {name: rows[:, :, at] for at, name in enumerate(FIELDS)}
         stage, tick = np.arange(count)[None], np.arange(self.length)[:, None]
