@@ -35,7 +35,8 @@ def use_slices(model: nnx.Module) -> nnx.Module:
 
     Each ``nnx.Conv`` that has no convolution of its own takes :func:`jaxpar.spatial.conv`, and each
     ``nnx.ConvTranspose`` becomes a :class:`ConvTranspose`. Parameters and their paths stay. Circular convolutions stay
-    as they are, because ``nnx.Conv`` pads the whole image by itself.
+    as they are, because ``nnx.Conv`` pads the whole image by itself. A layer whose windows do not line up with the
+    slices, such as overlapping ones with ``"VALID"`` padding, then raises :class:`~jaxpar.errors.LayoutError`.
 
     Args:
       model: the model, which is changed in place.
