@@ -204,7 +204,6 @@ def test_queries_find_their_keys_however_heads_are_sharded(case: str) -> None:
         np.testing.assert_array_equal(after[name], want)
 
 
-@pytest.mark.slow
 def test_what_is_drawn_from() -> None:
     logits = jnp.log(jnp.array([[0.02, 0.5, 0.08, 0.3, 0.1]]))
     many = jnp.broadcast_to(logits, (4000, 5))

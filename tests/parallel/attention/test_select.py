@@ -307,7 +307,6 @@ def test_a_split_that_does_not_fit_is_an_error(impl: Any, dims: Any, text: str) 
         jax.eval_shape(lambda x: jp.attention(x, x, x, impl=impl, q_dims=dims), x)
 
 
-@pytest.mark.slow
 def test_a_given_order_is_filled_up() -> None:
     """21 tokens in any order over two devices are followed by three padding tokens that nothing sees."""
     order = np.random.default_rng(0).permutation(21).astype(np.int32)
