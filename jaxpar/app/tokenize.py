@@ -113,9 +113,8 @@ class VerifyTokensCommand:
 
 def _line(file: TokenFile) -> str:
     header = file.header
-    tokens, documents = (
-        getattr(header.train, name) + getattr(header.heldout, name) for name in ("tokens", "documents")
-    )
+    tokens = header.train.tokens + header.heldout.tokens
+    documents = header.train.documents + header.heldout.documents
     held = f"{header.heldout.documents:,} of {documents:,} {header.unit} held out"
     text = f"{tokens:,} tokens ({header.dtype}, {header.bytes / 2**20:.1f} MiB) of {header.tokenizer}; {held}"
     return f"{text}; {header.bad}" if header.bad else text

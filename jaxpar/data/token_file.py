@@ -13,7 +13,8 @@ import hashlib
 import json
 import os
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, Self
@@ -218,23 +219,19 @@ class TokenFileWriter:
     def __enter__(self) -> Self:
         if self.path.exists():
             raise DataError(f"{self.path} exists. Remedy: delete it, or write another file.")
-        try:
+        with self._writing():
             self._train = self._opened(self._new)
             self._heldout = self._opened(self._heldout_file)
             self._train.write(b"\0" * HEADER_BYTES)
-        except OSError as error:
-            raise self._error(error) from error
         self._digest = hashlib.sha256()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for file, path in ((self._heldout, self._heldout_file), (self._train, self._new)):
-            try:
+            with suppress(OSError):  # a full disk: nothing of the file is kept
                 # The name goes before the lock, so that another process never finds a file that is about to go.
                 path.unlink(missing_ok=True)
                 file.close()
-            except OSError:  # a full disk: nothing of the file is kept
-                pass
 
     def add(self, ids: np.ndarray, *, heldout: bool) -> None:
         """Write the ids [n] of a document, its ``eos`` included.
@@ -243,12 +240,8 @@ class TokenFileWriter:
           DataError: the file cannot be written.
         """
         data = ids.astype(self._dtype, copy=False).tobytes()
-        try:
-            (self._heldout if heldout else self._train).write(data)
-        except OSError as error:
-            raise self._error(error) from error
-        if not heldout:
-            self._digest.update(data)
+        with self._writing():
+            self._heldout.write(data) if heldout else self._write(data)
         self._lengths[heldout].append(len(ids))
 
     def documents(self, *, heldout: bool) -> int:
@@ -265,13 +258,13 @@ class TokenFileWriter:
           DataError: the file cannot be written.
         """
         sizes = [PartSize(sum(lengths), len(lengths)) for lengths in self._lengths.values()]
-        try:
-            self._append(self._heldout)
-            rest = -self._train.tell() % 8
+        with self._writing():
+            self._heldout.seek(0)
+            while data := self._heldout.read(_CHUNK):
+                self._write(data)
             starts = [np.cumsum([0, *lengths], dtype=_OFFSET).tobytes() for lengths in self._lengths.values()]
-            for data in (b"\0" * rest, *starts):
-                self._train.write(data)
-                self._digest.update(data)
+            for data in (b"\0" * (-self._train.tell() % 8), *starts):
+                self._write(data)
             made = header(sizes[0], sizes[1], f"sha256:{self._digest.hexdigest()}")
             text = json.dumps({"version": VERSION, **asdict(made)}).encode()
             if len(MAGIC) + len(text) > HEADER_BYTES:
@@ -282,15 +275,12 @@ class TokenFileWriter:
             os.fsync(self._train.fileno())
             os.replace(self._new, self.path)
             sync_folder(self.path.parent)
-        except OSError as error:
-            raise self._error(error) from error
         return TokenFile(self.path)
 
-    def _append(self, file: IO[bytes]) -> None:
-        file.seek(0)
-        while data := file.read(_CHUNK):
-            self._train.write(data)
-            self._digest.update(data)
+    def _write(self, data: bytes) -> None:
+        """Write bytes that the checksum is of."""
+        self._train.write(data)
+        self._digest.update(data)
 
     def _opened(self, path: Path) -> IO[bytes]:
         """An empty file that this process has locked; it may be left by a kill."""
@@ -303,6 +293,11 @@ class TokenFileWriter:
         os.ftruncate(file, 0)
         return open(file, "w+b", buffering=_BUFFER)
 
-    def _error(self, error: OSError) -> DataError:
-        remedy = "free space on the disk" if error.errno == errno.ENOSPC else "a file in a writable folder"
-        return DataError(f"{self.path} cannot be written: {error.strerror}. Remedy: {remedy}.")
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Let an error of the disk name the file, and a remedy."""
+        try:
+            yield
+        except OSError as error:
+            remedy = "free space on the disk" if error.errno == errno.ENOSPC else "a file in a writable folder"
+            raise DataError(f"{self.path} cannot be written: {error.strerror}. Remedy: {remedy}.") from error

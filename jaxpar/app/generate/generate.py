@@ -113,15 +113,9 @@ def generator(job: Job, texts: Sequence[Sequence[int]], options: GenerateOptions
     spell = lambda name, value: f"{_WORDS[name]} {value}"
     check_requests(texts, options.most, seeds, slots=slots, vocab=cached.vocab, spell=spell)
     rows = min(len(texts), MOST_ROWS) if options.batch is None else options.batch
-    return jp.Generator(
-        layout,
-        plain_model(job.make_model),
-        cached,
-        batch=_rounded(rows, num_shards["batch"] * stages_of(layout, cached)),
-        slots=slots,
-        sampling=options.sampling,
-        stop=(tokenizer.eos,),
-    )
+    room = {"batch": _rounded(rows, num_shards["batch"] * stages_of(layout, cached)), "slots": slots}
+    make_model = plain_model(job.make_model)
+    return jp.Generator(layout, make_model, cached, **room, sampling=options.sampling, stop=(tokenizer.eos,))
 
 
 def _decoder(job: Job, options: GenerateOptions) -> DecoderFns:
