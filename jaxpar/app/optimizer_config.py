@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import warnings
@@ -66,9 +65,8 @@ def _pruning(tx: Any, name: str, settings: PruneSettings) -> Any:
     """The optimizer, which also prunes."""
     if name == ONE_BIT:
         raise ConfigError(f"optimizer: {ONE_BIT} does not support prune. Remedy: another optimizer.")
-    values = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
     with prefixed("optimizer."):
-        return prune(tx, PruneConfig(**values))
+        return prune(tx, PruneConfig(**vars(settings)))
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:

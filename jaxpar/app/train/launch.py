@@ -8,7 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -104,9 +104,7 @@ def go(config: Path, settings: Sequence[str], options: LaunchOptions) -> int:
 def _train(loaded: Loaded, options: LaunchOptions) -> int:
     """Train in this process, which may be one of several."""
     cluster = place_of(options.coordinator, options.process_count, options.process_id)
-    if cluster is None and not heartbeat.listened():
-        return _train_here(loaded, None)
-    with reporting():
+    with nullcontext() if cluster is None and not heartbeat.listened() else reporting():
         return _train_here(loaded, cluster)
 
 
