@@ -21,6 +21,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from jaxpar.errors import CompileError, MissingExtraError
+from jaxpar.parallel.attention.kernels import cudnn_calls
 from jaxpar.sharding.hardware.topology import Topology
 
 _RAGGED_EXCHANGE = "ragged_all_to_all"
@@ -83,7 +84,7 @@ COMPILERS = {
         extra="gpu",
         others=("jax-cuda13-pjrt", "nvidia-cuda-nvcc", "nvidia-cudnn-cu13"),
         lowering="cuda",
-        kernels=("__gpu$xla.gpu.triton", _RAGGED_EXCHANGE),
+        kernels=("__gpu$xla.gpu.triton", *cudnn_calls.NAMES.values(), _RAGGED_EXCHANGE),
         # A machine with a GPU must compile the same program as a machine without one.
         environment=(("CUDA_VISIBLE_DEVICES", ""),),
     ),

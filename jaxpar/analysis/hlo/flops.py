@@ -19,6 +19,8 @@ _BOOKKEEPING = (
     "annotate_device_placement|xla_ffi_python|xla_python|cu_threefry|SliceId|ZeroCrop"
 )
 
+_CUDNN = "__cudnn$fmha"
+"""cuDNN's attention."""
 # Matmuls of attention kernels, by the first of these words in the kernel's name.
 _MATMULS = {"fwd": 2, "forward": 2, "dq": 3, "dkv": 4, "preprocess": 0, "backward": 7}
 
@@ -83,9 +85,12 @@ def _stated_by_scope(instruction: Instruction) -> int | None:
     """Returns the FLOPs of an attention kernel whose caller states the cost of one of its matmuls in a scope's name.
 
     The forward kernel has two matmuls (scores, output). The gradient kernels also recompute the scores: the kernel for
-    queries has three matmuls, for keys and values four, for both seven.
+    queries has three matmuls, for keys and values four, for both seven. cuDNN's single gradient kernel has five.
     """
     stated = matmul_flops_in(instruction.op_name)
+    if stated is not None and target(instruction).startswith(_CUDNN):
+        forward, gradient = stated
+        return 5 * gradient if target(instruction).endswith("Backward") else 2 * forward
     name = instruction.op_name.rpartition("/pallas_call")[0].rpartition("/")[2]
     kernel = re.search("|".join(_MATMULS), name)
     if stated is None or kernel is None:

@@ -17,7 +17,7 @@ from jaxpar.parallel.attention.attention_local import KEYS, check_heads, compute
 from jaxpar.parallel.attention.cost_model import AttentionRequest, QKVSharding
 from jaxpar.parallel.attention.dropout import add_global_indices
 from jaxpar.parallel.attention.kernels.dense import dense
-from jaxpar.parallel.attention.kernels.gpu_flash import mha
+from jaxpar.parallel.attention.kernels.gpu_cudnn import cudnn
 from jaxpar.parallel.attention.kernels.select import Kernel, KernelChoice, find
 from jaxpar.parallel.attention.mask import Mask
 from jaxpar.parallel.attention.options import Impl, Options, check_impl, check_order, read, read_keep
@@ -37,7 +37,7 @@ from jaxpar.utils.contexts import attention_observer
 
 Q_DIMS = ("batch", "seq", "heads", "head_dim")
 KV_DIMS = ("batch", "seq", "kv_heads", "head_dim")
-FULL_SEQUENCE = ("splash", "mha")
+FULL_SEQUENCE = ("splash", "cudnn")
 """Kernels that require the full sequence on every device."""
 
 type Dims = Sequence[str | None]
@@ -225,8 +225,8 @@ def _by_kernel(plan: AttentionPlan, arrays: Arrays, segments: Segments, kernel: 
     repeat = exchange.repeats(arrays[1].shape[2], jax.lax.axis_size(plan.heads))
     q, k, v = (exchange.seq_to_heads(x, plan.heads, n) for x, n in zip(arrays, (1, repeat, repeat), strict=True))
     segments_of_all = None if segments is None else tuple(exchange.all_tokens(x, plan.heads) for x in segments)
-    if kernel == "mha":
-        o = mha(q, k, v, plan.rules, None if segments_of_all is None else segments_of_all[0])
+    if kernel == "cudnn":
+        o = cudnn(q, k, v, plan.rules, segments_of_all, attached=_attached())
     else:
         from jaxpar.parallel.attention.kernels.tpu_splash import splash
 
@@ -297,7 +297,13 @@ def _kernel(
         return KernelChoice("", "ring_self_attention computes full rows of scores, not tiles")
     keys = arrays[1].shape[1] // (1 if KEYS[impl] == "gather" else num_shards)
     lengths = arrays[0].shape[1] // num_shards, keys
-    return find(platform_of(current_layout().mesh), arrays, *find_arguments, lengths=lengths, split=num_shards > 1)
+    platform, split = platform_of(current_layout().mesh), num_shards > 1
+    return find(platform, arrays, *find_arguments, lengths=lengths, split=split, attached=_attached())
+
+
+def _attached() -> bool:
+    """Whether the devices of the ambient layout are attached to this machine."""
+    return isinstance(current_layout().mesh, jax.sharding.Mesh)
 
 
 def _padded(arrays: Arrays, array_options: AttentionArrays, dims: tuple[Dims, Dims]) -> tuple[Arrays, AttentionArrays]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,10 @@ import numpy as np
 import pytest
 from attention_reference import documents, gap
 from jax.sharding import PartitionSpec as P
-from profiles import few, few_pairs
+from profiles import few
 
 import jaxpar as jp
 from jaxpar.parallel.attention.attention_local import compute, ordered
-from jaxpar.parallel.attention.kernels.gpu_flash import mha
 from jaxpar.parallel.attention.kernels.select import find
 from jaxpar.parallel.attention.kernels.tpu_splash import Lazy, splash
 from jaxpar.parallel.attention.options import read
@@ -113,18 +111,6 @@ def test_splash_takes_masks_and_documents() -> None:
     assert gap(got, by_tiles("jax", "here", x, options)) <= 5e-6
 
 
-@pytest.mark.parametrize(("causal", "given"), few_pairs([True, False], ["documents", "nothing"], 1))
-def test_the_gpu_kernel_takes_documents_and_all_tokens(causal: bool, given: str) -> None:
-    x = arrays(130, 130, (16, 16))
-    options: Any = {"mask": jp.Mask(causal=causal), "scale": 0.2}
-    options |= {"segment_ids": documents(130)} if given == "documents" else {}
-    rules, beside, offset = read(*x, options)
-    assert find("gpu", x, rules, beside, offset).kernel == "mha"
-    segments = None if beside.segments is None else beside.segments[0]
-    got = both(lambda *x: mha(*x, rules, segments, interpret=True), *x)
-    assert gap(got, by_tiles("jax", "here", x, options)) <= 5e-6
-
-
 @pytest.mark.parametrize(
     "mask",
     [
@@ -188,25 +174,9 @@ IDS = np.zeros((1, 1024), np.int32)
 WIDE = jax.ShapeDtypeStruct((1, 1024, 2, 64), jnp.float64)
 
 
-@pytest.mark.parametrize(
-    "gone", ["jax.experimental.pallas.ops.gpu.attention", "jax.experimental.pallas.ops.gpu"], ids=["module", "package"]
-)
-def test_without_the_deprecated_kernel_attention_runs_in_plain_jax(gone: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A later jax may remove it: then no GPU program may fail, and explain reports why."""
-    for name in [name for name in sys.modules if name.startswith(gone)]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, gone, None)
-    rules, beside, offset = read(SMALL, SMALL, SMALL, {})
-    assert find("gpu", (SMALL, SMALL, SMALL), rules, beside, offset) == (
-        "",
-        f"this jax ({jax.__version__}) no longer has the GPU kernel jax.experimental.pallas.ops.gpu.attention",
-    )
-
-
-def test_only_one_module_imports_the_deprecated_kernel() -> None:
+def test_no_module_imports_the_deprecated_kernels_of_jax() -> None:
     files = Path(jp.__file__).parent.rglob("*.py")
-    found = [file.name for file in files if "pallas.ops.gpu import" in file.read_text(encoding="utf-8")]
-    assert found == ["gpu_flash.py"]
+    assert [file.name for file in files if "pallas.ops.gpu" in file.read_text(encoding="utf-8")] == []
 
 
 @pytest.mark.parametrize(
@@ -223,25 +193,8 @@ def test_only_one_module_imports_the_deprecated_kernel() -> None:
         ("tpu", SMALL, {}, True, "tiles"),
         ("tpu", SMALL, {"q_offset": 5}, False, "tiles"),
         ("tpu", SMALL, {"prefix": np.array([4])}, False, "tiles"),
-        ("gpu", SMALL, {}, False, "mha"),
         ("cpu", SMALL, {}, False, "kernels run only on TPU and GPU, but the mesh has cpu devices"),
         ("tpu", WIDE, {}, False, "the kernel computes in float32, but the queries are float64"),
-        ("gpu", SMALL, {}, True, "the GPU kernel requires an unsharded sequence"),
-        (
-            "gpu",
-            SMALL,
-            {"softcap": 3.0},
-            False,
-            "the kernel supports only a causal mask or none, segment_ids and a scale",
-        ),
-        ("gpu", SMALL, {"segment_ids": IDS}, False, "mha"),
-        (
-            "gpu",
-            SMALL,
-            {"segment_ids": (IDS, IDS + 1)},
-            False,
-            "the kernel requires the same segment_ids for queries and keys",
-        ),
         ("tpu", SMALL, {"alibi": True, "dropout": 0.1, "key": 0}, True, "the kernel does not support alibi or dropout"),
         ("tpu", SMALL, {"mask": lambda q, k: q != k}, False, "the kernel does not support mask functions"),
         (
