@@ -105,11 +105,10 @@ def test_on_attached_gpus_every_device_runs_cudnn(by_xla: list[Any], sizes: dict
 
 def calls(text: str) -> list[tuple[str, ...]]:
     """The targets, configurations, types and layouts of the calls of cuDNN in a lowered program."""
+    pattern = r'@(__cudnn\$\w+)\(.*?backend_config = "((?:[^"\\]|\\.)*)"(.*)$'
     found = []
-    for line in (line for line in text.splitlines() if "@__cudnn$" in line):
-        name, config, rest = re.search(r'@(__cudnn\$\w+)\(.*?backend_config = "((?:[^"\\]|\\.)*)"(.*)$', line).groups()  # type: ignore[union-attr]
-        ordered = json.dumps(json.loads(config.replace("\\22", '"')), sort_keys=True)
-        found.append((name, ordered, rest))
+    for name, config, rest in re.findall(pattern, text, re.MULTILINE):
+        found.append((name, json.dumps(json.loads(config.replace("\\22", '"')), sort_keys=True), rest))
     return sorted(found)
 
 
