@@ -17,6 +17,7 @@ from typing import Any
 from jaxpar.planning.search.attention import computed_share, is_recomputed, passes_in_tiles
 from jaxpar.planning.search.calibration import Calibration
 from jaxpar.planning.search.experts import ExpertExchange, exchanges
+from jaxpar.planning.search.large_arrays import LargeArrays, large_arrays
 from jaxpar.planning.search.plan import BATCH, EMBED, LAYERS, SEQ, VOCAB, Plan
 from jaxpar.planning.search.shards import Axes, Shards, WeightGroup, weight_groups
 from jaxpar.planning.search.workload import Backward, KeptArray, Workload
@@ -144,14 +145,14 @@ class CostModel:
             return self._of_batch(plan.batch).cost(plan)
         once, back = self._once(self._forward, plan), self._backward(plan)
         again = plan.checkpoint_stages  # a stage's forward pass runs once more, before its backward pass
-        layers = once.layer_flops * (back.weight_passes + again)
-        layers += once.attention_flops * (self._attention_passes(plan, back) + again)
+        passes = back.weight_passes + again
+        layers = once.layer_flops * passes + once.attention_flops * (self._attention_passes(plan, back) + again)
         flops = layers * plan.ticks + 3.0 * once.head_flops
-        state, kept = self._state(plan), self._held(plan, plan.remat)
-        traffic = fitted.matmul_traffic * once.traffic * (back.weight_passes + again) * plan.ticks
+        state, traffic = self._state(plan), fitted.matmul_traffic * once.traffic * passes * plan.ticks
         kept_traffic = fitted.stash_traffic if plan.pipeline > 1 else fitted.kept_traffic
-        traffic += kept_traffic * kept + fitted.state_traffic * sum(state.values())
-        traffic += self._gradient_sums(plan) + self._expert_traffic(plan, once, back.weight_passes + again)
+        traffic += kept_traffic * self._held(plan, plan.remat) + fitted.state_traffic * sum(state.values())
+        traffic += self._gradient_sums(plan) + self._expert_traffic(plan, once, passes)
+        traffic += self._large_traffic(plan, passes * plan.ticks)
         compute, hbm = flops / device.rate("bf16"), traffic / device.hbm_bandwidth
         transfers = tuple(self._transfers(plan, once, back))
         exposed = sum(t.seconds * (1.0 - fitted.hidden[t.what]) for t in transfers)
@@ -210,11 +211,22 @@ class CostModel:
         rows = sum(f.rows * f.pieces * f.layers.call.row_bytes * f.calls for f in found)
         room, pieces = max(f.room for f in found), max(f.pieces for f in found)
         steps = plan.microbatches if plan.pipeline > 1 else plan.grad_accum_steps
-        traffic = passes * plan.ticks * fitted.expert_traffic * once.rows * room
-        traffic += passes * plan.ticks * fitted.expert_weight_traffic * once.expert_weights * pieces * steps
+        weights = fitted.expert_weight_traffic * once.expert_weights * pieces * steps
+        traffic = passes * plan.ticks * (fitted.expert_traffic * once.rows * room + weights)
         shared = (group for group in self._groups(plan) if group.experts and group.others > 1)
         gathered = sum(group.elements * _gathers(plan, group) for group in shared) * self.workload.compute_bytes
         return traffic + fitted.rows_traffic * rows + fitted.expert_gather_traffic * gathered
+
+    def _large_traffic(self, plan: Plan, passes: float) -> float:
+        """Bytes through main memory, beside those of all arrays, of those that do not fit into the chip's memory."""
+        if math.isinf(self.calibration.large):
+            return 0.0
+        found = self._once(self._large, plan, plan.remat, plan.microbatches, plan.grad_accum_steps)
+        others = math.prod(plan.mesh[axis] for axis in plan.zero_axes) if _gathers_in_layers(plan) else 1
+        return float(found.traffic(plan, self.calibration, passes, others))
+
+    def _large(self, plan: Plan, *_: Any) -> LargeArrays:
+        return large_arrays(plan, self.workload, self.calibration.large, self._kept_bytes)
 
     def _gradient_sums(self, plan: Plan) -> float:
         """Bytes through main memory of the sums of gradients over microbatches, in fp32."""

@@ -18,6 +18,7 @@ from jaxpar.planning.search.space import plans
 from jaxpar.sharding.hardware.topology import Topology
 
 CONFIGS = Path(__file__).parents[3] / "configs" / "bench"
+GALLERY = CONFIGS.parent / "gallery"
 
 
 @pytest.fixture(scope="module")
@@ -114,3 +115,12 @@ def test_experts_as_compiled(config: str) -> None:
         assert step == pytest.approx(
             compiled, rel=0.09 if plan is not None and plan.expert * plan.context == 4 else 0.05
         )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("config", "chips", "step"), [("1b_v6e", "v6e:4x4", 81.0), ("8b_v6e", "v6e:4x8", 569.4)])
+def test_main_memory_of_v6e_as_compiled(config: str, chips: str, step: float) -> None:
+    """The compiled steps are those of docs/measured/gallery.md; the constants were fitted to these two and the 70B."""
+    planner, topology = RunPlanner(GALLERY / f"pretrain_{config}.yaml"), Topology.parse(chips)
+    plan = Plan(data=topology.devices, zero=3, remat="none" if config == "1b_v6e" else "dots")
+    assert 1e3 * CostModel(planner.workload, topology).cost(plan).step == pytest.approx(step, rel=0.1)
