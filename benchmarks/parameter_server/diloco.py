@@ -3,7 +3,8 @@
     python benchmarks/parameter_server/diloco.py
 
 All runs train the model of configs/quickstart.yaml on one CPU device for each worker, with the same batches. The data
-parallel run is synchronous; the quickstart itself is data parallel too, and faster. The exit status is 1 if a run of
+parallel run is synchronous, at the learning rate of the quickstart; the quickstart itself is data parallel too, and
+faster. The exit status is 1 if a run of
 local SGD that sends at most 1/20 of the bytes is not within 0.03 nats of data parallelism. `--reference 1.4148` leaves
 out the data parallel run, whose loss is then the given one, and whose bytes are those of a gradient and of the
 parameters for each step.
@@ -43,11 +44,12 @@ class Measured:
 
 def program_of(config: ServerConfig, args: argparse.Namespace) -> TrainingProgram:
     """Returns the quickstart on one device for each worker."""
-    settings = (
+    settings = [
         *("cpu_devices=1", "mesh.model=1", f"data.batch={args.batch}", f"data.seq={args.seq}"),
         *(f"train.steps={args.steps}", f"train.eval_every={args.eval_every or 10**9}"),
-        f"optimizer.learning_rate={args.rate}",
-    )
+    ]
+    if config.mode == "local_sgd":
+        settings.append(f"optimizer.learning_rate={args.rate}")
     return job_program(CONFIG, settings, config)
 
 
@@ -100,7 +102,7 @@ def main() -> Sequence[str]:
     parser.add_argument("--seq", type=int, default=128)
     parser.add_argument("--every", default=EVERY, help="sync_every, in YAML")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--rate", type=float, default=3e-3)
+    parser.add_argument("--rate", type=float, default=3.6e-3, help="learning rate of local SGD")
     parser.add_argument("--outer", default="1.0:0.0", help="learning rate and momentum of the outer optimizer")
     parser.add_argument("--runs", nargs="*", choices=RUNS, default=["local_int4"])
     parser.add_argument("--reference", type=float, help="the loss of data parallelism, instead of a run")
