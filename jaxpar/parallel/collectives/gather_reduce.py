@@ -166,15 +166,22 @@ def gather(w: jax.Array, parts: Parts, precision: Precision) -> jax.Array:
     return precision.computing(w)
 
 
-def reduce(grad: jax.Array, parts: Parts, axes: Axes, precision: Precision) -> jax.Array:
+def reduce(
+    grad: jax.Array,
+    parts: Parts,
+    axes: Axes,
+    precision: Precision,
+    scatter: Callable[..., jax.Array] = hierarchical.scatter_local,
+) -> jax.Array:
     """Returns a gradient summed over ``axes``, in fp32 or wider.
 
-    It is reduce-scattered over the axes in ``parts``, and all-reduced over the others.
+    It is reduce-scattered over the axes in ``parts``, by ``scatter(x, axes=..., dim=...)`` unless the precision reduces
+    in int8, and all-reduced over the others.
     """
     small = grad.size * grad.dtype.itemsize < SMALL
     packs = precision.reduce == INT8
     grad = summable(precision.reducing(grad))
-    scatter = quantized.scatter_packed if packs else hierarchical.scatter_local
+    scatter = quantized.scatter_packed if packs else scatter
     for dim, split in parts.crossed:
         grad = as_rows(functools.partial(scatter, axes=split), grad, dim)
     left = tuple(axis for axis in axes if not any(axis in dim for dim in parts.dims))

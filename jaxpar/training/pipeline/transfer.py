@@ -16,6 +16,8 @@ from jax.sharding import PartitionSpec
 
 from jaxpar.errors import ConfigError, LayoutError, listing
 from jaxpar.parallel.collectives.gather_reduce import Parts, batch_axes, gather, parts_of, reduce, seq_axes
+from jaxpar.parallel.collectives.hierarchical import scatter_local
+from jaxpar.parallel.overlap.permute_collectives import ppermute_reduce_scatter
 from jaxpar.parallel.pipeline.executor.frozen import trained_part
 from jaxpar.parallel.pipeline.executor.layer_placement import AXIS, Layers
 from jaxpar.parallel.pipeline.executor.sequence_chunks import in_chunks, joined
@@ -23,6 +25,7 @@ from jaxpar.parallel.pipeline.options import Asynchronous, Pipeline
 from jaxpar.parallel.pipeline.schedules.residual_slots import Kept, kept_of
 from jaxpar.parallel.pipeline.staged_loss import PipelineLoss, stacked_part
 from jaxpar.parallel.precision.policy import Precision
+from jaxpar.sharding.hardware.links import links_of
 from jaxpar.sharding.layout import Layout, hint, manual_axes
 from jaxpar.sharding.resolve import Resolved
 from jaxpar.sharding.rules import Axes
@@ -214,11 +217,16 @@ class StageTransfer:
 
         jax.eval_shape(self._inside(local, (PartitionSpec(self.axes or None),), PartitionSpec()), pieces)
 
-    def of_one_layer(self, grads: Any) -> Any:
-        """Reduce-scatters one layer's gradients over the devices."""
+    def of_one_layer(self, grads: Any, beside: bool = False) -> Any:
+        """Reduce-scatters one layer's gradients over the devices; ``beside`` compute, by permutes, which overlap."""
+        links = links_of(self.layout.mesh)
+
+        def ring(g: jax.Array, axes: Axes, dim: int) -> jax.Array:
+            return ppermute_reduce_scatter(g, axes, dim=dim, rings=() if links is None else links.rings(axes))
 
         def one(g: jax.Array, sharding: LeafSharding) -> jax.Array:
-            return reduce(g, Parts(sharding.parts(self.axes).dims[1:], sharding.kept), self.axes, self.precision)
+            parts = Parts(sharding.parts(self.axes).dims[1:], sharding.kept)
+            return reduce(g, parts, self.axes, self.precision, ring if beside else scatter_local)
 
         return jax.tree.map(one, grads, self.split.stack(self.grad_shardings))
 

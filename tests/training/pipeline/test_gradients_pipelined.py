@@ -207,6 +207,22 @@ def test_gradients_are_scattered_before_the_end_where_that_is_asked_for(
 
 
 @pytest.mark.slow
+def test_a_bucket_is_scattered_beside_a_backward(one_device: Any) -> None:
+    rules = jp.Zero(3, min_bytes=0).rules(jp.Rules(**{k: v for k, v in RULES.to_dict().items() if k != "params"}))
+    schedule = jp.pipeline.schedule("interleaved", stages=2, microbatches=2, chunks=2)
+    options = jp.Pipeline(schedule, grad_reduction="per_chunk")
+    got = run({"pipeline": 2, "data": 4}, options, rules=rules, **jp.Zero(3, min_bytes=0).step)
+    got[0]["right"] = one_device[0]["right"]
+    check_same(got, one_device)
+    layout = layout_of(rules, {"pipeline": 2, "data": 4})
+    with layout:
+        state = jp.abstract_state(layout, make_model, SGD)
+        step = jp.train_step(layout, LOSS, pipeline=options).lower(state, batch_of())
+    audit = jp.audit(step.compile(compiler_options=QUICK), mesh=layout.mesh)
+    assert audit.select("collective-permute", "data"), "no permute over data scatters a bucket beside a backward"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", few([1, 2, 3], 2))
 def test_every_stage_of_zero_composes_with_stages_and_heads(stage: int, one_device: Any) -> None:
     """Weights, gradients and moments are sharded over ``data``, also the embedding, which is used on both ends."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -104,6 +106,7 @@ class TickInputs:
       head_grad: what the head returned for the backward of its microbatch.
       batch: [microbatches, rows, ...].
       side_weights: the weights that ``PipelineProgram.side`` receives.
+      arrived: the outputs of other stages' forwards by direction, if they were sent before the end of the tick.
     """
 
     stage_row: jax.Array
@@ -115,6 +118,7 @@ class TickInputs:
     head_grad: Any
     batch: Any
     side_weights: Any
+    arrived: Mapping[str, jax.Array] = MappingProxyType({})
 
     def field(self, name: str) -> jax.Array:
         """Returns a field of the stage's row."""

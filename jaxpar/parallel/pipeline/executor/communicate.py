@@ -39,6 +39,12 @@ def receive(context: TickContext, tick: TickInputs) -> TickInputs:
     return replace(tick.updated(cotangents=cotangents), x=x)
 
 
+def send_early(context: TickContext, tick: TickInputs) -> TickInputs:
+    """Sends the outputs of forwards before the end of the tick."""
+    directions = [direction for direction in _DIRECTIONS if f"act_{direction}" in context.program.table.channels]
+    return replace(tick, arrived={direction: from_neighbour(tick.y, direction) for direction in directions})
+
+
 def send(context: TickContext, tick: TickInputs) -> TickInputs:
     """Sends the results of the tick to other stages, and passes the next microbatch to the first stage."""
     carry, channels = tick.carry, context.program.table.channels
@@ -51,7 +57,9 @@ def send(context: TickContext, tick: TickInputs) -> TickInputs:
         tick = tick.updated(received={way: from_neighbour(sent, way) for way in cotangent_directions(context.program)})
     for direction in (*_DIRECTIONS, "self"):
         if f"act_{direction}" in channels:
-            arrived = y if direction == "self" else from_neighbour(y, direction)
+            arrived = y if direction == "self" else tick.arrived.get(direction)
+            if arrived is None:
+                arrived = from_neighbour(y, direction)
             activations = put(activations, arrived, tick.field(f"act_{direction}"))
 
     def feed(run: jax.Array, activations: jax.Array) -> jax.Array:

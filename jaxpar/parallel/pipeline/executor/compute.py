@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxpar.parallel.pipeline.executor import recompute
+from jaxpar.parallel.pipeline.executor import communicate, recompute
 from jaxpar.parallel.pipeline.executor.carry import StageCarry, TickCarry, TickInputs, add_scalars, zeros_of
 from jaxpar.parallel.pipeline.executor.frozen import trained_part
 from jaxpar.parallel.pipeline.executor.layer_placement import AXIS
 from jaxpar.parallel.pipeline.executor.primitives import pick, reader
 from jaxpar.parallel.pipeline.executor.program import PipelineProgram, global_field
 from jaxpar.parallel.pipeline.executor.sequence_chunks import slots_of
-from jaxpar.parallel.pipeline.executor.stage import Add, held, read, write
+from jaxpar.parallel.pipeline.executor.stage import Add, Chunk, held, read, write
 from jaxpar.parallel.pipeline.executor.tick_context import Split, TickContext
 from jaxpar.utils.arrays import accumulator, at_least_fp32
 
@@ -75,6 +76,8 @@ def backward(context: TickContext, tick: TickInputs) -> TickInputs:
     cotangent = pick(carry.cotangents, field("b_cotangent"))
     if not program.schedule.split:
         add = _grad_adder(context, tick, "b")
+        if program.reduce_bucket is not None:
+            return _backward_with_buckets(context, tick, chunk, (residuals, slot, side), cotangent, add)
         with context.loop_scope("backward"):
             found = chunk.backward(residuals, slot, side, cotangent, add, getattr(carry, sums))
         sent, total, residuals = found
@@ -91,22 +94,65 @@ def backward(context: TickContext, tick: TickInputs) -> TickInputs:
     return tick.updated(**{sums: total}, residuals=residuals, split_residuals=stored, sent=sent)
 
 
+def _backward_with_buckets(
+    context: TickContext,
+    tick: TickInputs,
+    chunk: Chunk,
+    given: tuple[Any, jax.Array, Any],
+    cotangent: jax.Array,
+    add: Add,
+) -> TickInputs:
+    """Runs the backward of a chunk in one of two loops, of which one also scatters a bucket, layer by layer."""
+    residuals, slot, side = given
+    # XLA:TPU hides a permute behind the loop before its use, even one that seldom runs. The barriers leave it the loop
+    # that runs in most ticks: what leaves the pipeline is stored before, and outputs arrive before the other loop.
+    x, cotangent = jax.lax.optimization_barrier((tick.x, cotangent))
+    tick = communicate.send_early(context, replace(tick, x=x))
+    late = global_field(tick.global_row, "buckets_beside")
+    alone, beside = (replace(chunk, times=chunk.times * runs) for runs in (1 - late, late))
+    with context.loop_scope("backward_alone"):
+        sent, buckets, residuals = alone.backward(residuals, slot, side, cotangent, add, tick.carry.buckets)
+
+    sent, arrived = jax.lax.optimization_barrier((sent, tick.arrived))
+    tick = replace(tick, arrived=arrived)
+
+    def both(sums: Any, i: jax.Array, grads: Any, exists: jax.Array) -> Any:
+        buckets, total = sums
+        found = _scattered(context, tick, buckets, i, beside=True)
+        # A gradient is added in place, once the scatter has read that weight's part of the buckets.
+        after = lambda part, grad: jax.lax.optimization_barrier((part, grad))[1]
+        grads = jax.tree.map(after, found, grads)
+        return add(buckets, i, grads, exists), _with_scattered(tick, total, found, i)
+
+    with context.loop_scope("buckets_beside"):
+        sums = buckets, tick.carry.grads
+        sent, (buckets, grads), residuals = beside.backward(residuals, slot, side, sent, both, sums)
+    return tick.updated(buckets=buckets, grads=grads, residuals=residuals, sent=context.constrained(sent))
+
+
 def flush_bucket(context: TickContext, tick: TickInputs) -> TickInputs:
     """Reduces a bucket that is complete, layer by layer, and adds it to the sums of its chunk."""
-    reduce_bucket, buckets = context.program.reduce_bucket, tick.carry.buckets
-    if reduce_bucket is None:
+    if context.program.reduce_bucket is None:
         return tick
-
-    def one(i: jax.Array, sums: Any) -> Any:
-        slot, chunk = held((tick.field("bucket_ends"), tick.field("bucket_chunk")), i)
-        own = jax.tree.map(lambda total: read([total], slot, i)[0], buckets)
-        more = lambda total, part: write(total, read([total], chunk, i)[0] + part, chunk, i)
-        return jax.tree.map(more, sums, reduce_bucket(own))
-
+    one = lambda i, sums: _with_scattered(tick, sums, _scattered(context, tick, tick.carry.buckets, i), i)
     layers = jax.tree.leaves(tick.weights)[0].shape[1]
     with context.loop_scope("buckets"):
         times = global_field(tick.global_row, "buckets") * layers
         return tick.updated(grads=jax.lax.fori_loop(0, times, one, tick.carry.grads))
+
+
+def _scattered(context: TickContext, tick: TickInputs, buckets: Any, i: jax.Array, *, beside: bool = False) -> Any:
+    """Returns a layer's gradients in the bucket that this tick scatters, reduced."""
+    slot = held(tick.field("scattered_bucket"), i)
+    own = jax.tree.map(lambda total: read([total], slot, i)[0], buckets)
+    assert context.program.reduce_bucket is not None
+    return context.program.reduce_bucket(own, beside)
+
+
+def _with_scattered(tick: TickInputs, sums: Any, parts: Any, i: jax.Array) -> Any:
+    """Adds a layer's reduced gradients to the sums of their chunk."""
+    chunk = held(tick.field("bucket_chunk"), i)
+    return jax.tree.map(lambda total, part: write(total, read([total], chunk, i)[0] + part, chunk, i), sums, parts)
 
 
 def empty_grads(program: PipelineProgram, weights: Any, chunks: int) -> Any:

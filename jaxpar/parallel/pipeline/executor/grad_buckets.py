@@ -1,8 +1,9 @@
 """``GradientBuckets``: sums the gradients of one chunk over consecutive backwards, then scatters the sums.
 
 A *bucket* has the gradients of consecutive backwards that a stage does for one chunk. All stages scatter a bucket in
-the same tick, when the last stage completes it. Stages that are ahead meanwhile fill the next one. Only the sums of a
-few chunks are therefore unsharded at a time, in *slots*, for any number of chunks.
+the same tick: beside the first backward after the last stage has completed it, or, where no backward follows, at the end
+of the tick that completes it. Stages that are ahead meanwhile fill the next one. Only the sums of a few chunks are
+therefore unsharded at a time, in *slots*, for any number of chunks.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ class GradientBuckets:
     Attributes:
       slots: the number of chunks whose sums are unsharded at a time.
       rows: int32 [ticks, stages, 4], in the order of ``BUCKET_FIELDS``.
-      ends: int32 [ticks, 1], whether the stages scatter a bucket in a tick.
+      scatters: int32 [ticks, 2], whether the stages scatter a bucket at the end of a tick, and beside its backward.
     """
 
     slots: int
     rows: np.ndarray
-    ends: np.ndarray
+    scatters: np.ndarray
 
 
-BUCKET_FIELDS = ("bucket", "bucket_begins", "bucket_ends", "bucket_chunk")
+BUCKET_FIELDS = ("bucket", "bucket_begins", "scattered_bucket", "bucket_chunk")
 """The slot to which a tick adds gradients, whether they are its first, the slot to scatter, and that slot's chunk."""
 
 
@@ -59,10 +60,15 @@ def buckets_of(schedule: Schedule | AsyncSchedule, table: Table) -> GradientBuck
             "or 'per_microbatch', or use the schedule 'interleaved'."
         )
     ends = [max(buckets[number][-1] for buckets in each) for number in range(len(each[0]))]
+    at: list[int] = []
+    for end in reversed(ends):  # a tick scatters one bucket at most
+        late = not schedule.split and bool(on[end + 1 : end + 2].any()) and end + 1 not in at
+        at.insert(0, end + late)
+    beside = [tick > end for tick, end in zip(at, ends, strict=True)]
     rows = np.zeros((*on.shape, len(BUCKET_FIELDS)), np.int32)
     slots = 0
     for stage, buckets in enumerate(each):
-        timed = list(enumerate(zip(buckets, ends, strict=True)))
+        timed = list(enumerate(zip(buckets, at, strict=True)))
         count, places = allocate(Live(time(t[0], FORWARD), time(end, END), (number, 0)) for number, (t, end) in timed)
         slots = max(slots, count)
         for number, (ticks, end) in timed:
@@ -70,9 +76,9 @@ def buckets_of(schedule: Schedule | AsyncSchedule, table: Table) -> GradientBuck
             rows[ticks, stage, 0] = slot
             rows[ticks[0], stage, 1] = 1
             rows[end, stage, 2:] = slot, chunks[ticks[0], stage]
-    ended = np.zeros((len(on), 1), np.int32)
-    ended[ends] = 1
-    return GradientBuckets(slots, rows, ended)
+    scatters = np.zeros((len(on), 2), np.int32)
+    scatters[at, np.asarray(beside, int)] = 1
+    return GradientBuckets(slots, rows, scatters)
 
 
 def _of_stage(on: np.ndarray, chunks: np.ndarray) -> list[list[int]]:

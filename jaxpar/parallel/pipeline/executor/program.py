@@ -56,7 +56,8 @@ class PipelineProgram:
       independent: the loops of a stage follow its own row. Otherwise the stages run in lockstep: a loop runs on all
         stages if any of them needs it.
       reduce: reduces the gradients of one layer for every microbatch; ``None`` leaves each device its own gradients.
-      reduce_bucket: reduces the gradients of one layer once a bucket; ``None`` if there are no buckets. See
+      reduce_bucket: ``reduce_bucket(grads, beside)`` reduces the gradients of one layer once a bucket, ``beside``
+        compute or alone; ``None`` if there are no buckets. See
         :mod:`jaxpar.parallel.pipeline.executor.grad_buckets`.
       counts: [stages, chunks], the number of layers in each chunk; ``None`` if all are equal.
       starts: [stages, chunks], the index in the model of the first layer of each chunk.
@@ -78,7 +79,7 @@ class PipelineProgram:
     activation_checkpointing: ActivationCheckpointing = "full"
     independent: bool = False
     reduce: Callable[[Any], Any] | None = None
-    reduce_bucket: Callable[[Any], Any] | None = None
+    reduce_bucket: Callable[..., Any] | None = None
     counts: np.ndarray | None = None
     starts: np.ndarray | None = None
     join: Callable[[Any, LayerScalars], Any] = lambda sums, extras: sums
@@ -112,7 +113,7 @@ class PipelineProgram:
         global_rows = np.concatenate([self.table.ticks, np.stack(does, 1), works], axis=1).astype(np.int32)
         if self.buckets is not None:
             rows = np.concatenate([rows, self.buckets.rows], axis=2)
-            global_rows = np.concatenate([global_rows, self.buckets.ends], axis=1)
+            global_rows = np.concatenate([global_rows, self.buckets.scatters], axis=1)
         if self.layer_slots is not None:
             rows = np.concatenate([rows, self.layer_slots.slots.reshape(*rows.shape[:2], -1)], axis=2)
         return rows, global_rows
@@ -138,17 +139,20 @@ class PipelineProgram:
         With ``independent``, both numbers are summed over stages for operations that stages do on their own.
 
         Args:
-          name: a field of ``GLOBAL_FIELDS``.
+          name: a field of ``GLOBAL_FIELDS``, or ``backward_alone``: the backwards beside which no bucket is scattered.
         """
         if self.independent and name in ("forward", "backward", "weights"):
             each = self.table.column(f"{name[0]}_on")
             return int(each.sum()), each.size
+        if name == "backward_alone":
+            (total, ticks), (beside, _) = self.active_ticks("backward"), self.active_ticks("buckets_beside")
+            return total - beside, ticks
         column = self.rows()[1][:, GLOBAL_FIELDS.index(name)]
         return int(column.sum()), len(column)
 
 
-GLOBAL_FIELDS = (*ALL, "forward", "backward", "weights", "feeds", "heads", "drains", "buckets")
-"""The fields of a tick for all stages: microbatches, then whether any stage does an operation."""
+GLOBAL_FIELDS = (*ALL, "forward", "backward", "weights", "feeds", "heads", "drains", "buckets", "buckets_beside")
+"""The fields of a tick for all stages: microbatches, then whether any stage does an operation; see ``GradientBuckets``."""
 
 
 def global_field(global_row: jax.Array, name: str) -> jax.Array:

@@ -61,6 +61,10 @@ class WeightSplit:
         return self.sharded
 
 
+_STAGE_LOOPS = ("forward", "backward", "backward_alone", "weights")
+"""Loops over a stage's own layers, which contain no collective of the pipeline."""
+
+
 @dataclass(frozen=True)
 class TickContext:
     """The program and the arrays that no tick changes.
@@ -151,12 +155,12 @@ class TickContext:
         """Returns a named scope for a loop that some ticks skip; it states the loop's total iterations and the ticks.
 
         Args:
-          name: a field of ``GLOBAL_FIELDS``, or ``recompute``.
+          name: a field of ``GLOBAL_FIELDS``, ``recompute``, or ``backward_alone``.
         """
         count, ticks = self.program.recomputed_layers() if name == "recompute" else self.program.active_ticks(name)
         layers = jax.tree.leaves(self.weights)[0].shape[2]
-        count *= layers if name in ("forward", "backward", "weights", "buckets") else 1
-        own_layers = "own_layers/" if name in ("forward", "backward", "weights", "recompute") else ""
+        count *= layers if name in (*_STAGE_LOOPS, "buckets", "buckets_beside") else 1
+        own_layers = "own_layers/" if name in (*_STAGE_LOOPS, "recompute") else ""
         return jax.named_scope(own_layers + trip_count_scope(count, ticks))
 
 

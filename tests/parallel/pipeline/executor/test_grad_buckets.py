@@ -11,7 +11,7 @@ import jaxpar as jp
 from jaxpar.errors import ConfigError
 from jaxpar.parallel.pipeline.executor.grad_buckets import buckets_of
 
-# name, stages, microbatches, chunks, slots of full sums, scatters
+# name, stages, microbatches, chunks, slots of full sums, scatters, and how many of these are beside a backward
 CASES = [
     ("interleaved", 4, 8, 4, 2, 8),
     ("interleaved", 4, 4, 8, 2, 8),
@@ -33,18 +33,25 @@ def test_every_gradient_is_scattered_once(case: tuple[str, int, int, int, int, i
         whole: dict[int, list[tuple[int, int]]] = {}
         scattered: list[tuple[int, int]] = []
         for tick in range(len(on)):
-            slot, begins, ended, to = map(int, buckets.rows[tick, stage])
+            slot, begins, scattered_slot, to = map(int, buckets.rows[tick, stage])
+            at_end, beside = map(int, buckets.scatters[tick])
+            assert at_end + beside <= 1
+            if beside:
+                assert on[tick].any(), f"tick {tick} has no backward beside which a bucket can be scattered"
+                assert {number for number, _ in whole[scattered_slot]} == {to}
+                scattered += whole.pop(scattered_slot)
+                assert slot != scattered_slot or not on[tick, stage], f"tick {tick} adds to the bucket that it scatters"
             if on[tick, stage]:
                 if begins:
                     assert not whole.get(slot), f"tick {tick} of stage {stage} begins in a slot that was not scattered"
                     whole[slot] = []
                 whole[slot].append((int(chunk[tick, stage]), int(microbatch[tick, stage])))
-            if buckets.ends[tick, 0]:
-                assert {number for number, _ in whole[ended]} == {to}
-                scattered += whole.pop(ended)
+            if at_end:
+                assert {number for number, _ in whole[scattered_slot]} == {to}
+                scattered += whole.pop(scattered_slot)
         assert not any(whole.values())
         assert sorted(scattered) == [(c, m) for c in range(chunks) for m in range(microbatches)]
-    assert (buckets.slots, int(buckets.ends.sum())) == (slots, scatters)
+    assert (buckets.slots, int(buckets.scatters.sum())) == (slots, scatters)
     assert np.all(buckets.rows[:, :, (0, 2)] < buckets.slots)
 
 
