@@ -1,8 +1,8 @@
 """``GradientBuckets``: sums the gradients of one chunk over consecutive backwards, then scatters the sums.
 
 A *bucket* has the gradients of consecutive backwards that a stage does for one chunk. All stages scatter a bucket in
-the same tick: beside the first backward after the last stage has completed it, or, where no backward follows, at the end
-of the tick that completes it. Stages that are ahead meanwhile fill the next one. Only the sums of a few chunks are
+the same tick: beside the first backward after the last stage has completed it, or, where no backward follows, at the
+end of the tick that completes it. Stages that are ahead meanwhile fill the next one. Only the sums of a few chunks are
 therefore unsharded at a time, in *slots*, for any number of chunks.
 """
 

@@ -152,7 +152,10 @@ class PipelineProgram:
 
 
 GLOBAL_FIELDS = (*ALL, "forward", "backward", "weights", "feeds", "heads", "drains", "buckets", "buckets_beside")
-"""The fields of a tick for all stages: microbatches, then whether any stage does an operation; see ``GradientBuckets``."""
+"""The fields of a tick for all stages: microbatches, then whether any stage does an operation.
+
+The last two are ``GradientBuckets.scatters``.
+"""
 
 
 def global_field(global_row: jax.Array, name: str) -> jax.Array:
