@@ -35,8 +35,8 @@ class Pipeline:
         gradients of each layer are reduce-scattered for every microbatch. The sums are then sharded as the gradients
         are, but the traffic is multiplied by the number of microbatches. ``per_chunk``: a stage sums the gradients of
         one chunk until it changes to the next chunk. When the last stage has changed, all stages reduce-scatter the
-        sums, beside their next backward. With ``interleaved`` this happens once per group of ``stages`` microbatches, and the sums of two chunks
-        are unsharded instead of those of all chunks.
+        sums, beside their next backward. With ``interleaved`` this happens once per group of ``stages`` microbatches,
+        and the sums of two chunks are unsharded instead of those of all chunks.
       executor: ``lockstep``: in a tick, all stages execute every kind of operation that any stage has in it. Works with
         any other mesh axes. ``independent``: each stage executes only its own operations. Use it for schedules whose
         stages do different things in a tick, on meshes in which only ``pipeline`` and the batch's axes are larger than
