@@ -153,7 +153,7 @@ def test_any_order_gives_the_gradients_of_one_device(case: tuple[int, int, str, 
         got = grads[:, 0, :, 0], sums[1][0], back[0][there]
         assert abs(sums[0][0] - value) <= 2e-6 * abs(value)
         for mine, other in zip(got, (wanted[0][at], wanted[1], wanted[2][there]), strict=True):
-            assert np.abs(mine - other).max() <= 2e-6 * np.abs(other).max()
+            assert np.abs(mine - other).max() <= 4e-6 * np.abs(other).max()
 
     check()
 
