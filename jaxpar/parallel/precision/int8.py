@@ -9,6 +9,7 @@ cast the integers as it reads them. A value that is not finite makes its scale n
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 from jaxpar.errors import ConfigError
 
 
-class StoredIntegers:
+class StoredIntegers(ABC):
     """What arrays in few bits have in common: integers ``values`` and ``scales``, which stand for another array."""
 
     values: Any
@@ -40,9 +41,9 @@ class StoredIntegers:
         """The dtype of ``values``."""
         return self.values.dtype
 
+    @abstractmethod
     def spread_scales(self) -> jax.Array:
         """Returns the scales in a shape that broadcasts to that of ``values``."""
-        raise NotImplementedError
 
     def astype(self, dtype: Any) -> jax.Array:
         """Returns the array that this stands for, computed in fp32 and cast to ``dtype``."""

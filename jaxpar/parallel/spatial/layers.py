@@ -31,7 +31,7 @@ class ConvTranspose(nnx.ConvTranspose):
 
 
 def use_slices(model: nnx.Module) -> nnx.Module:
-    """Makes the Flax layers of an NNX model, whoever wrote it, compute slice by slice.
+    """Makes the Flax layers of any NNX model compute slice by slice.
 
     Each ``nnx.Conv`` that has no convolution of its own takes :func:`jaxpar.spatial.conv`, and each
     ``nnx.ConvTranspose`` becomes a :class:`ConvTranspose`. Parameters and their paths stay. Circular convolutions stay
