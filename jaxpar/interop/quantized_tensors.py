@@ -134,9 +134,10 @@ def scaled_tensors(
 def _bits(found: Mapping[str, Any]) -> int:
     """Returns the number of bits of all groups of ``compressed-tensors``."""
     groups = found.get("config_groups")
-    weights = [dict(g.get("weights") or {}) for g in groups.values()] if isinstance(groups, dict) else []
+    given = groups.values() if isinstance(groups, dict) else ()
+    weights = [(group.get("weights") if isinstance(group, dict) else group) for group in given]
     for way in weights:
-        symmetric = way.get("symmetric") and way.get("type") == "int"
+        symmetric = isinstance(way, dict) and way.get("symmetric") and way.get("type") == "int"
         if not symmetric or way.get("num_bits") not in (4, 8) or way.get("num_bits") != weights[0].get("num_bits"):
             raise ConfigError(
                 f"{CONFIG}: {FIELD}: weights must be symmetric integers of 4 or of 8 bits, the same in all groups, got "
@@ -156,7 +157,8 @@ def _compressed(tensors: Mapping[str, StoredTensor], bits: int) -> dict[str, Sto
             continue
         scales = _companion(tensors, values, base + _SCALE)
         shape = _shape_of(_companion(tensors, values, base + _SHAPE), values, 32 // bits) if packed else values.shape
-        if len(shape) != 2 or len(scales.shape) != 2 or scales.shape[0] != shape[0] or shape[1] % scales.shape[1]:
+        fits = len(shape) == len(scales.shape) == 2 and scales.shape[0] == shape[0] and scales.shape[1] > 0
+        if not fits or shape[1] % scales.shape[1]:
             raise _unfit(values, scales, shape)
         for used in (name, base + _SCALE, base + _SHAPE):
             found.pop(used, None)

@@ -27,7 +27,7 @@ PLAIN: dict[str, Any] = {
 }
 
 
-def run_of(devices: int | None = None, **changes: Any) -> ImportedRun:
+def run_of(devices: int | None = None, steps: int | None = None, **changes: Any) -> ImportedRun:
     """The import of ``PLAIN`` with values at paths, whose dots are written ``__``; ``None`` removes a key."""
     data = copy.deepcopy(PLAIN)
     for path, value in changes.items():
@@ -38,7 +38,7 @@ def run_of(devices: int | None = None, **changes: Any) -> ImportedRun:
         at[last] = value
         if value is None:
             del at[last]
-    return import_deepspeed(data, ImportOptions("ds.json", devices=devices, base="llama"))
+    return import_deepspeed(data, ImportOptions("ds.json", devices=devices, steps=steps, base="llama"))
 
 
 def row(found: ImportedRun, key: str) -> tuple[str, str]:
@@ -133,6 +133,37 @@ def test_without_16_bits_all_is_fp32() -> None:
     assert run_of(bf16=None).config["model"] == {"dtype": "float32", "param_dtype": "float32"}
 
 
+@pytest.mark.parametrize(("name", "dtype"), [("torch.float16", "float16"), ("bf16", "bfloat16"), (None, "bfloat16")])
+def test_autocast_sets_the_dtype(name: str | None, dtype: str) -> None:
+    cast = {"enabled": True} if name is None else {"enabled": True, "dtype": name}
+    found = run_of(bf16=None, torch_autocast=cast)
+    assert found.config["model"] == {"dtype": dtype, "param_dtype": "float32"}
+    assert row(found, "torch_autocast") == ("translated", "")
+    off = run_of(bf16=None, torch_autocast=cast | {"enabled": False})
+    assert off.config["model"]["dtype"] == "float32" and row(off, "torch_autocast") == ("ignored", "enabled is false")
+
+
+@pytest.mark.parametrize(("wire", "reduce"), [("fp32", "fp32"), ("bfp16", "bf16")])
+def test_the_dtype_of_reductions(wire: str, reduce: str) -> None:
+    assert run_of(communication_data_type=wire).config["precision"] == {"reduce": reduce}
+
+
+def test_a_cosine_ends_at_its_ratio_and_the_steps_of_the_caller() -> None:
+    params = {"warmup_num_steps": 5, "cos_min_ratio": 0.1, "total_num_steps": 100}
+    found = run_of(steps=40, scheduler={"type": "WarmupCosineLR", "params": params})
+    found.report.check()
+    optimizer, key = found.config["optimizer"], "scheduler.params.total_num_steps"
+    assert (optimizer["schedule"], optimizer["warmup"], optimizer["final_lr_ratio"]) == ("cosine", 5, 0.1)
+    assert found.config["train"]["steps"] == 40 and row(found, key) == ("ignored", "--steps")
+
+
+def test_partitioned_activations_are_sliced() -> None:
+    tensor = {"tensor_parallel": {"autotp_size": 2}, "activation_checkpointing": {"partition_activations": True}}
+    found = run_of(16, **tensor)
+    found.report.check()
+    assert found.config["parallel"]["remat"] == {"policy": "full", "slice_activation": True}
+
+
 def test_other_parallelism() -> None:
     found = run_of(16, tensor_parallel={"autotp_size": 2}, train_batch_size=32, sequence_parallel_size=2)
     assert found.config["mesh"] == {"data": 4, "ulysses": 2, "model": 2}
@@ -177,6 +208,16 @@ def test_without_an_optimizer_that_of_the_base_is_kept() -> None:
         ({"scheduler": {"type": "OneCycle", "params": {"a": 1}}}, "scheduler.type", "only WarmupLR"),
         ({"amp": {"enabled": True}}, "amp", "set fp16 or bf16"),
         ({"zero_optimization__offload_optimizer": {"ratio": 0.5}}, "zero_optimization.offload_optimizer.ratio", "all"),
+        (
+            {"zero_optimization": {"stage": 3, "mics_shard_size": 2}, "sequence_parallel_size": 2},
+            "zero_optimization.mics_shard_size",
+            "only formed along data, without sequence parallelism",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
+            "zero_optimization.offload_param.device",
+            "weights are stored on the devices or in host memory",
+        ),
         ({"zero_optimisation": {"stage": 1}}, "zero_optimisation.stage", "an unknown key"),
         (
             {"activation_checkpointing": {"cpu_checkpointing": True}},
@@ -255,6 +296,11 @@ RULES: list[tuple[int | None, dict[str, Any], str]] = [
         None,
         {"optimizer": {"type": "OneBitAdam"}},
         "optimizer.type OneBitAdam requires ZeRO stage 0, got stage 2.",
+    ),
+    (
+        None,
+        {"torch_autocast": {"enabled": True, "dtype": "int8"}},
+        "torch_autocast.dtype must be float16 or bfloat16, got 'int8'.",
     ),
     (None, {"communication_data_type": "int4"}, "communication_data_type must be fp16, bf16 or fp32, got 'int4'."),
     (

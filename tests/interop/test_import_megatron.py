@@ -10,6 +10,7 @@ from mutations import mutated
 from jaxpar.errors import ConfigError
 from jaxpar.interop.configurations import ImportedRun, ImportOptions, import_megatron, read_script
 from jaxpar.interop.configurations.megatron.script import Conditions, ScriptArguments
+from jaxpar.models.llama.rope import RopeScaling
 
 LLAMA: dict[str, Any] = {
     "num-layers": 8,
@@ -41,13 +42,19 @@ STAGES = {"pipeline-model-parallel-size": 2, "tensor-model-parallel-size": 2, "s
 
 
 def run_of(
-    *, devices: int = 8, conditional: str = "", conditions: Conditions = "refuse", **changes: Any
+    *,
+    devices: int = 8,
+    steps: int | None = None,
+    conditional: str = "",
+    conditions: Conditions = "refuse",
+    **changes: Any,
 ) -> ImportedRun:
     """The import of ``LLAMA`` with changed arguments, whose dashes are written ``_``; ``None`` removes one."""
     values = LLAMA | {name.replace("_", "-"): value for name, value in changes.items()}
     text = " ".join(f"--{name} {value}" for name, value in values.items() if value is not None)
     script = f"A=()\nif x; then\nA=({conditional})\nfi\ntorchrun --nproc_per_node {devices} train.py {text} ${{A[@]}}"
-    return import_megatron(read_script(script, "run.sh", {}), ImportOptions("run.sh"), conditions=conditions)
+    options = ImportOptions("run.sh", steps=steps)
+    return import_megatron(read_script(script, "run.sh", {}), options, conditions=conditions)
 
 
 def row(found: ImportedRun, key: str) -> tuple[str, str]:
@@ -167,12 +174,46 @@ def test_arguments_become_a_run() -> None:
             {"data": 8},
             {"optimizer": {"stage": 1, "fsdp_group_size": 4}, "offload": {"optimizer": "host"}, "remat": "none"},
         ),
+        ({"use_torch_fsdp2": "", "recompute_activations": ""}, {"data": 8}, {"optimizer": {"stage": 3}, "remat": "none"}),
+        (
+            {**STAGES, "use_torch_fsdp2": "", "recompute_granularity": "full", "recompute_method": "uniform",
+             "recompute_num_layers": 2, "distribute_saved_activations": ""},
+            {"pipeline": 2, "data": 2, "model": 2},
+            {
+                "pipeline": {
+                    "schedule": "1f1b",
+                    "microbatches": 4,
+                    "activation_checkpointing": "none",
+                    "grad_reduction": "per_microbatch",
+                },
+                "optimizer": {"stage": 1},
+                "remat": "full",
+            },
+        ),
     ],
 )  # fmt: skip
 def test_parallelism_of_arguments(changes: dict[str, Any], mesh: dict[str, int], parallel: dict[str, Any]) -> None:
     found = run_of(**changes)
     found.report.check()
     assert (found.config["mesh"], found.config["parallel"]) == (mesh, parallel)
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        ({"window_size": "4096,0"}, {"sliding_window": 4097}),
+        ({"window_size": "'(7, 0)'"}, {"sliding_window": 8}),
+        ({"use_rope_scaling": ""}, {"rope_scaling": {"kind": "llama3", "factor": 8.0}}),
+        ({"use_rope_scaling": "", "rope_scaling_factor": 4}, {"rope_scaling": {"kind": "llama3", "factor": 4.0}}),
+        ({"rope_scaling_factor": 4}, {"rope_scaling": None}),
+    ],
+)
+def test_positions_and_windows_of_arguments(changes: dict[str, Any], wanted: dict[str, Any]) -> None:
+    found = run_of(**changes)
+    found.report.check()
+    model = found.config["model"]
+    assert {name: model.get(name) for name in wanted} == wanted
+    RopeScaling(**(model.get("rope_scaling") or {}))
 
 
 def test_experts_of_arguments() -> None:
@@ -227,6 +268,9 @@ def test_precision_of_arguments() -> None:
     half = run_of(bf16=None, fp16="", hysteresis=1).config
     assert half["model"]["dtype"] == "float16"
     assert half["precision"] == {"scale": {"initial": 2.0**32, "interval": 1000, "hysteresis": 1, "minimum": 1.0}}
+    e4m3 = run_of(fp8_format="e4m3")
+    assert e4m3.config["precision"] == {"matmul": "fp8"}
+    assert row(e4m3, "--fp8-format") == ("translated", "gradients are in e5m2")
     assert run_of(fp8_format="hybrid", grad_reduce_in_bf16="").config["precision"] == {
         "reduce": "bf16",
         "matmul": "fp8",
@@ -239,6 +283,16 @@ def test_samples_count_in_steps() -> None:
     )
     assert found.config["train"]["steps"] == 100
     assert (found.config["optimizer"]["decay_steps"], found.config["optimizer"]["warmup"]) == (50, 10)
+
+
+def test_steps_of_the_caller_evaluation_and_checkpoints() -> None:
+    found = run_of(steps=7, lr_warmup_fraction=None, eval_interval=5, eval_iters=2, save_interval=3)
+    found.report.check()
+    assert found.config["train"] == {
+        "grad_accum_steps": 1, "steps": 7, "seed": 1234, "eval_every": 5, "eval_batches": 2
+    }  # fmt: skip
+    assert found.config["checkpoint"] == {"save_interval_steps": 3}
+    assert row(found, "--train-iters") == ("ignored", "--steps")
 
 
 def test_conditional_arguments() -> None:
@@ -266,6 +320,11 @@ def test_a_model_of_another_kind_is_refused_or_taken_from_the_base() -> None:
     based = import_megatron(read_script(script, "run.sh", {}), options)
     based.report.check()
     assert based.config["model"] == {"dtype": "float32", "param_dtype": "float32"}
+    stages = " --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1 --global-batch-size 2"
+    options = ImportOptions("run.sh", devices=2, base="llama")
+    uneven = import_megatron(read_script(script + stages, "run.sh", {}), options)
+    reason = "the number of layers is not in the arguments"
+    assert row(uneven, "--decoder-first-pipeline-num-layers") == ("refused", reason)
 
 
 @pytest.mark.parametrize(
@@ -279,9 +338,28 @@ def test_a_model_of_another_kind_is_refused_or_taken_from_the_base() -> None:
             "--tensor-model-paralel-size",
             "Did you mean '--tensor-model-parallel-size'",
         ),
+        (
+            {"num_experts": 4, "moe_router_load_balancing_type": "sinkhorn"},
+            "--moe-router-load-balancing-type",
+            "only aux_loss, seq_aux_loss and none are built",
+        ),
+        ({"multi_latent_attention": ""}, "--multi-latent-attention", "only built for models with experts"),
+        ({"mtp_num_layers": 1}, "--mtp-num-layers", "only predicted by models with experts"),
+        ({"recompute_granularity": "selective", "recompute_modules": "mlp"}, "--recompute-modules", "only core_attn"),
+        (
+            {"context_parallel_size": 2, "num_distributed_optimizer_instances": 2},
+            "--num-distributed-optimizer-instances",
+            "groups of devices are only formed along data",
+        ),
+        (
+            {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2,
+             "decoder_last_pipeline_num_layers": 1},
+            "--decoder-last-pipeline-num-layers",
+            "uneven stages with virtual stages are not translated",
+        ),
         ({"num_experts": 6, "expert_model_parallel_size": 3}, "--expert-model-parallel-size", "must divide the 8"),
     ],
-)
+)  # fmt: skip
 def test_refused_arguments(changes: dict[str, Any], key: str, note: str) -> None:
     status, found = row(run_of(**changes), key)
     assert status == "refused" and note in found
@@ -349,6 +427,47 @@ RULES = [
     ({"train_samples": 5}, "--train-iters and --train-samples are both given. Remedy: leave one of them out."),
     ({"train_iters": None}, "--train-iters is missing, and so is --train-samples. Remedy: --steps N."),
     ({"lr": None}, "--lr is missing. Remedy: --lr RATE."),
+    ({"hidden_size": 60}, "--hidden-size must be a multiple of 8 heads, got 60."),
+    (
+        {"window_size": "8 0"},
+        "--window-size must be tokens before and after, such as 4096,0, got [8, 0].",
+    ),
+    (
+        {"num_experts": 8, "expert_model_parallel_size": 3},
+        "--expert-model-parallel-size must divide --num-experts=8, got 3.",
+    ),
+    (
+        {"num_experts": 8, "moe_ffn_hidden_size": 32, "moe_shared_expert_intermediate_size": 40},
+        "--moe-shared-expert-intermediate-size must be a multiple of 32, got 40.",
+    ),
+    (
+        {"num_experts": 8, "moe_router_score_function": "tanh"},
+        "--moe-router-score-function must be softmax or sigmoid, got 'tanh'.",
+    ),
+    (
+        {
+            "pipeline_model_parallel_size": 2,
+            "num_layers_per_virtual_pipeline_stage": 2,
+            "num_virtual_stages_per_pipeline_rank": 2,
+        },
+        (
+            "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank are both given. "
+            "Remedy: leave one of them out."
+        ),
+    ),
+    ({"fp8_format": "e5m2"}, "--fp8-format must be hybrid or e4m3, got 'e5m2'."),
+    ({"recompute_granularity": "some"}, "--recompute-granularity must be full or selective, got 'some'."),
+    (
+        {"recompute_granularity": "full", "recompute_method": "block"},
+        "--recompute-num-layers is missing for the method block.",
+    ),
+    (
+        {"data_parallel_sharding_strategy": "all"},
+        (
+            "--data-parallel-sharding-strategy must be one of no_shard, optim, optim_grads, optim_grads_params, got "
+            "'all'."
+        ),
+    ),
     (
         {"recompute_granularity": "full"},
         "--recompute-method must be uniform or block, got None.",

@@ -75,6 +75,14 @@ def test_conditions_are_taken_or_dropped() -> None:
         ("A=(--a 1)\nB=(--b 2 ${A[@]})\npython t.py ${B[@]}", {"--b": 2, "--a": 1}),
         ("python t.py --a 1 --a 2", {"--a": 2}),
         ("python t.py --a 1 > log 2>&1 < in & tail -f --b", {"--a": 1}),
+        ("python t.py --a 1\\", {"--a": 1}),
+        ("python t.py --a 1 >", {"--a": 1}),
+        (r"python t.py --a x\ y --b 1\;2", {"--a": "x y", "--b": "1;2"}),
+        (r'python t.py --a "x\"y\"" --b 5$', {"--a": 'x"y"', "--b": "5$"}),
+        ("{ python t.py --a 1; }", {"--a": 1}),
+        ("A=(--a 1)\nB=()\npython t.py --b $A ${B}", {"--b": True, "--a": True}),
+        ("python t.py --a ${X#y} --b ${Z[@]}", {"--a": "$(X#y)", "--b": "$Z"}),
+        ("python t.py --a $((1 << 2)) --b $((2 ** 99))", {"--a": "$(arithmetic)", "--b": "$(arithmetic)"}),
     ],
 )
 def test_shell_text(text: str, values: dict[str, Any]) -> None:

@@ -80,7 +80,8 @@ def write_precision(keys: ConfigKeys, config: dict[str, Any]) -> None:
         dtype = {"fp16": "float16", "bf16": "bfloat16", "half": "float16"}.get(dtype, dtype)
         if dtype not in ("float16", "bfloat16"):
             raise keys.error("torch_autocast.dtype", f"must be float16 or bfloat16, got {dtype!r}")
-    keys.ignore("torch_autocast", "enabled is false")
+    else:
+        keys.ignore("torch_autocast", "enabled is false")
     put(config, "model.dtype", dtype)
     put(config, "model.param_dtype", "float32")
     for key in ("fp16_master_weights_and_grads", "fp16.fp16_master_weights_and_grads"):

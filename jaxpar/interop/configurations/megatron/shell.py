@@ -102,7 +102,7 @@ def _part(text: str, at: int, line: int) -> tuple[str, str, int]:
             raise ConfigError(f'line {line}: a quote " is not closed.')
         return '"', text[at + 1 : end].replace("\\\n", ""), end + 1
     if char == "\\":
-        return "'", text[at + 1 : at + 2], at + 2
+        return "'", text[at + 1 : at + 2], min(at + 2, len(text))
     end = _skip(text, at, line)
     return "", text[at:end], end
 
@@ -217,7 +217,7 @@ class ShellVariables:
     def _value(self, name: str, default: str | None) -> str:
         value = self.texts.get(name)
         if name in self.lists:
-            value = " ".join(word.text for word in self.lists[name])
+            value = next((word.text for word in self.lists[name]), "")  # $NAME is a list's first word
         if value is None or (value == "" and default is not None):
             return f"${name}" if default is None else default
         return value

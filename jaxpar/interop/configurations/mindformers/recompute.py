@@ -59,13 +59,14 @@ def _read(keys: ConfigKeys, name: str, stages: StageLayers | None) -> list[int |
         raise keys.error(path, f"must be true, false or a list with one number for each stage, got {value!r}")
     rows = value if all(isinstance(item, list) for item in value) else [value]
     pieces = stages.pieces if stages is not None else None
-    numbers = [_numbers(keys, path, row, pieces, at, shared=len(rows) == 1) for at, row in enumerate(rows)]
     if len(rows) > 1 and (stages is None or len(rows) != stages.virtual):
         virtual = "an unknown number of" if stages is None else f"{stages.virtual}"
         raise keys.error(path, f"must have one list for each of {virtual} pieces of a stage, got {len(rows)}")
+    numbers = [_numbers(keys, path, row, pieces, at, shared=len(rows) == 1) for at, row in enumerate(rows)]
+    keys.translate(path, target)
     if any(row != numbers[0] for row in numbers):
         keys.refuse(path, "all pieces of a stage recompute equally many layers")
-    keys.translate(path, target)
+        return [False]
     first: list[int | bool] = [*numbers[0]]
     if len(rows) == 1 and stages is not None and stages.virtual > 1:
         first = [-(-number // stages.virtual) for number in first]
@@ -75,10 +76,13 @@ def _read(keys: ConfigKeys, name: str, stages: StageLayers | None) -> list[int |
 def _operators(keys: ConfigKeys, path: str, patterns: dict[str, Any]) -> list[int | bool]:
     """Whether operators recompute: those between matmuls in all layers, which the policy ``dots`` recomputes."""
     keys.translate(path, "parallel.remat")
+    unnamed = next((pattern for pattern in patterns if not isinstance(pattern, str)), None)
+    if unnamed is not None:
+        raise keys.error(path, f"must have patterns of operators' names, got {unnamed!r}")
     if any("matmul" in pattern or number is not True for pattern, number in patterns.items()):
         keys.refuse(path, "only operators between matmuls are selected, in all layers; see parallel.remat")
         return [False]
-    return [True]
+    return [bool(patterns)]
 
 
 def _numbers(
@@ -182,6 +186,8 @@ def _write_swap(keys: ConfigKeys, full: list[int | bool], config: dict[str, Any]
     if full == [True]:
         keys.ignore("swap_config", "recompute is true, under which MindFormers swaps nothing")
         return False
+    for key in ("layer_swap", "op_swap"):
+        keys.translate(f"{at}{key}", "parallel.remat.offload_names", "unnamed tensors recompute")
     offloaded: list[str] = []
     for entry in layers:
         offloaded = [*_SAVED]
@@ -199,8 +205,6 @@ def _write_swap(keys: ConfigKeys, full: list[int | bool], config: dict[str, Any]
     stored = [name for name in _SAVED if name not in offloaded]
     names = list(dict.fromkeys(offloaded))
     put(config, "parallel.remat", {"policy": "save_names", "save_names": stored, "offload_names": names})
-    for key in ("layer_swap", "op_swap"):
-        keys.translate(f"{at}{key}", "parallel.remat.offload_names", "unnamed tensors recompute")
     if any(full):
         keys.refuse(f"{_AT}recompute", "layers either recompute or offload: all of them have one policy")
     return True

@@ -219,6 +219,8 @@ def _loss_scale(keys: ConfigKeys, path: str) -> dict[str, float] | None:
         return None if value == 1 else fixed_scale(float(value))
     kind = keys.get(f"{path}.type", "text", "")
     first = keys.get(f"{path}.loss_scale_value", "number", 65536)
+    if first <= 0:
+        raise keys.error(f"{path}.loss_scale_value", f"must be above 0, got {first:g}")
     if kind == "FixedLossScaleUpdateCell":
         keys.translate(path, "precision.scale")
         return fixed_scale(float(first))
