@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +13,23 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 from profiles import few
 
 import jaxpar as jp
 from jaxpar.compression import QuantizeConfig, bytes_of, dequantize, quantize
 from jaxpar.errors import ConfigError, DamagedError
 from jaxpar.interop import huggingface
+from jaxpar.interop.compressed_tensors import packed_writes, quantization_fields
 from jaxpar.interop.huggingface import LoadReport
 from jaxpar.interop.quantized_tensors import FIELD
 from jaxpar.interop.safetensors import STORED_DTYPES, create_files, lay_out, read_tensors, write_bytes
-from jaxpar.interop.tensor_map import tensor_rules
+from jaxpar.interop.tensor_map import TensorRule, tensor_rules
 from jaxpar.models import make_decoder
 from jaxpar.models.llama import LlamaConfig
 from jaxpar.models.llama.decode import quantized_weights
 from jaxpar.models.moe.config import preset
+from jaxpar.parallel.precision.quantized_array import DTYPES, QuantizedArray
 from jaxpar.training.model import build_shapes
 
 CONFIG = LlamaConfig(vocab=64, embed=48, layers=2, heads=4, kv_heads=2, head_dim=16, mlp=96)
@@ -154,6 +158,84 @@ def test_fp8_in_blocks_is_read_as_floats(tmp_path: Path) -> None:
     assert len(leaves) == len(tensor_rules(config))
     for name, want in stands_for.items():
         np.testing.assert_array_equal(tensor(tmp_path / "again", name), want.astype(np.float32), name)
+
+
+OUT = TensorRule("blocks/attention/o", "layers.{layer}.o_proj.weight", "e (h d) -> h d e")
+
+
+def stored(tile: tuple[int, ...], bits: int = 4, shape: tuple[int, ...] = (1, 2, 16, 3)) -> QuantizedArray:
+    """An output projection ``[layers, heads, head_dim, embed]`` of integers, with scales of 1."""
+    values = jnp.asarray(np.random.default_rng(0).integers(-8, 8, shape), DTYPES[bits])
+    return QuantizedArray(values, jnp.ones([n // t for n, t in zip(shape, tile, strict=True)]), tile)
+
+
+@pytest.mark.parametrize(
+    ("rule", "leaf", "text"),
+    [
+        (
+            TensorRule("embedding", "embed.weight", "v e -> v e"),
+            stored((1, 4), shape=(2, 8)),
+            (
+                "embedding is quantized, which compressed-tensors does not express. Remedy: jp.compression.quantize without "
+                "it."
+            ),
+        ),
+        (
+            OUT,
+            stored((1, 1, 1, 3)),
+            (
+                "blocks/attention/o [1, 2, 16, 3]: scales are shared by [1, 1, 1, 3] neighbors, but compressed-tensors "
+                "groups its inputs (dims [-3, -2]). Remedy: jp.compression.QuantizeConfig(axis=[-3, -2])."
+            ),
+        ),
+        (
+            OUT,
+            stored((1, 2, 8, 1)),
+            (
+                "blocks/attention/o [1, 2, 16, 3]: scales are shared by [1, 2, 8, 1] neighbors, but compressed-tensors "
+                "groups its inputs (dims [-3, -2]). Remedy: jp.compression.QuantizeConfig(axis=[-3, -2])."
+            ),
+        ),
+        (
+            OUT,
+            stored((1, 2, 12, 1), shape=(1, 2, 12, 3)),
+            (
+                "blocks/attention/o [1, 2, 12, 3]: 8 inputs are packed in an int32, but its dim -2 has 12. Remedy: "
+                "jp.compression.quantize without it."
+            ),
+        ),
+    ],
+    ids=["embedding", "outputs", "part of a row", "not divisible"],
+)
+def test_forms_that_cannot_be_written(rule: TensorRule, leaf: QuantizedArray, text: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        quantization_fields([rule], {rule.path: leaf})
+    assert str(error.value) == f"export: {text}"
+
+
+def test_targets_that_are_quantized_differently_cannot_be_written() -> None:
+    rules = [OUT, replace(OUT, path="blocks/attention/v")]
+    leaves = {rules[0].path: stored((1, 2, 16, 1)), rules[1].path: stored((1, 1, 8, 1))}
+    with pytest.raises(ConfigError) as error:
+        quantization_fields(rules, leaves)
+    assert str(error.value) == (
+        "export: blocks/attention/o, blocks/attention/v differ in bits or groups, but a checkpoint has one form. "
+        "Remedy: quantize all targets alike."
+    )
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_integers_are_packed_where_they_are(devices: int) -> None:
+    """16 inputs are 2 words, which 4 devices do not divide."""
+    leaf = stored((1, 2, 16, 1))
+    if devices > 1:
+        mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("data",))
+        spread = NamedSharding(mesh, PartitionSpec(None, None, "data", None))
+        leaf = replace(leaf, values=jax.device_put(leaf.values, spread))
+    ((_, words), (_, scales)), shapes = packed_writes(OUT, leaf)
+    numbers = np.asarray(words)[0].reshape(4, 3).T
+    np.testing.assert_array_equal(unpacked(numbers, 4), np.asarray(leaf.values, np.int8)[0].reshape(32, 3).T)
+    assert scales is leaf.scales and [x.tolist() for x in shapes.values()] == [[3, 32]]
 
 
 def broken(folder: Path, **changes: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,16 @@ from hypothesis import strategies as st
 from profiles import examples, few
 from published_configs import PUBLISHED
 
-from jaxpar.errors import ConfigError
+from jaxpar.errors import CheckpointError, ConfigError, DamagedError
 from jaxpar.interop import huggingface
 from jaxpar.interop.families import to_config, to_fields
+from jaxpar.interop.tensor_map import shared_copies, tensor_rules
 from jaxpar.models import make_decoder
 from jaxpar.models.llama import LlamaConfig
 from jaxpar.models.llama.config import GemmaConfig
 from jaxpar.models.llama.rope import RopeScaling
-from jaxpar.training.model import build_shapes
+from jaxpar.models.moe.config import preset
+from jaxpar.training.model import build_shapes, leaves_with_paths, show
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "huggingface"
 CASES = sorted(folder.name for folder in GOLDEN.iterdir() if (folder / "answers.npz").is_file())
@@ -123,6 +126,73 @@ def test_windows_of_some_layers_are_read() -> None:
     assert to_fields(to_config(ministral))["model_type"] == "ministral"
 
 
+def test_windows_of_models_with_experts_are_read() -> None:
+    read = lambda **more: to_config({**fields_of("qwen3_moe"), "sliding_window": 8, **more})
+    used = read(use_sliding_window=True)
+    assert used.sliding_window == 8 and set(used.local_layers) == {True}
+    assert set(read(use_sliding_window=False).local_layers) == {False}
+
+
+def test_a_number_of_layers_that_cannot_be_is_an_error_of_the_model() -> None:
+    with pytest.raises(ConfigError) as error:
+        to_config({**fields_of("mistral"), "num_hidden_layers": 0})
+    assert "layers" in str(error.value) and "got 0" in str(error.value)
+
+
+def test_a_config_json_that_is_none_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError) as error:
+        huggingface.read_config(tmp_path)
+    assert str(error.value) == (
+        f"{tmp_path} has no config.json. Remedy: the folder of a model, as save_pretrained of transformers writes it."
+    )
+    file = tmp_path / "config.json"
+    file.write_text("[1]")
+    with pytest.raises(DamagedError) as damaged:
+        huggingface.read_config(tmp_path)
+    assert str(damaged.value) == f"{file} must be a JSON object, got list."
+    with file.open("wb") as opened:
+        opened.truncate(10_000_001)
+    with pytest.raises(DamagedError) as damaged:
+        huggingface.read_config(tmp_path)
+    assert str(damaged.value) == f"{file} must have at most 10,000,000 bytes, got 10,000,001."
+
+
+def test_what_cannot_be_exported_is_an_error(tmp_path: Path) -> None:
+    config = LlamaConfig(vocab=64, embed=16, layers=1, heads=2, kv_heads=2, head_dim=8, mlp=16)
+    params = build_shapes(make_decoder(config)).params
+    with pytest.raises(ConfigError) as error:
+        huggingface.export(tmp_path / "out", params, config, dtype="int3")
+    assert str(error.value) == "export: dtype must be one of float64, float32, float16, bfloat16, got 'int3'."
+    other = {**params, "norm": {"bias": params["norm"]["scale"]}}
+    with pytest.raises(CheckpointError) as wrong:
+        huggingface.export(tmp_path / "out", other, config)
+    assert str(wrong.value).startswith(
+        "export: the parameters are not those of the configuration's model: norm/"
+    ) and "norm/scale missing" in str(wrong.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_layers_of_further_tokens_have_the_names_of_deepseek() -> None:
+    """``model.layers.N`` after the model's own, with an embedding and a head of their own that are copies."""
+    config = preset("deepseek_v3", "tiny", mtp_depth=1, tie_embeddings=False)
+    config = replace(config, latent_attention=replace(config.latent_attention, q_latent=None))
+    rules, copies = tensor_rules(config), shared_copies(config)
+    shapes = {show(path): x.shape for path, x in leaves_with_paths(build_shapes(make_decoder(config)).params)}
+    assert {rule.path for rule in rules} == set(shapes)
+    at = f"model.layers.{config.layers}."
+    names = {name for rule in rules for _, name in rule.names(shapes[rule.path])}
+    own = {name.removeprefix(at) for name in names if name.startswith(at)}
+    assert {"enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight"} <= own
+    assert {"self_attn.q_proj.weight", "self_attn.kv_b_proj.weight", "mlp.gate.weight"} <= own
+    assert {f"mlp.experts.{k}.down_proj.weight" for k in range(config.experts)} <= own
+    assert [(rule.path, rule.name) for rule in copies] == [
+        ("embedding", f"{at}embed_tokens.weight"),
+        ("head", f"{at}shared_head.head.weight"),
+    ]
+    tied = shared_copies(replace(config, tie_embeddings=True))
+    assert [rule.path for rule in tied] == ["embedding", "embedding"]
+
+
 def test_older_gemmas_are_read() -> None:
     new = {key: value for key, value in fields_of("gemma3").items() if key not in ("rope_parameters", "layer_types")}
     rope = {"rope_theta": 500.0, "rope_local_base_freq": 100, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}
@@ -143,6 +213,7 @@ def test_yarn_is_read() -> None:
     assert read(truncate=False, attention_factor=1.5) == RopeScaling(
         "yarn", 4.0, 32, fast_turns=32.0, attention_factor=1.5, truncate=False
     )
+    assert read(attention_factor=1.5).rotated_factor == 1.5
     assert read(factor=None) == RopeScaling("yarn", 256 / 32, 32, fast_turns=32.0)
     assert read(original_max_position_embeddings=None, mscale=0) == RopeScaling("yarn", 4.0, 256, fast_turns=32.0)
 

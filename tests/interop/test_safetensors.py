@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 from profiles import examples
 
 from jaxpar.errors import CheckpointError, DamagedError
-from jaxpar.interop.safetensors import StoredTensor, create_files, lay_out, read_header, read_tensors, runs
+from jaxpar.interop.safetensors import (
+    _MAX_INDEX,
+    StoredTensor,
+    create_files,
+    lay_out,
+    read_bytes,
+    read_header,
+    read_tensors,
+    runs,
+)
 
 
 def entry(dtype: str = "F32", shape: Any = (2,), offsets: Any = (0, 8)) -> dict[str, Any]:
@@ -116,6 +125,25 @@ def test_a_wrong_index_is_an_error(weight_map: Any, text: str, tmp_path: Path) -
     with pytest.raises(DamagedError) as error:
         read_tensors(sharded(tmp_path, weight_map))
     assert text in str(error.value)
+
+
+def test_an_index_that_is_too_large_is_an_error(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors.index.json"
+    with file.open("wb") as opened:
+        opened.truncate(_MAX_INDEX + 1)
+    with pytest.raises(DamagedError) as error:
+        read_tensors(tmp_path)
+    assert str(error.value) == f"{file} must have at most {_MAX_INDEX:,} bytes, got {_MAX_INDEX + 1:,}."
+
+
+def test_a_file_that_is_truncated_while_it_is_read_is_an_error(tmp_path: Path) -> None:
+    file = write(tmp_path / "one", {"a": entry()}, bytes(8))
+    tensor = read_header(file)["a"]
+    with file.open("r+b") as opened:
+        opened.truncate(tensor.start + 5)
+        with pytest.raises(DamagedError) as error:
+            read_bytes(opened.fileno(), tensor, 2, memoryview(bytearray(6)))
+    assert str(error.value) == f"{file}: tensor 'a' is truncated. Remedy: copy the file again."
 
 
 def test_a_tensor_in_two_files_is_an_error(tmp_path: Path) -> None:

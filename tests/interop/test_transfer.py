@@ -62,6 +62,7 @@ def test_large_boxes_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.Monk
     with OpenFiles() as files:
         pieces = list(transfer._pieces(files, tensor, (4, 8, 64), box, None))
         uncut = list(transfer._pieces(files, tensor, (4, 8, 64), box, 0))
+        assert list(transfer._pieces(files, tensor, (4, 8, 64), ((0, 4), (3, 3), (0, 64)), None)) == []
     assert max(values.nbytes for _, values in pieces) <= 1000 and len(pieces) == 12
     assert all(piece[0] == (0, 4) for piece, _ in uncut) and len(uncut) == 16
     whole = np.empty((4, 8, 64), np.float32)
