@@ -14,7 +14,7 @@ from one_step import layout_of
 from profiles import few, few_pairs
 
 import jaxpar as jp
-from jaxpar.models.losses import cross_entropy, linear_cross_entropy
+from jaxpar.models.losses import cross_entropy, linear_cross_entropy, next_token_loss, token_loss
 
 EMBED = 16
 RULES = jp.Rules(batch="data", seq=None, embed=None, vocab="model", layers="pipeline", unannotated="replicate")
@@ -85,6 +85,38 @@ def test_fractional_weights_are_divided_by_their_sum(loss: Any) -> None:
         one = optax.softmax_cross_entropy_with_integer_labels((x @ head)[0, 0], targets[0, 0])
         np.testing.assert_allclose(loss(*factors, targets, mask), one, rtol=1e-6)
         assert float(loss(*factors, targets, jnp.zeros(targets.shape))) == 0.0
+
+
+class Capped:
+    """A model of someone else whose ``hidden`` has a loss and a metric of its own, and whose logits are capped."""
+
+    logit_softcap = 2.0
+
+    def __init__(self, hidden: jax.Array, head: jax.Array):
+        self.of, self.head = hidden, head
+
+    def hidden(self, tokens: jax.Array) -> Any:
+        return self.of, {"loss": jnp.float32(0.25), "load": jnp.float32(3.0)}
+
+    def unembedding(self) -> jax.Array:
+        return self.head
+
+
+def test_held_out_losses_leave_the_losses_of_the_model_out() -> None:
+    x, head, targets = inputs(50, 16, "float32")
+    model, batch = Capped(x, head), {"tokens": targets, "targets": targets}
+    mask = np.random.default_rng(2).integers(0, 2, targets.shape).astype(np.float32)
+    masks = {"loss_mask": jnp.asarray(mask)}
+    nll = optax.softmax_cross_entropy_with_integer_labels(2.0 * jnp.tanh(x @ head / 2.0), targets)
+    with layout_of(RULES, {"data": 1}):
+        whole, heldout, masked = jax.jit(
+            lambda: (next_token_loss(model, batch), token_loss(model, batch), token_loss(model, {**batch, **masks}))
+        )()
+    np.testing.assert_allclose(whole[0], nll.mean() + 0.25, rtol=1e-6)
+    assert {name: float(value) for name, value in whole[1].items()} == {"aux_loss": 0.25, "load": 3.0}
+    np.testing.assert_allclose(heldout, nll.mean(), rtol=1e-6)
+    np.testing.assert_allclose(masked[0], (nll * mask).sum() / mask.sum(), rtol=1e-6)
+    assert list(masked[1]) == ["weight"] and float(masked[1]["weight"]) == float(mask.sum())
 
 
 @pytest.mark.slow

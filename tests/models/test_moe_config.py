@@ -81,3 +81,12 @@ def test_unknown_names_are_rejected(names: tuple[str, ...], text: str) -> None:
     with pytest.raises(ConfigError) as error:
         preset(*names)
     assert str(error.value) == text
+
+
+def test_flops_of_a_token_are_those_of_its_own_experts() -> None:
+    config = preset("mixtral", vocab=64, embed=32, layers=3, heads=4, kv_heads=2, head_dim=8, expert_mlp=24)
+    expert, attention = 3 * 32 * 24, 32 * 8 * (4 + 2 + 2 + 4)
+    matmuls = 64 * 32 + 3 * (attention + config.k * expert + 32 * config.experts)
+    scores = 3 * 4 * (8 + 8) * 16 / 2  # half of 16 keys, each for a score and a sum of values, in 4 heads
+    assert config.flops_per_token(16) == 6 * (matmuls + scores)
+    assert config.block_layers == 3 and config.supports_chunks is False

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -21,6 +22,9 @@ CASES: list[dict[str, Any]] = [
     {"mesh": {"data": 2, "context": 4}, "sizes": {"channels": 8, "levels": 3}},
     {"mesh": {"context": 8}, "sizes": {"channels": 4, "levels": 1, "in_channels": 2}},
 ]
+
+
+UNREAD = jp.Rules(**dict.fromkeys(("batch", "depth", "height", "width", "channels")))
 
 
 def batch_on(layout: jp.Layout, c: UNetConfig) -> dict[str, jax.Array]:
@@ -51,6 +55,15 @@ def test_slices_compute_what_one_device_does(case: dict[str, Any]) -> None:
     largest = max(float(np.abs(g).max()) for g in expected)
     for found, wanted in zip(grads, expected, strict=True):
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5 * largest)
+
+
+@pytest.mark.parametrize("case", CASES[:2], ids=["images", "volumes"])
+def test_each_pixel_has_logits_in_fp32(case: dict[str, Any]) -> None:
+    c, layout = UNetConfig(**case["sizes"]), jp.Layout(jp.MeshSpec(data=1).build(jax.devices()[:1]), UNREAD)
+    image = jax.ShapeDtypeStruct((2, *(32, 16, 8)[: c.space], c.in_channels), "uint8")
+    with layout:
+        found = jax.eval_shape(lambda key, x: make_unet(key, **case["sizes"])(x), jax.random.key(0), image)
+    assert (found.shape, found.dtype) == ((*image.shape[:-1], c.classes), jnp.float32)
 
 
 @pytest.mark.parametrize(

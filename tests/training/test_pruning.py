@@ -97,10 +97,18 @@ def test_a_pattern_keeps_the_largest_of_neighbours_along_the_inputs() -> None:
         groups = mask.reshape(mask.shape[0] // 4, 4, -1)
         assert (groups.sum(1) == 2).all()
         np.testing.assert_array_equal(np.asarray(state.params[name]) == 0, ~mask)
-    w = jnp.array([[1.0, 2.0, 2.0, 2.0]])
+
+
+def test_a_pattern_keeps_the_first_of_equal_neighbours_and_leaves_vectors() -> None:
+    params = {"w": jnp.array([[1.0, 2.0, 2.0, 2.0]]), "bias": jnp.array([0.0, 1.0])}
     tx = prune(optax.sgd(0.0), PruneConfig(pattern=(1, 2), axis={"w": 1}))
-    changes, _ = tx.update({"w": w}, tx.init({"w": w}), {"w": w})
-    assert optax.apply_updates({"w": w}, changes)["w"].tolist() == [[0.0, 2.0, 2.0, 0.0]]  # of equal ones the first
+    changes, state = jax.jit(tx.update)(params, tx.init(params), params)
+    after = optax.apply_updates(params, changes)
+    assert after["w"].tolist() == [[0.0, 2.0, 2.0, 0.0]] and after["bias"].tolist() == [0.0, 1.0]
+    assert sparsity_of(state) == {"w": 0.5}
+    with pytest.raises(ConfigError) as error:
+        tx.update(params, state)
+    assert str(error.value) == ("prune: the update needs the parameters. Remedy: tx.update(grads, state, params).")
 
 
 def test_settings_that_do_not_fit_are_errors() -> None:

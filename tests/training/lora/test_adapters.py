@@ -248,6 +248,20 @@ def test_given_weights_make_the_state_that_init_makes_with_them() -> None:
     )
 
 
+def test_given_weights_have_one_digest_in_every_layout() -> None:
+    make = adapt(lambda key: {"up": jp.tag(jax.random.normal(key, (16, 4)), "embed", "mlp")}, CONFIG)
+    digests = set()
+    for layout in (layout_of(), layout_of(2)):
+        like = jp.lora.frozen_params(jp.abstract_state(layout, make, optax.sgd(0.1)))
+        given = jax.tree.map(lambda leaf: jax.device_put(np.arange(64, dtype="f4").reshape(16, 4), leaf.sharding), like)
+        digests.add(jp.lora.digest_of(given))
+    state = jp.lora.init_from(layout, make, optax.sgd(0.1), given, seed=3)
+    assert jp.lora.frozen_params(state)["up"] is given["up"] and state.params["up"]["lora_a"].shape == (16, 3)
+    (digest,) = digests
+    swapped = {"up": given["up"].at[:2].set(given["up"][1::-1])}
+    assert len(digest) == 12 and jp.lora.digest_of(swapped) != digest
+
+
 @pytest.mark.slow
 def test_a_checkpoint_of_the_adapters_alone_resumes_bitwise_in_another_layout(tmp_path: Path) -> None:
     make, tx = adapt(make_linen, CONFIG), optax.adam(1e-2)

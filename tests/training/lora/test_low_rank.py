@@ -124,6 +124,27 @@ def test_a_followed_product_has_no_gradient_of_the_size_of_the_weight() -> None:
     assert (8, 2) in made or (2, 8) in made
 
 
+def test_a_product_with_the_weight_on_the_left_is_followed() -> None:
+    w, x = weight(8, 6), normal(6, 5)
+    out = jax.ShapeDtypeStruct((8, 5), "float32")
+    added = low_rank.product(x, w, (((1,), (0,)), ((), ())), True, out, None)
+    np.testing.assert_allclose(w.w @ x + added, w.merged() @ x, rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_no_product_of_two_is_not_followed() -> None:
+    w = weight(8, 6)
+    other = jax.ShapeDtypeStruct((5,), "float32")
+    assert low_rank.product(X[:, :6] @ np.ones((6, 8)), w, (((0, 1), (1, 0)), ((), ())), False, other, None) is None
+    across = low_rank.transposed(weight(6, 8), normal(8, 6), (1, 0))
+    assert low_rank.concatenated([w, across], normal(16, 6), 0) is None
+    assert low_rank.reshaped(weight(0, 6), np.zeros((6, 0))) is None
+    assert low_rank.reshaped(w, normal(2, 24)) is None
+    row = low_rank.reshaped(w, normal(1, 8, 6, 1))
+    assert row is not None and row.merged().shape == (1, 8, 6, 1)
+    added = row.merged() - row.w
+    np.testing.assert_allclose(added[0, :, :, 0], w.merged() - w.w, rtol=1e-5, atol=1e-5)
+
+
 LAYOUT = {"batch": "data", "embed": None, "mlp": "model", "params": {"embed": "data"}}
 
 
