@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import Var
 from one_step import BOUND, SGD, check_grads
 from test_moe import CASES, ONE, SMALL, batch, config_of, maker, reference, step
 
@@ -17,6 +18,7 @@ from jaxpar.models.llama.layers import TokenInfo, rope_table
 from jaxpar.models.losses import next_token_loss, token_loss
 from jaxpar.models.moe.config import MoEConfig, preset
 from jaxpar.models.moe.multi_token import further_targets
+from jaxpar.training.model import leaves_with_paths
 
 DEPTH, WEIGHT = 2, 0.7
 
@@ -73,6 +75,26 @@ def test_the_loss_is_that_of_sequences_cut_by_hand(family: str) -> None:
     assert all(np.abs(g).max() > 0 for g in jax.tree.leaves(jax.device_get(grads["mtp"])))
     assert float(got) - heldout > WEIGHT  # of two depths, each near log(64)
     assert set(state.params) - set(without.params) == {"mtp"}
+
+
+def test_only_the_training_loss_reads_the_layers_of_further_tokens() -> None:
+    """Of every depth it reads every weight, and it is one number beside the metrics; traced, not compiled."""
+    config = config_with("mixtral", layers=1)
+    with ONE.layout():
+        like = jp.abstract_state(ONE.layout(), maker(config), SGD)
+        leaves, tree = jax.tree.flatten(like.params)
+        model = lambda xs: like.metadata.kind.merge(jax.tree.unflatten(tree, xs), like.variables)
+        read = {}
+        for loss in (next_token_loss, token_loss):
+            traced, shapes = jax.make_jaxpr(lambda xs, loss=loss: loss(model(xs), batch(4)), return_shape=True)(leaves)
+            used = {var for eqn in traced.jaxpr.eqns for var in eqn.invars if isinstance(var, Var)}
+            unread = [x not in used for x in traced.jaxpr.invars]
+            paths = [path for path, _ in leaves_with_paths(like.params)]
+            read[loss] = {path for path, gone in zip(paths, unread, strict=True) if gone}, shapes
+    assert read[next_token_loss][0] == set()
+    assert read[token_loss][0] == {path for path in paths if path[0] == "mtp"} != set()
+    value, metrics = read[next_token_loss][1]
+    assert value.shape == metrics["mtp_loss"].shape == read[token_loss][1].shape == ()
 
 
 LAYOUTS = (
