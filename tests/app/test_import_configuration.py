@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from jaxpar.app.cli import main
 from jaxpar.app.config import load_run
+from jaxpar.app.import_configuration import _MOST_BYTES
 from jaxpar.app.job import make_job
 
 MODEL = """
@@ -197,3 +199,39 @@ def test_files_that_are_no_configuration(tmp_path: Path, capsys: pytest.CaptureF
         assert capsys.readouterr().err == (f"ConfigError: {file}: must be text in UTF-8. Remedy: another file.\n")
     assert main(["import-megatron", str(tmp_path / "none"), str(tmp_path / "out.yaml")]) != 0
     assert capsys.readouterr().err == f"ConfigError: {tmp_path / 'none'}: cannot be read: No such file or directory.\n"
+    file.write_text("{")
+    assert main(["import-deepspeed", str(file), str(tmp_path / "out.yaml")]) != 0
+    assert capsys.readouterr().err.startswith(f"ConfigError: {file} must be JSON, got JSONDecodeError")
+    with file.open("wb") as opened:
+        opened.truncate(_MOST_BYTES + 1)
+    assert main(["import-megatron", str(file), str(tmp_path / "out.yaml")]) != 0
+    assert capsys.readouterr().err == (
+        f"ConfigError: {file}: more than {_MOST_BYTES:,} bytes, the limit for a configuration.\n"
+    )
+
+
+def test_a_base_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base, source, out = tmp_path / "base.yaml", tmp_path / "ds.json", tmp_path / "run.yaml"
+    source.write_text('{"train_batch_size": 8}')
+    run = ["import-deepspeed", str(source), str(out), "--base", str(base), "--devices", "8"]
+    base.write_text("model: {family: llama}\ntrain: [1]\n")
+    assert main(run) != 0
+    assert capsys.readouterr().err == f"ConfigError: --base {base}: train must be a mapping, got [1].\n"
+    base.write_text("model: {family: llama, preset: tny}\n")
+    assert main(run) != 0
+    error = capsys.readouterr().err
+    assert error.startswith(f"ConfigError: {source}: its translation is not a valid run: ") and "tny" in error
+    assert not out.exists()
+
+
+def test_a_terminal_shows_a_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "200")
+    assert convert(tmp_path, "parallel_config: {data_parallel: 2}" + MODEL % "hidden_act: '[gelu]'") != 0
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
+    (refused,) = [line for line in lines if "hidden_act" in line]
+    cells = [cell.strip() for cell in re.split("[│┃]", refused)[1:-1]]
+    assert cells == ["model.model_config.hidden_act", "[gelu]", "refused", "the MLP is a SwiGLU"]
+    assert lines[-1].endswith("1 refused")

@@ -15,9 +15,10 @@ import optax
 import pytest
 
 import jaxpar as jp
-from jaxpar.app.adapted import DIGEST, merged_params
+from jaxpar.app.adapted import DIGEST, check_digest, merged_params
 from jaxpar.app.cli import main
 from jaxpar.app.config import load_run
+from jaxpar.app.export import ExportCommand
 from jaxpar.app.huggingface import spread
 from jaxpar.app.job import Job, make_job
 from jaxpar.app.train.checkpointing import config_values
@@ -201,6 +202,21 @@ def test_options_of_an_export_that_need_adapters_are_errors(base: Path, capsys: 
         assert main(["export", checkpoint, str(base / "no"), *option]) == 2
         text = f"export: {option[0]} is for adapters, but {checkpoint} has none. Remedy: leave it out."
         assert text in capsys.readouterr().err
+    with pytest.raises(ConfigError) as error:
+        ExportCommand(base, base / "no", adapter=True, dtype="bfloat16")._check_options(base, adapted=True)
+    assert str(error.value) == "export: --dtype is for merged weights. Remedy: leave it or --adapter out."
+
+
+def test_adapters_of_other_weights_are_an_error() -> None:
+    check_digest({}, {DIGEST: "a" * 12}, "run/4", None)
+    check_digest({DIGEST: "a" * 12}, {DIGEST: "a" * 12}, "run/4", None)
+    for weights, named in (("base", "base"), (None, "this run, which are random,")):
+        with pytest.raises(CheckpointError) as error:
+            check_digest({DIGEST: "a" * 12}, {DIGEST: "b" * 12}, "run/4", weights)
+        assert str(error.value) == (
+            f"run/4 has adapters of other weights: theirs have the digest aaaaaaaaaaaa, those of {named} have "
+            "bbbbbbbbbbbb. Remedy: the train.init_from with which the adapters were trained."
+        )
 
 
 PLACES = {

@@ -16,6 +16,8 @@ from jaxpar.app.cli import main
 from jaxpar.app.config import load_run
 from jaxpar.app.export import ExportCommand
 from jaxpar.app.job import make_job
+from jaxpar.app.quantize_config import QuantizeSettings, quantize_config
+from jaxpar.compression import QuantizeConfig
 from jaxpar.errors import ConfigError
 from jaxpar.interop import huggingface
 from jaxpar.interop.quantized_tensors import FIELD
@@ -90,3 +92,19 @@ def test_settings_that_do_not_fit_are_errors(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         ExportCommand(tmp_path, tmp_path / "x", group=4)._quantization({"model": {}}, LlamaConfig(**SIZES))
     assert str(error.value) == "export: --group is for --quantize. Remedy: --quantize 4, or leave it out."
+    own = QuantizeSettings(4, 8, targets=("*/kernel",), skip=("head/*",))
+    assert quantize_config(own, None, "weights") == QuantizeConfig(("*/kernel",), 4, 8, -2, ("head/*",), "float32")
+    wrong = {
+        "weights needs targets, because the model is one of your own. Remedy: targets: ['*/kernel'], patterns of the "
+        "parameters' paths.": (QuantizeSettings(4), None),
+        "weights: axis is found in a built-in model, got -1. Remedy: leave axis out.": (
+            QuantizeSettings(4, axis=-1),
+            LlamaConfig(**SIZES),
+        ),
+    }
+    for text, (how, model) in wrong.items():
+        with pytest.raises(ConfigError) as error:
+            quantize_config(how, model, "weights")
+        assert str(error.value) == text
+    chosen = ExportCommand(tmp_path, tmp_path / "x", quantize="4", group=16)._quantization({}, LlamaConfig(**SIZES))
+    assert chosen is not None and (chosen.bits, chosen.group) == (4, 16)

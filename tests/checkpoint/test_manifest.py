@@ -15,6 +15,8 @@ import jaxpar as jp
 from jaxpar.checkpoint import manifest
 from jaxpar.checkpoint.manifest import NAME, REMEDY, Manifest, read
 from jaxpar.checkpoint.manifest import write as write_manifest
+from jaxpar.checkpoint.validate import opened
+from jaxpar.checkpoint.verify import health, names_in, problems_of
 from jaxpar.errors import CheckpointError, DamagedError
 
 TENSOR = {"dtype": "float32", "itemsize": 4, "shape": [4], "chunk": [2], "folder": "a/w", "sums": [1, 2]}
@@ -94,3 +96,75 @@ def test_a_forged_size_of_a_value_is_named(tmp_path: Path) -> None:
     text = f"{tmp_path}/1/{NAME}: tensor w: a value of float32 has 4 bytes, got 2. {REMEDY}"
     with pytest.raises(DamagedError, match=f"^{re.escape(text)}$"):
         jp.restore(tmp_path / "1", {"w": jax.ShapeDtypeStruct((2, 4), "float32")})
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "text"),
+    [
+        ('"step":null', '"step":1e999', "was changed after it was written: its own checksum does not match"),
+        ('"step":null', '"step":NaN', "is not JSON: NaN is not a JSON number"),
+        ('"step":null', '"step":' + "9" * 5000, "is not JSON: Exceeds the limit"),
+    ],
+)
+def test_numbers_that_json_does_not_have_are_damage(before: str, after: str, text: str, tmp_path: Path) -> None:
+    jp.save(tmp_path / "1", {"w": jnp.ones(4)})
+    file = tmp_path / "1" / NAME
+    content = file.read_text()
+    assert content.count(before) == 1
+    file.write_text(content.replace(before, after))
+    with pytest.raises(DamagedError) as error:
+        read(tmp_path / "1")
+    assert str(error.value).startswith(f"{file} {text}") and str(error.value).endswith(REMEDY)
+
+
+def test_a_manifest_without_a_part_or_with_another_kind_is_damage() -> None:
+    for changed, text in (
+        ({key: value for key, value in WHOLE.items() if key != "step"}, "step is missing"),
+        ({**WHOLE, "files": []}, "files must be a JSON object, got list"),
+        (
+            {**WHOLE, "tensors": {"w": {**WHOLE["tensors"]["w"], "sums": 3}}},
+            "tensor w: sums must be a list of integers",
+        ),
+    ):
+        with pytest.raises(DamagedError, match=rf"^m: {re.escape(text)}.*\. {re.escape(REMEDY)}$"):
+            Manifest.from_data(changed, "m")
+
+
+def test_a_manifest_that_is_too_large_is_damage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manifest, "_MOST_BYTES", 10)
+    with pytest.raises(DamagedError) as error:
+        Manifest.from_json("{" + " " * 10, "m")
+    assert str(error.value) == f"m has more than 10 bytes, the limit for a manifest. {REMEDY}"
+
+
+def test_files_outside_of_a_checkpoint_are_not_opened(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="it is outside the checkpoint's folder"):
+        opened(tmp_path, "../other")
+
+
+def test_a_folder_without_checkpoints_has_no_health(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError) as error:
+        list(health(tmp_path / "none"))
+    assert str(error.value) == f"{tmp_path / 'none'} is not a folder, so it holds no checkpoint."
+    assert names_in(tmp_path / "none") == [] == names_in(Path(__file__))
+
+
+def test_the_search_for_problems_stops_at_20(tmp_path: Path) -> None:
+    jp.save(tmp_path / "1", {f"w{i}": jnp.ones(1) for i in range(25)})
+    for file in (tmp_path / "1" / "arrays").rglob("*"):
+        if file.is_file():
+            file.write_bytes(b"")
+    found = problems_of(tmp_path / "1")
+    assert len(found) == 21 and found[-1] == "and possibly more: the search stopped here."
+    assert len(set(found)) == 21 and all(str(tmp_path / "1") in text for text in found[:-1])
+
+
+def test_a_killed_replacement_names_the_checkpoint_before(tmp_path: Path) -> None:
+    jp.save(tmp_path / "1.replaced", {"w": jnp.ones(4)})
+    (tmp_path / "1").mkdir()
+    with pytest.raises(CheckpointError) as error:
+        read(tmp_path / "1")
+    before = tmp_path / "1.replaced"
+    assert str(error.value).endswith(
+        f"Remedy: use {before}, the previous checkpoint; the save that was replacing it was killed."
+    )

@@ -11,6 +11,7 @@ from profiles import few
 
 from jaxpar.data.blend import Blend, BlendOrder, deal, permuted
 from jaxpar.data.loader import Batches, plan_eval_batches
+from jaxpar.data.packing import DocumentRows
 from jaxpar.data.windows import EpochPlan, Windows
 from jaxpar.errors import DataError
 
@@ -122,3 +123,15 @@ def test_sources_that_cannot_be_blended() -> None:
     assert str(caught.value) == (
         "blend: source 2 has no row of seq=4. Remedy: a smaller seq, more text, or leave it out."
     )
+
+
+def test_packed_sources_tell_their_documents_apart() -> None:
+    tokens = [np.array([1, 2, 0, 3, 4, 5, 0, 6, 7, 8, 9, 0]), np.array([11, 12, 13, 0, 14, 15, 0])]
+    parts = [DocumentRows(tokens[0], np.array([0, 3, 7, 12]), 4), DocumentRows(tokens[1], np.array([0, 4, 7]), 4)]
+    blend = Blend(["a", "b"], parts, (0.5, 0.5))
+    numbers = np.array([parts[0].count, 0, parts[0].count + 1, 1])
+    assert blend.packed
+    want = [parts[part].segments(np.array([row]))[0] for part, row in ((1, 0), (0, 0), (1, 1), (0, 1))]
+    np.testing.assert_array_equal(blend.segments(numbers), want)
+    assert blend.segments(numbers).dtype == np.int32
+    np.testing.assert_array_equal(blend.read(numbers)["segment_ids"], want)

@@ -11,6 +11,7 @@ import pytest
 from small_tokenizer import BEGIN, EOS, save_tokenizer
 
 from jaxpar.data import ChatTemplate, load_chat_template, load_conversations, load_tokenizer
+from jaxpar.data.chat_template import _MOST_BYTES
 from jaxpar.data.tokenizer import Tokenizer
 from jaxpar.errors import DataError
 
@@ -194,3 +195,42 @@ def test_a_template_is_found_beside_the_tokenizer(tmp_path: Path) -> None:
     assert str(error.value) == (
         f"chat template {str(tmp_path / 'none.jinja')!r} cannot be read: No such file or directory. Remedy: its path."
     )
+
+
+def test_files_that_are_no_template_are_errors(tmp_path: Path) -> None:
+    config, file = tmp_path / "tokenizer_config.json", tmp_path / "own.jinja"
+    config.write_text('{"chat_template": 3}')
+    with pytest.raises(DataError) as error:
+        load_chat_template(tmp_path)
+    assert str(error.value) == f"{config}: chat_template must be a text, got 3."
+    config.write_text("{")
+    with pytest.raises(DataError) as error:
+        load_chat_template(tmp_path)
+    assert str(error.value).startswith(f"{config} must be JSON: Expecting property name")
+    config.unlink()
+    file.write_bytes(b"abc\xff")
+    with pytest.raises(DataError) as error:
+        load_chat_template(file)
+    assert str(error.value) == f"chat template {str(file)!r} is not valid UTF-8 at byte 3."
+    with file.open("wb") as opened:
+        opened.truncate(_MOST_BYTES + 1)
+    with pytest.raises(DataError) as error:
+        load_chat_template(file)
+    assert str(error.value) == f"{file} must have at most {_MOST_BYTES:,} bytes, got {_MOST_BYTES + 1:,}."
+
+
+def test_a_template_that_refuses_a_row_is_an_error_with_its_place(tmp_path: Path) -> None:
+    file = write(tmp_path / "chat.jsonl", [{"messages": CHAT[1:3]}])
+    with pytest.raises(DataError) as error:
+        load_conversations(file, load_tokenizer(None), template("{{ raise_exception('no cats') }}"), seq=40)
+    assert str(error.value) == f"{file} row 1: turns.jinja: TemplateError: no cats."
+
+
+def test_a_slice_of_conversations_is_some_of_them(tmp_path: Path) -> None:
+    rows = [{"prompt": f"Where sat cat {i}?", "completion": "On the mat."} for i in range(40)]
+    file = write(tmp_path / "chat.jsonl", rows)
+    train = load_conversations(file, load_tokenizer(None), template(), seq=80).train
+    some = train[3:5]
+    assert len(some) == 2
+    for name, x in train[4].items():
+        np.testing.assert_array_equal(some[1][name], x)

@@ -24,6 +24,10 @@ BAD = {
     b'{"text": "\\ud800"}': "its field 'text' has half a character at position 0",
     b'{"text": "\xff"}': "byte 10 of the line is not valid UTF-8",
     b"[" * 200_000: "it is nested too deeply",
+    b'{"text": ' + b"9" * 5000 + b"}": (
+        "it cannot be read: Exceeds the limit (4300 digits) for integer string conversion: value has 5000 digits; use "
+        "sys.set_int_max_str_digits() to increase the limit"
+    ),
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from jaxpar.data.examples import BatchIterator, Columns, ExamplePlan
+from jaxpar.data.lazy_rows import LazyRows, reads_in_parts
 from jaxpar.errors import DataError
 
 EXAMPLES: list[Any] = [{"image": np.full((2, 3), i, np.float64), "label": i, "ids": [[i, i + 1]]} for i in range(11)]
@@ -121,7 +123,7 @@ def test_what_cannot_be_batched_is_refused() -> None:
     )
     failing = error(lambda: plan(Failing(EXAMPLES)).read(np.arange(4)))
     assert failing.startswith("data: m:f: example 1 of 11 cannot be read: OSError: no such file (")
-    assert failing.endswith("test_examples.py:75).")
+    assert failing.endswith("test_examples.py:77).")
 
 
 class Counting(Iterator[Any]):
@@ -191,3 +193,16 @@ def test_a_dataset_of_grain_is_both() -> None:
     two.set_state(json.loads(json.dumps(one.get_state())))
     assert same(next(one), next(two))
     one.close()
+
+
+def test_rows_of_files_are_read_when_they_are_indexed(tmp_path: Path) -> None:
+    whole = np.random.default_rng(0).normal(size=(2, 6, 5))
+    for number, x in enumerate(whole):
+        np.save(tmp_path / f"{number}.npy", x)
+    files = [np.load(tmp_path / f"{number}.npy", mmap_mode="r") for number in range(2)]
+    assert reads_in_parts(files[0]) and not reads_in_parts(whole)
+    rows = LazyRows(files)
+    assert (rows.ndim, rows.nbytes, rows.dtype) == (3, 4 * 60, np.float32)
+    np.testing.assert_array_equal(np.asarray(rows), whole.astype(np.float32))
+    assert np.asarray(rows, np.float64).dtype == np.float64
+    np.testing.assert_array_equal(rows[1:2, 2:4, :], whole[1:2, 2:4].astype(np.float32))

@@ -11,7 +11,7 @@ import pytest
 from megatron_files import CODES, write_megatron
 
 from jaxpar.data import DocumentRows, load_text
-from jaxpar.data.megatron import read_megatron
+from jaxpar.data.megatron import check_largest, read_megatron
 from jaxpar.errors import DataError
 
 DOCUMENTS = [[5, 6, 7, 0], [8, 0], [9, 10, 11, 12, 13, 0], [14, 15, 0], [16, 17, 18, 0], [19, 20, 0]]
@@ -92,3 +92,14 @@ def test_truncated_files(tmp_path: Path) -> None:
     )
     with pytest.raises(DataError, match=r"neither a folder or file here|there is no such folder"):
         load_text(tmp_path / "none")
+
+
+def test_the_vocabulary_is_the_tokenizers_or_the_largest_token(tmp_path: Path) -> None:
+    found = read_megatron(write_megatron(tmp_path / "a", DOCUMENTS))
+    assert check_largest(found, 300) == 300 and check_largest(found, None) == 21
+    wide = read_megatron(write_megatron(tmp_path / "b", [[2**31, 0]], "int64"))
+    with pytest.raises(DataError) as error:
+        check_largest(wide, None)
+    assert (
+        str(error.value) == f"{tmp_path / 'b'}.bin: tokens must fit int32, got 2147483648. Remedy: preprocess it again."
+    )
