@@ -135,7 +135,7 @@ def _bits(found: Mapping[str, Any]) -> int:
     """Returns the number of bits of all groups of ``compressed-tensors``."""
     groups = found.get("config_groups")
     given = groups.values() if isinstance(groups, dict) else ()
-    weights = [(group.get("weights") if isinstance(group, dict) else group) for group in given]
+    weights: list[Any] = [group.get("weights") if isinstance(group, dict) else group for group in given]
     for way in weights:
         symmetric = isinstance(way, dict) and way.get("symmetric") and way.get("type") == "int"
         if not symmetric or way.get("num_bits") not in (4, 8) or way.get("num_bits") != weights[0].get("num_bits"):

@@ -176,8 +176,8 @@ def stored(tile: tuple[int, ...], bits: int = 4, shape: tuple[int, ...] = (1, 2,
             TensorRule("embedding", "embed.weight", "v e -> v e"),
             stored((1, 4), shape=(2, 8)),
             (
-                "embedding is quantized, which compressed-tensors does not express. Remedy: jp.compression.quantize without "
-                "it."
+                "embedding is quantized, which compressed-tensors does not express. Remedy: jp.compression.quantize "
+                "without it."
             ),
         ),
         (

@@ -174,7 +174,11 @@ def test_arguments_become_a_run() -> None:
             {"data": 8},
             {"optimizer": {"stage": 1, "fsdp_group_size": 4}, "offload": {"optimizer": "host"}, "remat": "none"},
         ),
-        ({"use_torch_fsdp2": "", "recompute_activations": ""}, {"data": 8}, {"optimizer": {"stage": 3}, "remat": "none"}),
+        (
+            {"use_torch_fsdp2": "", "recompute_activations": ""},
+            {"data": 8},
+            {"optimizer": {"stage": 3}, "remat": "none"},
+        ),
         (
             {**STAGES, "use_torch_fsdp2": "", "recompute_granularity": "full", "recompute_method": "uniform",
              "recompute_num_layers": 2, "distribute_saved_activations": ""},

@@ -337,7 +337,10 @@ RULES = [
     ),
     (
         {"m__num_experts": 4, "m__moe_shared_expert_intermediate_size": 100},
-        "model.model_config.moe_shared_expert_intermediate_size must be a multiple of the width 96 of an expert, got 100.",
+        (
+            "model.model_config.moe_shared_expert_intermediate_size must be a multiple of the width 96 of an expert, "
+            "got 100."
+        ),
     ),
     (
         {"m__seq_length": None, "m__rope_scaling": {"type": "yarn", "factor": 2}},

@@ -157,29 +157,29 @@ def test_other_methods_are_errors(fields: dict[str, Any], text: str) -> None:
         (
             {"w.weight_shape": np.asarray([6, 80])},
             (
-                "'w.weight_packed' [6, 5]: 'w.weight_shape' says that the matrix is [6, 80], of which 8 numbers are packed "
-                "in an int32."
+                "'w.weight_packed' [6, 5]: 'w.weight_shape' says that the matrix is [6, 80], of which 8 numbers are "
+                "packed in an int32."
             ),
         ),
         (
             {"w.weight_shape": np.asarray([6.0, 40.0], np.float32)},
             (
-                "'w.weight_packed' [6, 5]: 'w.weight_shape' says that the matrix is [0, 0], of which 8 numbers are packed "
-                "in an int32."
+                "'w.weight_packed' [6, 5]: 'w.weight_shape' says that the matrix is [0, 0], of which 8 numbers are "
+                "packed in an int32."
             ),
         ),
         (
             {"w.weight_scale": np.ones((6, 3), np.float32)},
             (
-                "'w.weight_packed' [6, 5] of a matrix [6, 40]: the scales 'w.weight_scale' [6, 3] do not fit it. Remedy: "
-                "copy all files of the checkpoint again."
+                "'w.weight_packed' [6, 5] of a matrix [6, 40]: the scales 'w.weight_scale' [6, 3] do not fit it. "
+                "Remedy: copy all files of the checkpoint again."
             ),
         ),
         (
             {"w.weight_scale": np.ones((6, 0), np.float32)},
             (
-                "'w.weight_packed' [6, 5] of a matrix [6, 40]: the scales 'w.weight_scale' [6, 0] do not fit it. Remedy: "
-                "copy all files of the checkpoint again."
+                "'w.weight_packed' [6, 5] of a matrix [6, 40]: the scales 'w.weight_scale' [6, 0] do not fit it. "
+                "Remedy: copy all files of the checkpoint again."
             ),
         ),
     ],
