@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -16,9 +17,10 @@ from small_tokenizer import EOS, save_tokenizer
 import jaxpar as jp
 from jaxpar.app.cli import main
 from jaxpar.app.config import load_run
-from jaxpar.app.conversation_data import run_conversations
+from jaxpar.app.conversation_data import conversation_plans, describe, run_conversations
 from jaxpar.app.job import Job, make_job
 from jaxpar.app.train.run_data import global_stream, open_data
+from jaxpar.data import load_tokenizer
 from jaxpar.errors import ConfigError
 from jaxpar.models.losses import next_token_loss
 
@@ -106,6 +108,22 @@ def test_packed_conversations_have_the_loss_and_gradients_of_padded_ones(folder:
         grads.append(jax.tree.map(np.asarray, metrics["grads"]))
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     chex.assert_trees_all_close(*grads, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("packing", ["false", "documents"])
+def test_the_line_about_conversations_and_their_batches(packing: str, folder: Path, tmp_path: Path) -> None:
+    config = load_run(RECIPE, settings(folder, tmp_path, **{"data.packing": packing})).config
+    found = run_conversations(config, load_tokenizer(folder / "tokenizer.json"))
+    train, heldout = found.conversations
+    assert train + heldout == 80 and (len(found.train) == train) is (packing == "false")
+    rows = f" in {len(found.train):,} rows" if packing == "documents" else ""
+    line = f"chat.jsonl: {train} conversations to train on{rows}, {heldout} held out; batch 8 × 96 tokens, with a loss"
+    assert describe(found, config) == f"{line} on answers"
+    some = dataclasses.replace(found, truncated=2, bad="1 bad row skipped")
+    assert describe(some, config) == f"{line} on answers; 2 are longer, and cut; 1 bad row skipped"
+    plans = conversation_plans(found, 4, {"process_index": 1, "process_count": 2})
+    for plan, rows_of in zip(plans, (found.train, found.heldout), strict=True):
+        np.testing.assert_array_equal(plan.read(np.array([0, 1, 3, 2]))["tokens"][0], rows_of[3]["tokens"])
 
 
 def test_settings_that_exclude_conversations_are_errors(folder: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import resource
@@ -197,3 +198,28 @@ def fill(disk: Path) -> None:
 
 if __name__ == "__main__":
     fill(Path(sys.argv[1]))
+
+
+def test_steps_that_cannot_be_deleted_are_told_and_end_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+
+    def refused(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    with jp.CheckpointManager(tmp_path, keep=1, tell=told.append) as manager:
+        assert manager.save(1, state(1.0)) and manager.wait()
+        with monkeypatch.context() as patch:
+            patch.setattr(manager_module.os, "rename", refused)
+            manager._delete(tmp_path / "1")
+        assert told == [f"checkpoint: {tmp_path / '1'} cannot be deleted: Permission denied."]
+        with monkeypatch.context() as patch:
+            patch.setattr(manager, "_clear", lambda step: (_ for _ in ()).throw(CheckpointError("x cannot be read.")))
+            assert manager.save(2, state(2.0)) and manager.wait()
+        assert told[1:] == ["checkpoint: x cannot be read."] and manager.saved == 2 and manager.steps() == [1, 2]
+        with pytest.raises(CheckpointError, match=r"^'a.tb': its path must be printable"):
+            manager.save(3, {"a\tb": jnp.ones(1)})
+        manager.save(4, state(4.0))
+        saving = manager._saving
+        assert saving is not None
+        saving[1].wait()
+        assert not manager.due(4) and manager._saving is None and manager.steps() == [4]

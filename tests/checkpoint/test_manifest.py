@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import re
+import zlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jaxpar as jp
 from jaxpar.checkpoint import manifest
-from jaxpar.checkpoint.manifest import NAME, REMEDY, Manifest, read
+from jaxpar.checkpoint.manifest import NAME, REMEDY, Manifest, TensorRecord, read
 from jaxpar.checkpoint.manifest import write as write_manifest
 from jaxpar.checkpoint.validate import opened
-from jaxpar.checkpoint.verify import health, names_in, problems_of
+from jaxpar.checkpoint.verify import check_values, crc_of, health, names_in, problems_of
 from jaxpar.errors import CheckpointError, DamagedError
 
 TENSOR = {"dtype": "float32", "itemsize": 4, "shape": [4], "chunk": [2], "folder": "a/w", "sums": [1, 2]}
@@ -168,3 +170,29 @@ def test_a_killed_replacement_names_the_checkpoint_before(tmp_path: Path) -> Non
     assert str(error.value).endswith(
         f"Remedy: use {before}, the previous checkpoint; the save that was replacing it was killed."
     )
+
+
+def test_values_of_a_piece_beyond_its_tensor_are_compared_without_what_is_beyond(tmp_path: Path) -> None:
+    """The last of pieces of 2 × 2 of a tensor [3, 3] has one value, and padding."""
+    tensor = TensorRecord("float32", 4, (3, 3), (2, 2), "arrays/w", (0,) * 4)
+    piece = np.array([[7.0, -1.0], [-1.0, -1.0]], np.float32)
+    right = zlib.crc32(piece[:1, :1].tobytes())
+    bounds, data = ((2, 3), (2, 3)), piece.reshape(-1).view(np.uint8)
+    check_values(tmp_path, "w", data, tensor, bounds, right, zlib.crc32(piece.tobytes()))
+    with pytest.raises(DamagedError) as error:
+        check_values(tmp_path, "w", data, tensor, bounds, 5, zlib.crc32(piece.tobytes()))
+    assert str(error.value) == (
+        f"{tmp_path} holds values of w that differ from those in memory: their checksum is {right:08x}, expected "
+        "00000005."
+    )
+
+
+def test_a_file_of_more_bytes_than_expected_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"12345")
+    assert crc_of(tmp_path, "a", 4) == (5, -1)
+    assert crc_of(tmp_path, "a", 5) == crc_of(tmp_path, "a") == (5, zlib.crc32(b"12345"))
+
+
+def test_a_state_of_empty_arrays_is_saved_and_restored(tmp_path: Path) -> None:
+    jp.save(tmp_path / "1", {"w": jnp.zeros((0, 3))})
+    assert jp.restore(tmp_path / "1", {"w": jax.ShapeDtypeStruct((0, 3), "float32")})["w"].shape == (0, 3)

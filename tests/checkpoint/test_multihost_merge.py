@@ -11,6 +11,7 @@ import pytest
 from jaxpar.checkpoint import multihost_merge
 from jaxpar.checkpoint.manifest import TensorRecord
 from jaxpar.checkpoint.multihost_merge import gather
+from jaxpar.errors import CheckpointError
 
 TENSOR = {"w": TensorRecord("float32", 4, (4,), (2,), "arrays/w", (1, -1))}
 
@@ -36,3 +37,17 @@ def test_a_part_that_is_a_link_is_neither_written_nor_read_through(
     dear.rename(here / "part.1")
     tensors, files = gather(here, {"w": TensorRecord("float32", 4, (4,), (2,), "arrays/w", (-1, 2))}, {})
     assert tensors["w"].sums == (1, 2) and files == {"arrays/w/0": (8, 1)}
+
+
+@pytest.mark.parametrize(
+    ("rank", "text"), [(0, "process 1 did not finish its part"), (1, "process 0 did not finish the checkpoint")]
+)
+def test_a_process_that_does_not_finish_is_named(
+    rank: int, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "process_index", lambda: rank)
+    monkeypatch.setattr(multihost_merge, "_TIMEOUT", 0.03)
+    with pytest.raises(CheckpointError) as error:
+        gather(tmp_path, TENSOR, {})
+    assert str(error.value) == f"{tmp_path}: {text} within 0.03 s after this process did."

@@ -228,6 +228,8 @@ def test_what_no_family_can_express_is_an_error(tmp_path: Path) -> None:
     config = LlamaConfig(qk_norm=True, qkv_bias=True)
     with pytest.raises(ConfigError, match="export: no family can express this configuration"):
         to_fields(config)
+    with pytest.raises(ConfigError, match="export: no family can express this configuration"):
+        to_fields(preset("mixtral", mtp_depth=1))  # only files of DeepSeek-V3 have layers for further tokens
     with pytest.raises(ConfigError, match="export: mistral cannot express"):
         to_fields(LlamaConfig(qk_norm=True), "mistral")
     with pytest.raises(ConfigError, match="family must be one of llama, .* got 'lama'. Did you mean 'llama'"):

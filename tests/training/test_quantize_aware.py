@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from jaxpar.models.llama import make_llama
 from jaxpar.models.llama.decode import quantized_weights
 from jaxpar.models.llama.pipeline import staged_next_token_loss
 from jaxpar.models.losses import next_token_loss
+from jaxpar.training.model.quantized import RoundedKind
+from jaxpar.training.rounded_weights import with_rounded_weights
 
 RULES = jp.Rules(batch="data", embed=None, mlp="model", params={"embed": "data"})
 X = np.random.default_rng(0).normal(size=(8, 24)).astype("float32")
@@ -105,6 +108,37 @@ def test_no_weight_is_gathered_to_round_it() -> None:
         found = jp.audit(program, mesh=here.mesh).collectives
         kinds.append(sum(c.result_bytes * c.count for c in found if c.kind == "all-gather"))
     assert kinds[1] <= kinds[0] + 4 * 32 * 3, (kinds, shapes)
+
+
+def test_each_device_rounds_its_own_shards() -> None:
+    """12 rows of a device are one group and a half, so the largest magnitude is that of two devices."""
+    here, rng = layout(2, 2), np.random.default_rng(1)
+    state = jp.abstract_state(here, AWARE, TX)
+    params = jax.tree.map(lambda x: jax.device_put(rng.normal(size=x.shape).astype("f4"), x.sharding), state.params)
+    inner = lambda params: with_rounded_weights(here, dataclasses.replace(state, params=params))
+    with here:
+        found = jax.jit(lambda params: inner(params).params)(params)
+        kind = jax.eval_shape(inner, params).metadata.kind
+    assert isinstance(state.metadata.kind, RoundedKind) and not isinstance(kind, RoundedKind)
+    for name, w in params.items():
+        values = np.asarray(w)
+        if name != "bias":  # groups of 8 neighbors along the inputs, each with a scale of max / 7
+            groups = values.reshape(-1, 8, values.shape[1])
+            scales = np.abs(groups).max(1, keepdims=True) / np.float32(7)
+            values = (np.rint(groups / scales) * scales).reshape(values.shape)
+        np.testing.assert_allclose(found[name], values, rtol=1e-6, atol=1e-7)
+        assert found[name].sharding.is_equivalent_to(w.sharding, w.ndim)
+
+
+def test_weights_in_host_memory_are_not_rounded() -> None:
+    state = jp.abstract_state(layout(1, 1), AWARE, TX)
+    host = jax.tree.map(lambda x: x.update(sharding=x.sharding.with_memory_kind("pinned_host")), state.params)
+    with pytest.raises(ConfigError) as error:
+        with_rounded_weights(layout(1, 1), dataclasses.replace(state, params=host))
+    assert str(error.value) == (
+        "quantize: weights are rounded on the device, but parameters are in host memory. Remedy: leave "
+        "parallel.offload.parameters out."
+    )
 
 
 LLAMA = quantized_weights(CONFIG, 4, 16)

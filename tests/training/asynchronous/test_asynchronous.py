@@ -376,6 +376,15 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
             "jp.pipeline.schedule('1f1b')."
         ),
     ),
+    "reducing optimizer": (
+        {**TWO, "tx": jp.one_bit_adam(1e-3, warmup=2)},
+        ConfigError,
+        (
+            "asynchronous pipeline: an optimizer that reduces gradients itself (one_bit_adam) cannot be used, because "
+            "'pipedream_2bw' keeps versions of the weights on the devices. Remedy: leave it out, or use "
+            "jp.pipeline.schedule('1f1b')."
+        ),
+    ),
     "pieces": (
         {"pipeline": jp.pipeline.Asynchronous("pipedream", stages=2, microbatches=2, layers_per_stage=(4, 1))},
         ConfigError,
@@ -422,6 +431,17 @@ def test_what_cannot_be_is_named(case: str) -> None:
         layout = jp.Layout(jp.MeshSpec(pipeline=2).build(jax.devices()[:2]), rules)
         step = jp.pipeline.pipedream_train_step(layout, LOSS, **options)
         jax.eval_shape(step.start, jp.abstract_state(layout, make_model, tx), batch_of(0))
+
+
+def test_a_state_without_microbatches_in_flight_is_named() -> None:
+    layout = jp.Layout(jp.MeshSpec(pipeline=2).build(jax.devices()[:2]), RULES)
+    step = jp.pipeline.pipedream_train_step(layout, LOSS, **TWO)
+    with pytest.raises(ConfigError) as error:
+        jax.eval_shape(step, jp.abstract_state(layout, make_model, stepping()), batch_of(0))
+    assert str(error.value) == (
+        "asynchronous pipeline: the state has no buffers for microbatches in flight. Remedy: state = step.start(state, "
+        "batch)."
+    )
 
 
 @pytest.mark.slow
