@@ -80,7 +80,8 @@ class DocumentRows:
             for ids in texts:
                 check_vocab(ids, self.vocab)
             rows.append(packed_row([(ids, 1) for ids in texts], self.seq))
-        return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+        names = packed_row([], self.seq)  # also of no rows
+        return {name: np.array([row[name] for row in rows], np.int32).reshape(-1, self.seq) for name in names}
 
     def segments(self, numbers: np.ndarray) -> npt.NDArray[np.int32]:
         """Returns the piece of each token of these rows [n, seq], numbered from 0 in each row."""

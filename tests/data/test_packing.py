@@ -76,6 +76,12 @@ def test_each_target_is_predicted_once_from_the_tokens_before_it(seq: int, alone
     assert sorted(found) == sorted(expected)
 
 
+def test_no_rows_are_arrays_without_rows() -> None:
+    batch = DocumentRows(*documents_of(3), 8).read(np.arange(0))
+    names = ("tokens", "targets", "segment_ids", "positions", "loss_mask")
+    assert {name: (x.shape, x.dtype) for name, x in batch.items()} == dict.fromkeys(names, ((0, 8), np.dtype("int32")))
+
+
 def test_packing_takes_fewer_rows_than_padding_and_says_how_full_they_are() -> None:
     tokens, starts = documents_of(1, count=400, longest=64)
     packed, padded = (DocumentRows(tokens, starts, 64, alone) for alone in (False, True))

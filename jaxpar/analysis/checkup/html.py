@@ -9,7 +9,6 @@ from jaxpar.analysis.checkup.figures import memory_picture, overlap_picture, wir
 from jaxpar.analysis.checkup.imbalance import COLUMNS
 from jaxpar.analysis.html_document import document
 from jaxpar.analysis.units import html_table
-from jaxpar.errors import MissingExtraError
 
 
 def page(found: Checkup, title: str, layout: str = "") -> str:
@@ -68,5 +67,5 @@ def _pictures(found: Checkup) -> list[str]:
             f"<h2>Bytes that one device sends in a step, by mesh axes</h2>{wire_picture(found.audit)}",
             f'<h2>What runs beside what</h2><p class="note">{model}</p>{overlap_picture(found.roofline)}',
         ]
-    except MissingExtraError as error:
+    except ImportError as error:  # of a package that is missing or broken
         return [f'<p class="note">No figures: {html.escape(str(error))}</p>{memory}{html_table(rows)}']

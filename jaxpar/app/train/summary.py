@@ -128,9 +128,10 @@ def conclude(summary: Summary, folder: Path, console: Console, saver: Saver) -> 
         try:
             curve = (folder / "loss.png", summary.losses, summary.evals, lines)
             draw_loss(*curve, title=f"{summary.steps} steps{speed}", ylabel=label)
-        except (OSError, MissingExtraError) as error:  # a full disk must not end the run
-            unwritten = isinstance(error, OSError) and f"{folder}/loss.png cannot be written: {error.strerror}"
-            console.print(escape(unwritten or str(error)))
+        except (OSError, ImportError) as error:  # neither a full disk nor a broken package must end the run
+            why = error.strerror if isinstance(error, OSError) else error
+            missing = isinstance(error, MissingExtraError)
+            console.print(escape(str(error) if missing else f"{folder}/loss.png cannot be written: {why}"))
             picture = ""
     console.print()
     unsaved = ", but the last step is not saved" if saver.unsaved else ""

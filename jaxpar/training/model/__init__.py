@@ -95,7 +95,8 @@ def read(model: Any) -> ModelParts:
 
 def _modules(*apis: str) -> tuple[type, ...]:
     """Returns the module classes of Flax's ``nnx`` or ``linen``, which are not imported for other models."""
-    return tuple(sys.modules[f"flax.{api}"].Module for api in apis if f"flax.{api}" in sys.modules)
+    loaded = (sys.modules.get(f"flax.{api}") for api in apis)  # None also where a program forbids the import
+    return tuple(flax.Module for flax in loaded if flax is not None)
 
 
 def build(make_model: MakeModel, key: jax.Array) -> tuple[ModelParts, dict[str, Causes]]:

@@ -146,10 +146,16 @@ def test_the_page_stands_alone_and_shows_three_pictures() -> None:
 
 
 @pytest.mark.usefixtures("no_matplotlib")
-def test_without_matplotlib_the_page_has_no_figures_and_names_the_extra() -> None:
-    text = page(found(), "run")
+def test_without_matplotlib_the_page_has_no_figures_and_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(purpose: str, **options: Any) -> Any:
+        raise ImportError("numpy.core.multiarray failed to import")
+
+    about = found()
+    text = page(about, "run")
     assert "No figures: drawing a checkup needs the package" in text and "jaxpar[plots]" in text
-    size = found().memory.categories["activations"]  # type: ignore[union-attr]
+    monkeypatch.setattr("jaxpar.analysis.checkup.figures.new_figure", broken)
+    assert "No figures: numpy.core.multiarray failed to import" in page(about, "run")
+    size = about.memory.categories["activations"]  # type: ignore[union-attr]
     assert not svgs(text) and f"<td>activations</td><td>{size:,} bytes</td>" in text and "What it sends" in text
 
 

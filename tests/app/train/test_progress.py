@@ -51,6 +51,19 @@ def test_a_narrow_terminal_shows_the_counter_and_whole_words() -> None:
     assert "2400/4000 loss 3.2500  held-out 2.5000  64,000 tok/s" in cast(Any, console.file).getvalue()
 
 
+def test_a_broken_matplotlib_does_not_end_a_run_that_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object, **options: object) -> None:
+        raise ImportError("numpy.core.multiarray failed to import")
+
+    monkeypatch.setattr("jaxpar.app.train.summary.draw_loss", broken)
+    console = Console(file=io.StringIO(), width=400)
+    summary = Summary(losses=[3.0, 2.0], goodput=Goodput().record())
+    conclude(summary, tmp_path, console, cast(Any, SimpleNamespace(unsaved="", active=False)))
+    text = cast(Any, console.file).getvalue()
+    assert f"{tmp_path}/loss.png cannot be written: numpy.core.multiarray failed to import\n" in text
+    assert "done" in text and f"tensorboard, {tmp_path}/loss.png" not in text
+
+
 def test_the_training_loss_begins_with_the_first_known_one(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=200)
     summary = Summary(losses=[math.nan, math.nan, 3.0, 2.0], goodput=Goodput().record())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any, NamedTuple
 
 import chex
@@ -15,6 +16,7 @@ from profiles import few
 
 import jaxpar as jp
 from jaxpar.errors import AnnotationError, LayoutError, ModelError
+from jaxpar.training.model import build_shapes
 
 TX = optax.sgd(0.1)
 
@@ -36,6 +38,12 @@ def test_a_state_is_laid_out_by_the_tags_and_holds_plain_arrays(mlp: Any) -> Non
     assert specs((state.step, state.key)) == (P(), P())
     assert state.model == state.params
     assert int(state.step) == 0
+
+
+def test_a_program_may_forbid_the_import_of_flax(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("flax.nnx", "flax.linen"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert build_shapes(lambda key: {"w": jnp.zeros((2, 3))}).params["w"].shape == (2, 3)
 
 
 def test_abstract_state_promises_what_init_makes(mlp: Any) -> None:
