@@ -3,8 +3,10 @@
     uv run python benchmarks/overhead/train_step.py
 
 Both steps train the same Llama with the same shardings in one process. Compares the compiled programs, and the CPU
-seconds of running them in turn. Also measures the CPU seconds to explain, trace and lower the step of the 70B preset
-for 4,096 devices.
+seconds of running them in turn. jaxpar's step skips an update that is not finite, and the one by hand does not: the
+programs are compared with ``skip_nonfinite=False``, and what skipping adds is a column of its own, as the CPU seconds
+are those of the step as it is by default. Also measures the CPU seconds to explain, trace and lower the step of the 70B
+preset for 4,096 devices.
 
 Goal: equal FLOPs and equal collectives. Exit status 1 otherwise.
 """
@@ -12,6 +14,7 @@ Goal: equal FLOPs and equal collectives. Exit status 1 otherwise.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import re
@@ -58,12 +61,24 @@ def hand_written_step(graphdef: Any, rest: Any, tx: Any, shardings: Any) -> Any:
     return jax.jit(step, donate_argnums=(0, 1, 2), out_shardings=shardings)
 
 
-def programs(layout: jp.Layout, config: Any, batch: Any) -> tuple[Any, Any, Callable[[], None], Callable[[], None]]:
-    """Return jaxpar's compiled step and the hand-written one, and for each a function that runs it once and waits."""
+@dataclasses.dataclass(frozen=True)
+class Programs:
+    """Compiled steps: jaxpar's by default, jaxpar's without skipping, the hand-written one; and what runs them once."""
+
+    default: Any
+    ours: Any
+    hand: Any
+    run_default: Callable[[], None]
+    run_hand: Callable[[], None]
+
+
+def programs(layout: jp.Layout, config: Any, batch: Any) -> Programs:
+    """Return the compiled steps, and functions that run the default and the hand-written one and wait."""
     tx = optax.adamw(1e-3)
     make_model = make_llama(config)
     state = jp.init(layout, make_model, tx)
-    ours = jp.train_step(layout, next_token_loss).lower(state, batch).compile()
+    default = jp.train_step(layout, next_token_loss).lower(state, batch).compile()
+    ours = jp.train_step(layout, next_token_loss, skip_nonfinite=False).lower(state, batch).compile()
 
     with nnx.use_eager_sharding(False):
         graphdef, params, rest = nnx.split(nnx.eval_shape(make_model, jax.random.key(0)), nnx.Param, ...)
@@ -86,8 +101,8 @@ def programs(layout: jp.Layout, config: Any, batch: Any) -> tuple[Any, Any, Call
 
     held: dict[str, Any] = {"state": state, "hand": (params, opt_state, count)}
 
-    def run_ours() -> None:
-        held["state"], metrics = ours(held["state"], batch)
+    def run_default() -> None:
+        held["state"], metrics = default(held["state"], batch)
         jax.block_until_ready((held["state"], metrics))
 
     def run_hand() -> None:
@@ -95,7 +110,7 @@ def programs(layout: jp.Layout, config: Any, batch: Any) -> tuple[Any, Any, Call
         held["hand"] = tuple(kept)
         jax.block_until_ready((kept, loss, norm))
 
-    return ours, hand, run_ours, run_hand
+    return Programs(default, ours, hand, run_default, run_hand)
 
 
 def facts(compiled: Any) -> dict[str, Any]:
@@ -172,27 +187,29 @@ def main() -> int:
     rng = np.random.default_rng(0)
     figures: dict[str, Any] = {}
     ok = True
-    print("layout    FLOPs jaxpar / by hand      collectives  CPU s per step jaxpar / hand  ratio")
+    print("layout    FLOPs jaxpar / by hand    skipping  collectives  CPU s per step jaxpar / hand  ratio")
     for name in ("dp", "fsdp", "fsdp_tp"):
         layout = jp.Layout.from_yaml(LAYOUTS / f"{name}.yaml")
         batch = {
             k: jp.shard_array(layout, rng.integers(0, 256, (16, 64)).astype(np.int32), "batch", "seq")
             for k in ("tokens", "targets")
         }
-        ours, hand, run_ours, run_hand = programs(layout, config, batch)
-        a, b = facts(ours), facts(hand)
+        found = programs(layout, config, batch)
+        a, b = facts(found.ours), facts(found.hand)
+        skipping = facts(found.default)["flops"] / a["flops"] - 1
         # XLA's FLOP count varies by a few scalar operations with their duplication into fusions.
-        equal = math.isclose(a["flops"], b["flops"], rel_tol=1e-6) and elements(a["collectives"]) == elements(
-            b["collectives"]
-        )
-        ok = ok and equal
-        mine, theirs, ratio = cpu_ratio(run_ours, run_hand, options.rounds, options.steps)
+        equal_flops = math.isclose(a["flops"], b["flops"], rel_tol=1e-6)
+        equal = elements(a["collectives"]) == elements(b["collectives"])
+        ok = ok and equal and equal_flops
+        mine, theirs, ratio = cpu_ratio(found.run_default, found.run_hand, options.rounds, options.steps)
         same = f"{sum(elements(a['collectives']).values())} equal" if equal else "DIFFER"
-        print(f"{name:8}  {a['flops']:.6g} / {b['flops']:.6g}  {same:>11}  {mine:.4f} / {theirs:.4f}  {ratio:.3f}")
+        flops = f"{a['flops']:.6g} / {b['flops']:.6g}{'' if equal_flops else ' DIFFER'}"
+        print(f"{name:8}  {flops:24}  {skipping:+8.2%}  {same:>11}  {mine:.4f} / {theirs:.4f}  {ratio:.3f}", flush=True)
         if not equal:
             print("  only jaxpar: ", elements(a["collectives"]) - elements(b["collectives"]))
             print("  only by hand:", elements(b["collectives"]) - elements(a["collectives"]))
-        figures[name] = {"ours": a, "hand": b, "cpu_seconds": [mine, theirs], "ratio": ratio}
+        row = {"ours": a, "hand": b, "skipping": skipping, "cpu_seconds": [mine, theirs], "ratio": ratio}
+        figures[name] = row
     figures["70b_4096"] = large_model()
     print("70B on 4,096 devices, CPU s:", ", ".join(f"{k} {v:.2f}" for k, v in figures["70b_4096"].items()))
     if options.json:
