@@ -11,11 +11,12 @@ import math
 from collections import Counter
 from dataclasses import replace
 
-from jaxpar.planning.search.cost import CostModel, StepCost
+from jaxpar.planning.search.cost import CostModel
 from jaxpar.planning.search.experts import ExpertExchange
 from jaxpar.planning.search.plan import Plan
 from jaxpar.planning.search.search import FULL, Candidate, Objective
 from jaxpar.planning.search.space import Space, meshes, step_options
+from jaxpar.planning.search.step_cost import StepCost
 from jaxpar.planning.search.workload import Backward
 from jaxpar.sharding.mesh import AXES
 

@@ -9,119 +9,23 @@ model with each program that it compiles.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any
 
-from jaxpar.planning.search.attention import computed_share, is_recomputed, passes_in_tiles
+from jaxpar.planning.search.attention import is_recomputed, passes_in_tiles
 from jaxpar.planning.search.calibration import Calibration
 from jaxpar.planning.search.experts import ExpertExchange, exchanges
+from jaxpar.planning.search.forward_pass import ForwardPass, forward_pass
 from jaxpar.planning.search.large_arrays import LargeArrays, large_arrays
-from jaxpar.planning.search.plan import BATCH, EMBED, LAYERS, SEQ, VOCAB, Plan
+from jaxpar.planning.search.plan import BATCH, LAYERS, SEQ, VOCAB, Plan
 from jaxpar.planning.search.shards import Axes, Shards, WeightGroup, weight_groups
+from jaxpar.planning.search.step_cost import StepCost, Transfer
 from jaxpar.planning.search.workload import Backward, KeptArray, Workload
 from jaxpar.sharding.hardware.links import Links
 from jaxpar.sharding.hardware.topology import Topology
 
 _SCATTERS = ("scatter in layer", "scatter in outside", "scatter in experts")
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """Collectives of one kind over the same axes, in one step.
-
-    Attributes:
-      what: a kind of ``Calibration.hidden``.
-      axes: the mesh axes.
-      wire_bytes: bytes that one device sends.
-      seconds: on the links.
-      network_seconds, network_bytes: the part of both on the network between slices or hosts.
-    """
-
-    what: str
-    axes: Axes
-    wire_bytes: float
-    seconds: float
-    network_seconds: float = 0.0
-    network_bytes: float = 0.0
-
-
-@dataclass(frozen=True)
-class StepCost:
-    """The estimated cost of a step.
-
-    Attributes:
-      compute, hbm: seconds of the FLOPs and of the traffic of main memory.
-      transfers: what is sent.
-      exposed, overlapped: seconds of transfers that overlap with no compute, and of those that do.
-      step: seconds.
-      memory: part → bytes on one device at the peak.
-    """
-
-    compute: float
-    hbm: float
-    transfers: tuple[Transfer, ...]
-    exposed: float
-    overlapped: float
-    step: float
-    memory: Mapping[str, float]
-
-    @property
-    def peak_bytes(self) -> float:
-        """Bytes on one device at the peak."""
-        return sum(self.memory.values())
-
-    @property
-    def wire_bytes(self) -> float:
-        """Bytes that one device sends."""
-        return sum(t.wire_bytes for t in self.transfers)
-
-    @property
-    def network_bytes(self) -> float:
-        """Bytes that one device sends to other slices or hosts."""
-        return sum(t.network_bytes for t in self.transfers)
-
-    @property
-    def network_seconds(self) -> float:
-        """Seconds of the network between slices or hosts, hidden or not."""
-        return sum(t.network_seconds for t in self.transfers)
-
-    @property
-    def exposed_bytes(self) -> float:
-        """The bytes of transfers that overlap with nothing, in proportion to their time."""
-        total = sum(t.seconds for t in self.transfers)
-        return self.wire_bytes * self.exposed / total if total else 0.0
-
-
-@dataclass(frozen=True)
-class _Forward:
-    """What one device does in the forward pass of a step, by the plan's mesh alone.
-
-    Attributes:
-      layer_flops, attention_flops, head_flops: of the layers' matmuls with weights, of matmuls of two activations, and
-        of all other matmuls.
-      traffic: bytes of the operands and results of matmuls, without those of experts.
-      rows, expert_weights: bytes of the operands and results of experts' matmuls, and of their weights.
-      outputs, inputs: bytes of matmuls' results that are sums over ``model``, and of activations whose gradients are,
-        in the layers.
-      head: both outside the layers.
-      queries, keys: bytes that attention reads and writes along queries, and along keys and values.
-      residual: bytes of the activation between two layers.
-    """
-
-    layer_flops: float = 0.0
-    attention_flops: float = 0.0
-    head_flops: float = 0.0
-    traffic: float = 0.0
-    rows: float = 0.0
-    expert_weights: float = 0.0
-    outputs: float = 0.0
-    inputs: float = 0.0
-    head: float = 0.0
-    queries: float = 0.0
-    keys: float = 0.0
-    residual: float = 0.0
 
 
 class CostModel:
@@ -200,7 +104,7 @@ class CostModel:
             return back.attention_passes
         return passes_in_tiles(plan, self.topology.platform, back.attention_passes)
 
-    def _expert_traffic(self, plan: Plan, once: _Forward, passes: float) -> float:
+    def _expert_traffic(self, plan: Plan, once: ForwardPass, passes: float) -> float:
         """Bytes through main memory of experts: rows, with room for another routing, and weights in each piece.
 
         Weights that several devices share are also written where they are gathered, and their gradients reduced.
@@ -244,56 +148,10 @@ class CostModel:
             self._known[key] = find(plan, *more)
         return self._known[key]
 
-    def _forward(self, plan: Plan) -> _Forward:
-        w, outside, inside = self.workload, Shards(plan), Shards(plan, attention=True)
-        sums = dict.fromkeys((f.name for f in fields(_Forward)), 0.0)
-        seen: set[int] = set()
-        for m in w.matmuls:
-            shards = outside if m.weight else inside
-            # Devices of a pipeline each run their layers; `model` and the tokens' axes split what is left.
-            share = shards.ways(m.shared, m.rows, m.columns, m.summed)
-            flops = m.flops / share / (plan.pipeline if m.layered else 1)
-            times = m.times * w.compute_bytes / (plan.pipeline if m.layered else 1)
-            left, right, out = (
-                shards.local(*parts) * times
-                for parts in (
-                    (m.shared, m.rows, m.summed),
-                    (m.shared, m.groups, m.columns, m.summed),
-                    (m.shared, m.rows, m.columns),
-                )
-            )
-            if m.attends:
-                sums["attention_flops"] += flops * self._unmasked(plan)
-                # Scores are [.., queries, keys]; the other three arrays of the two matmuls are the small ones.
-                small = sorted((left, right, out))[:2]
-                sums["keys"] += min(small)
-                sums["queries"] += max(small)
-                sums["traffic"] += sum(small) if self._in_tiles(plan) else left + right + out
-                continue
-            sums["layer_flops" if m.layered else "head_flops"] += flops
-            if m.groups:
-                sums["rows"] += left + out
-                sums["expert_weights"] += right
-            else:
-                sums["traffic"] += left + right + out
-            if not m.weight or plan.model == 1:
-                continue
-            # Rows of experts are added up to tokens before their sum over `model`, and so are their gradients.
-            if "model" in shards.axes(m.summed):
-                sums["outputs" if m.layered else "head"] += out / m.choices
-            if "model" in shards.axes(m.columns) and m.source not in seen:
-                seen.add(m.source)
-                sums["inputs" if m.layered else "head"] += left / m.choices
-        tokens = tuple((name, w.sizes[name]) for name in (BATCH, SEQ, EMBED) if name in w.sizes)
-        sums["residual"] = outside.local(tokens) * w.compute_bytes
-        return _Forward(**sums)
+    def _forward(self, plan: Plan) -> ForwardPass:
+        return forward_pass(plan, self.workload, self._in_tiles(plan))
 
-    def _unmasked(self, plan: Plan) -> float:
-        """The fraction of the pairs of queries and keys that causal attention in tiles computes."""
-        skips = self._in_tiles(plan) and self.workload.causal
-        return computed_share(plan, self.workload.sizes.get(SEQ, 1)) if skips else 1.0
-
-    def _transfers(self, plan: Plan, once: _Forward, back: Backward) -> Iterator[Transfer]:
+    def _transfers(self, plan: Plan, once: ForwardPass, back: Backward) -> Iterator[Transfer]:
         """What a plan sends: for tensor, context and pipeline parallelism, and for the weights and their gradients."""
         if plan.model > 1:
             again = max(back.weight_passes - 3.0, 0.0) + plan.checkpoint_stages
@@ -479,7 +337,7 @@ class CostModel:
         return max(self.workload.backward, key=lambda name: sum(h.bytes for h in self.workload.backward[name].kept))
 
 
-def _exchanged(once: _Forward, back: Backward) -> float:
+def _exchanged(once: ForwardPass, back: Backward) -> float:
     """Bytes of queries, keys, values and results whose heads are exchanged, in both passes and where computed again."""
     results, again = once.queries / 2, is_recomputed(back.attention_passes)
     inputs = results + once.keys

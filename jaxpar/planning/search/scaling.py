@@ -15,12 +15,13 @@ from jaxpar.analysis.units import show_bytes, table_lines
 from jaxpar.errors import PlanError
 from jaxpar.planning.search.best_estimate import best_estimate
 from jaxpar.planning.search.compiled import CompiledPlan
-from jaxpar.planning.search.cost import CostModel, StepCost
+from jaxpar.planning.search.cost import CostModel
 from jaxpar.planning.search.experts import has_ragged_exchange
 from jaxpar.planning.search.plan import BATCH, Plan
 from jaxpar.planning.search.report import Planner
 from jaxpar.planning.search.search import CompilerMeasures, SearchOptions, find
 from jaxpar.planning.search.space import Space
+from jaxpar.planning.search.step_cost import StepCost
 from jaxpar.sharding.hardware.accelerators import ACCELERATORS
 from jaxpar.sharding.hardware.links import Links, likely_shape
 from jaxpar.sharding.hardware.topology import Topology

@@ -12,9 +12,10 @@ from typing import Any, Literal, Protocol
 from jaxpar.analysis.units import show_bytes
 from jaxpar.errors import JaxparError, MissingExtraError
 from jaxpar.planning.search.compiled import CompiledPlan, PlannedRun, compile_plan, traced_bytes
-from jaxpar.planning.search.cost import CostModel, StepCost
+from jaxpar.planning.search.cost import CostModel
 from jaxpar.planning.search.plan import Plan
 from jaxpar.planning.search.space import Space, plans
+from jaxpar.planning.search.step_cost import StepCost
 from jaxpar.sharding.hardware.topology import Topology
 
 Objective = Literal["time", "memory"]

@@ -10,10 +10,11 @@ import pytest
 from profiles import few
 
 from jaxpar.planning.search.best_estimate import best_estimate
-from jaxpar.planning.search.cost import CostModel, StepCost
+from jaxpar.planning.search.cost import CostModel
 from jaxpar.planning.search.plan import Plan
 from jaxpar.planning.search.search import FULL, Objective
 from jaxpar.planning.search.space import Space, plans, tensor_dims
+from jaxpar.planning.search.step_cost import StepCost
 from jaxpar.planning.search.workload import Workload
 from jaxpar.sharding.hardware.topology import Topology
 from tests.planning.llama_workload import llama_workload

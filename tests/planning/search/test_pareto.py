@@ -6,10 +6,10 @@ from collections import Counter
 
 import pytest
 
-from jaxpar.planning.search.cost import StepCost
 from jaxpar.planning.search.pareto import MOST_NAMED, draw_front, front
 from jaxpar.planning.search.plan import Plan
 from jaxpar.planning.search.search import Candidate, Search
+from jaxpar.planning.search.step_cost import StepCost
 from jaxpar.sharding.hardware.topology import Topology
 
 

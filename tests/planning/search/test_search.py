@@ -15,11 +15,12 @@ from profiles import examples
 
 from jaxpar.errors import LayoutError, MissingExtraError, PlanError
 from jaxpar.planning.search.compiled import CompiledPlan, PlannedRun
-from jaxpar.planning.search.cost import CostModel, StepCost
+from jaxpar.planning.search.cost import CostModel
 from jaxpar.planning.search.plan import Plan
 from jaxpar.planning.search.report import PlanReport
 from jaxpar.planning.search.search import TOLERANCE, Candidate, Search, SearchOptions, family, find, search
 from jaxpar.planning.search.space import Space
+from jaxpar.planning.search.step_cost import StepCost
 from jaxpar.planning.search.workload import Workload
 from jaxpar.sharding.hardware.topology import Topology
 
