@@ -16,7 +16,7 @@ from typing import Any
 from jaxpar.errors import LaunchError
 from jaxpar.parameter_server.cluster import LoadProgram, RunFiles
 from jaxpar.parameter_server.config import ServerConfig
-from jaxpar.parameter_server.ray_start import connect
+from jaxpar.parameter_server.ray_start import connect, first_line
 from jaxpar.parameter_server.service import Coordinator, ServerService
 from jaxpar.parameter_server.transport import ServerCall, ServerLost
 from jaxpar.parameter_server.worker import ParameterServerWorker, WorkerPrograms, WorkerReport
@@ -133,7 +133,7 @@ class RayTransport:
 
     def _lost(self, name: str, error: Exception) -> ServerLost:
         self._handles.pop(name, None)
-        return ServerLost((str(error).strip().splitlines() or [type(error).__name__])[0])
+        return ServerLost(first_line(error))
 
 
 class RayCluster:

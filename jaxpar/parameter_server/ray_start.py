@@ -71,7 +71,7 @@ def connect(address: str | None, cpus: float, *, object_store_bytes: int | None 
             _end(_children() - before)  # Ray leaves the daemons of a failed start running
             if attempt == _ATTEMPTS:
                 raise LaunchError(
-                    f"Ray cannot be started on this machine, after {attempt} attempts: {_first_line(error)}."
+                    f"Ray cannot be started on this machine, after {attempt} attempts: {first_line(error)}."
                 ) from error
     return ray, True
 
@@ -134,7 +134,7 @@ def _join(ray: Any, address: str, seconds: float) -> None:
         why = "it accepts connections, but no Ray answers there"
         raise _silent(address, why) from TimeoutError(f"no answer within {seconds:.0f} s")
     if failed:
-        raise _silent(address, _first_line(failed[0])) from failed[0]
+        raise _silent(address, first_line(failed[0])) from failed[0]
 
 
 def _silent(address: str, why: str) -> LaunchError:
@@ -144,5 +144,6 @@ def _silent(address: str, why: str) -> LaunchError:
     )
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an error's text without a period, or else its type."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

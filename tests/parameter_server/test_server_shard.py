@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,16 @@ from jaxpar.errors import ConfigError, ModelError, StateError
 from jaxpar.parameter_server import ServerConfig
 from jaxpar.parameter_server.client import check_model
 from jaxpar.parameter_server.membership import Membership, WorkerSpan
-from jaxpar.parameter_server.messages import PullRequest, PushRequest, RowGrads
+from jaxpar.parameter_server.messages import PullRequest, PushRequest, QuantizedDelta, RowGrads
 from jaxpar.parameter_server.piece_optimizer import PieceOptimizer
-from jaxpar.parameter_server.pieces import ParamSpec, SparseTable, cut
+from jaxpar.parameter_server.piece_state import DenseState
+from jaxpar.parameter_server.pieces import ParamSpec, SparseTable, cut, server_params
+from jaxpar.parameter_server.quantized_deltas import add, dequantize, quantize
+from jaxpar.parameter_server.row_values import initial_rows
 from jaxpar.parameter_server.server_shard import ServerShard
 from jaxpar.parameter_server.sums import mean
 
-OPTIMIZER = PieceOptimizer(optax.sgd(1.0))
+OPTIMIZER, ADAM = PieceOptimizer(optax.sgd(1.0)), PieceOptimizer(optax.adam(0.1))
 PIECES = tuple(cut({"w": ParamSpec((2,), "float32")}, 100))
 TABLE = SparseTable("t", 100, ("x",), pieces=1)
 MEMBERS = Membership(0, (0,), (WorkerSpan(0), WorkerSpan(1)), PIECES, {"w[0:2]": 0})
@@ -179,3 +183,88 @@ def test_a_worker_with_another_model_is_refused() -> None:
         "is missing; params/a float32[2, 4]: the servers hold float32[2, 3]. Remedy: the same model configuration for "
         "all workers, or another folder for this run."
     )
+
+
+def test_a_restart_keeps_changes_in_few_bits_and_what_they_left_out(tmp_path: Path) -> None:
+    """A worker gets the change since the version that it holds, also from a shard that was opened again."""
+    options: dict[str, Any] = {"workers": 1, "compression": "int8", "outer_learning_rate": 1.0, "outer_momentum": 0.0}
+    members = Membership(0, (0,), (WorkerSpan(0),), PIECES, {"w[0:2]": 0}).to_json()
+    shard = ServerShard(0, tmp_path, ServerConfig("local_sgd", **options), OPTIMIZER)
+    shard.activate(members)
+    shard.offer(0, {"w[0:2]": np.zeros(2, np.float32)})
+    exact = np.zeros(2, np.float32)
+    for step, change in enumerate(([1.0, -0.3], [0.5, 0.001], [0.2, 0.7])):
+        sent = quantize(np.float32(change), 8)
+        exact = exact - dequantize(sent)
+        assert shard.push(PushRequest(0, step, 0, 1.0, {"w[0:2]": sent})).status == "done"
+        if step == 1:
+            shard.snapshot()
+        shard.close()
+        shard = ServerShard(0, tmp_path, ServerConfig("local_sgd", **options), OPTIMIZER)
+        (state,) = shard._states.values()
+        assert isinstance(state, DenseState) and state.delta is not None and state.error is not None
+        np.testing.assert_allclose(state.value + state.error, exact, rtol=0, atol=1e-7)
+        pulls = [PullRequest(0, step + 1, 0, ("w[0:2]",), held=held) for held in (step, None, step - 1)]
+        delta, whole, far = (shard.pull(pull).values["w[0:2]"] for pull in pulls)
+        assert isinstance(delta, QuantizedDelta) and isinstance(whole, np.ndarray)
+        assert np.array_equal(add(np.asarray(state.previous), delta), whole)
+        assert isinstance(far, np.ndarray)  # a worker that holds an older version gets everything
+    shard.close()
+
+
+def test_a_restart_keeps_the_rows_of_a_table_and_those_before_the_last_round(tmp_path: Path) -> None:
+    specs = server_params({"t": ParamSpec((4, 2), "float32")}, [TABLE])
+    (piece,) = cut(specs, 100, table_pieces={"t": 1})
+    members = Membership(0, (0,), (WorkerSpan(0),), (piece,), {piece.key: 0})
+    open_shard = lambda: ServerShard(0, tmp_path, ServerConfig(workers=1), ADAM, (TABLE,))
+    shard = open_shard()
+    shard.activate(members.to_json())
+    assert shard.clocks(0, 0).status == "waiting"  # nobody has offered the piece
+    shard.offer(0, {piece.key: None})
+    read = lambda step, *ids: shard.pull(PullRequest(0, step, 0, (piece.key,), {piece.key: np.array(ids)})).values
+    seen = [read(0, 3, 5, 70)[piece.key]]
+    assert np.array_equal(seen[0], initial_rows(TABLE, np.array([3, 5, 70]), 2))
+    for step, ids in enumerate(([5, 70], [3, 70], [])):
+        rows = RowGrads(np.array(ids, np.int64), np.ones((len(ids), 2), np.float32))
+        assert shard.push(PushRequest(0, step, 0, 1.0, {piece.key: rows})).status == "done"
+        shard.snapshot()
+        shard.close()
+        shard = open_shard()
+        seen.append(read(step + 1, 3, 5, 70)[piece.key])
+        assert np.array_equal(read(step, 3, 5, 70)[piece.key], seen[step])  # for a worker that was killed
+    assert [np.any(new != old, axis=1).tolist() for old, new in itertools.pairwise(seen)] == [
+        [False, True, True],
+        [True, False, True],
+        [False, False, False],
+    ]
+    adam = optax.adam(0.1)
+    state = adam.init(seen[0][2])
+    value = seen[0][2]
+    for _ in range(2):  # row 70 was in two rounds
+        updates, state = adam.update(np.ones(2, np.float32), state)
+        value = value + updates
+    np.testing.assert_allclose(seen[3][2], value, rtol=1e-6)
+    with pytest.raises(ValueError) as error:
+        shard.pull(PullRequest(None, 0, 0, (piece.key,)))
+    assert str(error.value) == f"{piece.key} is a part of a table: its rows are read by their numbers."
+    shard.close()
+
+
+def test_requests_of_another_epoch_and_during_a_change_are_stale(tmp_path: Path) -> None:
+    shard = _shard(tmp_path)
+    new = Membership(1, (0,), (WorkerSpan(0),), PIECES, {"w[0:2]": 0}).to_json()
+    ask = lambda epoch: [
+        shard.pull(PullRequest(0, 0, epoch, ("w[0:2]",))).status,
+        shard.offer(epoch, {}).status,
+        shard.clocks(epoch, 0).status,
+    ]
+    assert ask(0) == ["done"] * 3 and ask(1) == ["stale"] * 3
+    shard.hold(0)  # of the epoch that it is in already
+    assert ask(0) == ["done"] * 3
+    shard.hold(1)
+    shard.snapshot()
+    assert ask(0) == ["stale"] * 3
+    shard.activate(new)
+    shard.activate(MEMBERS.to_json())  # sent again, too late
+    assert shard.epoch == 1 and ask(1) == ["done"] * 3
+    shard.close()
