@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +15,6 @@ import numpy as np
 import pytest
 from run_processes import ROOT, TrainProcess
 
-from jaxpar.app.launch.peers import Peer
 from jaxpar.app.launch.supervisor import Policy, Supervisor
 from jaxpar.errors import LaunchError
 
@@ -83,43 +81,6 @@ def test_a_cluster_without_a_place_is_said(group: Any) -> None:
     )
     with pytest.raises(LaunchError, match=text):
         group.start(lambda rank, total, address: [sys.executable, "-c", ""], 2)
-
-
-def test_the_nodes_that_answer_have_room(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node that Ray still takes for alive, but that refuses a connection, has none."""
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_server(("127.0.0.1", 0)) as closed:
-        ports = [listener.getsockname()[1] for listener in (server, closed)]
-        closed.close()
-        alive = {"Alive": True, "NodeManagerAddress": "127.0.0.1", "Resources": {"CPU": 5.0, "GPU": 2.0}}
-        nodes = [{**alive, "NodeManagerPort": port} for port in ports] + [{"Alive": False}]
-        monkeypatch.setattr(group, "_ray", type("Ray", (), {"nodes": staticmethod(lambda: nodes)}))
-        for resources, room in (({"CPU": 1}, 4), ({"CPU": 2}, 2), ({"CPU": 1, "GPU": 2}, 1)):
-            group._resources = resources
-            assert group.room(1, 4) == room
-        group._resources, group._patience = {"TPU": 4}, 0.0
-        assert group.room(1, 4) == 0
-
-
-def test_the_nodes_of_silent_processes_are_tried(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node that refuses a connection is lost; one that does not answer is only named."""
-    node = {"Alive": True, "NodeManagerAddress": "127.0.0.5", "NodeManagerPort": 1}
-    nodes = [{**node, "NodeID": "a"}, {**node, "NodeID": "b", "NodeManagerAddress": "127.0.0.6"}]
-
-    def connect(address: tuple[str, int], timeout: float) -> Any:
-        raise ConnectionRefusedError if address == ("127.0.0.5", 1) else TimeoutError
-
-    monkeypatch.setattr(group, "_ray", type("Ray", (), {"nodes": staticmethod(lambda: nodes)}))
-    monkeypatch.setattr(socket, "create_connection", connect)
-    group._probed, group._members = 0.0, {}
-    group.peers, group._nodes, group._pending = (
-        [Peer(0, 0.0), Peer(1, 0.0), Peer(2, 8.0)],
-        dict(enumerate("aba")),
-        dict.fromkeys(range(3)),
-    )
-    group._probe(10.0)
-    assert [peer.lost for peer in group.peers] == ["was lost with its Ray node 127.0.0.5", None, None]
-    assert group.peers[1].silent == "and its Ray node 127.0.0.6 does not answer" and list(group._pending) == [1, 2]
-    group._pending, group._nodes = {}, {}
 
 
 @pytest.mark.slow
