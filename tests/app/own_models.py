@@ -225,5 +225,26 @@ def no_data() -> int:
     return 3
 
 
+def a_text() -> str:
+    return "abc"
+
+
+class FewBatches(TokenBatches):
+    """So many batches, and then no more."""
+
+    def __init__(self, rows: int, count: int):
+        super().__init__(rows, 0, 0, 8)
+        self._count = count
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        if self._next == self._count:
+            raise StopIteration
+        return super().__next__()
+
+
+def few_batches(batch: int, split: str, count: int = 0) -> FewBatches:
+    return FewBatches(batch, count)
+
+
 def more_points() -> dict[str, np.ndarray]:
     return make_points("train")

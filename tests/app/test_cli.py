@@ -200,3 +200,31 @@ def test_explain_estimates_memory_for_a_topology(capsys: pytest.CaptureFixture[s
     assert "memory at the peak of a step on a TPU v5 lite, estimated\n" in text
     assert main(["explain", str(QUICKSTART), *settings(), "--topology", "v5e:2x2", "--devices", "8"]) == 2
     assert "the mesh has 8 devices" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (
+            ["--search", "recursive", "--objective", "chips"],
+            "--search recursive takes one topology and the objective time or memory. Remedy: leave it out.",
+        ),
+        (
+            ["--search", "recursive", "--price", "v5e=1.2"],
+            "--search recursive takes one topology and the objective time or memory. Remedy: leave it out.",
+        ),
+        (
+            ["--scale", "16:64", "--max-batch", "64"],
+            "--scale minimizes the time, and takes no --objective, --price or --max-batch. Remedy: leave them out.",
+        ),
+        (
+            ["--scale", "16:64", "--objective", "memory"],
+            "--scale minimizes the time, and takes no --objective, --price or --max-batch. Remedy: leave them out.",
+        ),
+    ],
+)
+def test_options_of_plan_that_exclude_each_other(
+    words: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", str(QUICKSTART), "--topology", "v5e:4x4", *words]) == 2
+    assert capsys.readouterr().err == f"ConfigError: {text}\n"

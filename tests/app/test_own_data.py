@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 import yaml
@@ -19,10 +20,13 @@ import yaml
 import jaxpar as jp
 from jaxpar.app.cli import main
 from jaxpar.app.config import load_run
+from jaxpar.app.data_config import DataConfig
 from jaxpar.app.job import make_job
 from jaxpar.app.launch.exit_codes import ExitCode
+from jaxpar.app.own_data import own_data
 from jaxpar.app.train.metrics import MetricsWriter
 from jaxpar.checkpoint.verify import check, steps_in
+from jaxpar.errors import DataError
 
 LAYOUT = Path(__file__).parents[2] / "configs/layouts/fsdp_tp.yaml"
 RUN: dict[str, Any] = {
@@ -213,6 +217,71 @@ def test_the_positions_of_an_iterator_are_those_of_its_process(monkeypatch: pyte
     monkeypatch.setattr(checkpointing.jax, "process_index", lambda: 1)
     streams[1].set_state(checkpointing.for_this_process(saved, streams[1]))
     assert streams[1].get_state() == states[1]
+
+
+def token_data(monkeypatch: pytest.MonkeyPatch, **table: Any) -> Any:
+    """Data of this folder's module, which is an iterator of batches."""
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    return own_data(DataConfig(**{"factory": "own_models:make_tokens", "batch": 4, "seq": 8, **table}))
+
+
+def test_an_iterator_is_where_it_was_after_a_look_at_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shapes, and batches for evaluation, which are the same in every call, take nothing of the stream."""
+    data = token_data(monkeypatch)
+    assert data.shapes()["tokens"].shape == (4, 8) and data.shapes()["tokens"].dtype == "int32"
+    assert data.describe() == (
+        "own_models:make_tokens: batches of an iterator to train on, batches of an iterator held out; batch 4"
+    )
+    first, again = data.heldout(2), data.heldout(2)
+    for one, other in zip(first, again, strict=True):
+        assert np.array_equal(one["tokens"], other["tokens"])
+    assert not np.array_equal(first[0]["tokens"], first[1]["tokens"])
+    whole = next(data.stream())["tokens"]
+    halves = [next(data.stream(process_index=index, process_count=2))["tokens"] for index in (0, 1)]
+    assert np.array_equal(np.concatenate(halves), whole)
+    assert not np.array_equal(whole, first[0]["tokens"])  # what is held out is not trained on
+
+
+@pytest.mark.parametrize(
+    ("factory", "call", "text"),
+    [
+        (
+            "own_models:few_batches",
+            lambda data: data.heldout(2),
+            (
+                "data: own_models:few_batches (heldout): the batches ended after 0 batches. Remedy: repeat them "
+                "without end, or fewer train.steps."
+            ),
+        ),
+        (
+            "own_models:few_batches",
+            lambda data: data.stream(process_count=2),
+            (
+                "data: own_models:few_batches yields batches, but takes no process_index and process_count, so all 2 "
+                "processes would read the same rows. Remedy: take both and yield this process's rows, or return "
+                "examples by number."
+            ),
+        ),
+        (
+            "own_models:a_text",
+            lambda data: data.stream(),
+            (
+                "data: own_models:a_text must return examples, got str. Remedy: a sequence of examples, a mapping of "
+                "arrays, or an iterable with get_state and set_state."
+            ),
+        ),
+    ],
+)
+def test_iterators_that_cannot_be_read(
+    factory: str, call: Callable[[Any], Any], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(DataError) as error:
+        call(token_data(monkeypatch, factory=factory, seq=128))
+    assert str(error.value) == text
+
+
+def test_fewer_batches_than_asked_for_are_held_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(token_data(monkeypatch, factory="own_models:few_batches", seq=128, args={"count": 2}).heldout(5)) == 2
 
 
 NAMES = "'split', 'batch', 'seq', 'seed', 'process_index', 'process_count'"

@@ -10,6 +10,7 @@ import socket
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,9 +19,14 @@ from interpreters import python
 from listening_sockets import listening_sockets
 
 from jaxpar.app.cli import main
+from jaxpar.app.config import CheckpointConfig, RunConfig, TrainConfig
 from jaxpar.app.launch.cluster_detection import detect
 from jaxpar.app.launch.exit_codes import ExitCode
+from jaxpar.app.train import launch
+from jaxpar.app.train.launch import LaunchOptions
+from jaxpar.checkpoint.manifest import NAME as MANIFEST
 from jaxpar.checkpoint.verify import check, steps_in
+from jaxpar.errors import ConfigError
 
 LAYOUTS = Path(__file__).parents[3] / "configs" / "layouts"
 RUN: dict[str, Any] = {
@@ -100,6 +106,124 @@ def test_ray_that_is_not_installed_is_named(refused: Any, monkeypatch: pytest.Mo
         "MissingExtraError: starting processes on a Ray cluster needs the package 'ray', which is not installed. "
         "Remedy: pip install 'jaxpar[ray]'."
     )
+
+
+def test_chips_and_nodes_that_options_contradict_are_refused(refused: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch.device_assignment, "has_tpu", lambda variables: True)
+    assert refused("--processes", "2", data={**RUN["data"], "batch": 8}) == (
+        "LaunchError: --processes is 2, but on a TPU host only one process can use the chips. Remedy: --processes 1."
+    )
+    place = ("--coordinator", "127.0.0.1:1", "--process-count", "2", "--process-id", "0")
+    assert refused("--ray", "--processes", "2", *place) == (
+        "LaunchError: --ray places all processes itself. Remedy: leave --coordinator, --process-count and --process-id "
+        "out."
+    )
+    resources = {"resources": {"CPU": 1, "GPU": 4}}
+    assert refused("--ray", "--processes", "3", supervise=resources, data={**RUN["data"], "batch": 8}) == (
+        "LaunchError: 3 processes of 4 devices: a batch of 8 rows cannot be divided by 3 processes. Remedy: another "
+        "number of processes, mesh or batch."
+    )
+
+
+class _Supervised:
+    """What a supervisor was made with; it runs nothing."""
+
+    def __init__(self, group: Any, command: Any, count: int, policy: Any, latest: Any, *more: Any):
+        self.group, self.command, self.count, self.policy, self.latest = group, command, count, policy, latest
+        self.refit, self.tell, self.causes, self.total = more
+        _Supervised.last = self
+
+    last: Any = None
+
+    def run(self) -> int:
+        return 7
+
+
+@pytest.fixture
+def supervised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """``supervised(options, **changes)``: what ``jaxpar train`` supervises on a host with four GPUs."""
+    monkeypatch.setattr(launch, "Supervisor", _Supervised)
+    monkeypatch.setattr(launch.device_assignment, "gpus", lambda variables: ["0", "1", "GPU-c", "3"])
+    monkeypatch.setenv("XLA_FLAGS", "--xla_a=1 --xla_force_host_platform_device_count=8")
+
+    def start(options: LaunchOptions, **changes: Any) -> Any:
+        file = tmp_path / "run.yaml"
+        data = {**RUN["data"], "batch": 8}
+        file.write_text(yaml.safe_dump({**RUN, "data": data, "output": str(tmp_path / "run"), **changes}))
+        assert launch.go(file, ["train.steps=9"], options) == 7
+        return _Supervised.last
+
+    return start
+
+
+def test_the_gpus_of_a_host_are_shared_out(supervised: Any, tmp_path: Path) -> None:
+    """Each process sees its GPUs; a restart, and only that, resumes."""
+    last = supervised(LaunchOptions(processes=2), checkpoint={"resume": "never", "directory": str(tmp_path / "kept")})
+    assert [last.group._variables(index) for index in range(2)] == [
+        {"PYTHONUNBUFFERED": "1", "XLA_FLAGS": "--xla_a=1", "CUDA_VISIBLE_DEVICES": gpus} for gpus in ("0,1", "GPU-c,3")
+    ]
+    place = ["--process-count", "2", "--coordinator", "127.0.0.1:9", "--process-id", "1"]
+    file, words = str(tmp_path / "run.yaml"), [sys.executable, "-P", "-m", "jaxpar.app.cli", "train"]
+    assert last.command(1, 2, "127.0.0.1:9") == [*words, file, "--set", "train.steps=9", *place]
+    last.causes.append(None)
+    again = [*words, file, "--set", "train.steps=9", "--set", "checkpoint.resume=auto", "--process-count", "1"]
+    assert last.command(0, 1, "127.0.0.1:9") == again
+    why = "3 processes x 2 devices = 6 devices do not fit: a batch of 8 rows cannot be divided by 3 processes. "
+    assert last.refit(3) == (2, why + "2 processes would fit")
+    assert last.latest() is None and last.total is None
+    (tmp_path / "kept/12").mkdir(parents=True)
+    (tmp_path / "kept/12" / MANIFEST).touch()
+    assert last.latest() == 12
+
+
+def test_of_several_hosts_nobody_restarts_alone(supervised: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    last = supervised(LaunchOptions(processes=2, coordinator="node0:9", process_count=4, process_id=2))
+    assert last.policy.restarts is None and last.total == 4 and last.latest() is None
+    assert capsys.readouterr().out == (
+        "no checkpoints are kept ('checkpoint' is not set), so a restart begins from step 0\n"
+        "2 of 4 processes run on other hosts, so a failure ends the processes of every host, and whatever started them "
+        "restarts them all\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "text"),
+    [
+        (ConfigError("data.batch is wrong."), 2, "ConfigError: data.batch is wrong.\nexit 2: the configuration or "),
+        (KeyboardInterrupt(), 130, "exit 130: "),
+        (ZeroDivisionError("x"), 1, "ZeroDivisionError: x"),
+    ],
+)
+def test_an_error_of_one_of_several_processes_ends_it_with_its_status(
+    error: BaseException, status: int, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raised: list[tuple[BaseException, bool]] = []
+    monkeypatch.setattr(launch.heartbeat, "raised", lambda error, *, again: raised.append((error, again)))
+
+    def end(status: int) -> None:
+        raise SystemExit(status)
+
+    monkeypatch.setattr(launch, "end_process", end)
+    with pytest.raises(SystemExit) as ended, launch.reporting():
+        raise error
+    assert ended.value.code == status and text in capsys.readouterr().err
+    assert raised == [(error, isinstance(error, ZeroDivisionError))]  # only that may not come again
+
+
+@pytest.mark.parametrize(
+    ("signal_number", "steps", "kept", "status"),
+    [
+        (0, 3, True, ExitCode.FINISHED),
+        (signal.SIGTERM, 4, True, ExitCode.FINISHED),  # it came in the last step
+        (signal.SIGTERM, 3, True, ExitCode.STOPPED),
+        (signal.SIGINT, 3, True, ExitCode.INTERRUPTED),
+        (signal.SIGTERM, 3, False, ExitCode.NOT_SAVED),
+    ],
+)
+def test_the_status_of_a_run_that_a_signal_ended(signal_number: int, steps: int, kept: bool, status: ExitCode) -> None:
+    summary: Any = SimpleNamespace(signal=signal_number, steps=steps, step_times=[0.1])
+    config = RunConfig(model={}, train=TrainConfig(steps=4), checkpoint=CheckpointConfig() if kept else None)
+    assert launch._status(summary, config) is status
 
 
 def test_the_supervisor_itself_needs_no_jax() -> None:

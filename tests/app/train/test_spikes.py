@@ -11,9 +11,11 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxpar.app.config import SpikeConfig, StragglerConfig, TrainConfig, load_run
+from jaxpar.app.train import process_sync
 from jaxpar.app.train.goodput import CAUSES, Goodput, describe
 from jaxpar.app.train.process_sync import ProcessStatus, StatusExchange, Stragglers, slow
 from jaxpar.app.train.signals import Stop
@@ -226,6 +228,23 @@ def test_one_process_has_its_own_news_after_every_step() -> None:
     exchange = StatusExchange(1)
     assert exchange.after_step(ProcessStatus) == [ProcessStatus()]
     assert exchange.after_step(lambda: ProcessStatus(signal=15)) == [ProcessStatus(signal=15)]
+
+
+def test_several_processes_exchange_their_news_as_often_as_the_slowest_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both count the same steps to the next exchange: as many as the slower process does in a second."""
+    sent: list[np.ndarray] = []
+    other = [float(signal.SIGTERM), 1, 4, 0.5, 0.25, 1.0, 0]
+
+    def gather(row: np.ndarray) -> np.ndarray:
+        sent.append(row)
+        return np.stack([row, np.float32(other)])
+
+    monkeypatch.setattr(process_sync, "gather_rows", gather)
+    exchange, mine = StatusExchange(2), ProcessStatus(steps=10, own=0.5, seconds=0.5)
+    theirs = ProcessStatus(signal.SIGTERM, True, 4, 0.5, 0.25, 1.0)
+    assert exchange.after_step(lambda: mine) == [mine, theirs] and sent[0].dtype == np.float32
+    answers = [exchange.after_step(lambda: mine) for _ in range(8)]
+    assert [answer is not None for answer in answers] == [False, False, False, True] * 2
 
 
 def test_the_second_signal_is_as_if_nobody_listened() -> None:

@@ -1,0 +1,68 @@
+"""Functions that a configuration names: modules that do not import, and functions that are not there."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from jaxpar.app.user_code import load_function
+from jaxpar.errors import ConfigError
+
+MODULES = {
+    "user_whole": "WIDTH = 3\ndef make_model(key): return key",
+    "user_helper_missing": "import user_helper_that_is_not_there",
+    "user_broken": "raise RuntimeError('no licence')",
+}
+
+
+@pytest.fixture(autouse=True)
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The modules, in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name, text in MODULES.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    yield
+    for name in MODULES:
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize(
+    ("reference", "text"),
+    [
+        ("user_whole", "model.loss must be module:function, got 'user_whole'. Remedy: such as my_module:make_model."),
+        (
+            "user_whole:make_modle",
+            (
+                "model.loss: user_whole ({folder}/user_whole.py) has no function 'make_modle'. Did you mean "
+                "'make_model'?"
+            ),
+        ),
+        ("user_whole:WIDTH", "model.loss: user_whole ({folder}/user_whole.py) has no function 'WIDTH'."),
+        (
+            "user_helper_missing:f",
+            "model.loss: user_helper_missing imports user_helper_that_is_not_there, which is not installed.",
+        ),
+        ("user_broken:f", "model.loss: user_broken cannot be imported: RuntimeError: no licence"),
+        (
+            "user_nowhere:f",
+            (
+                "model.loss: there is no module 'user_nowhere' in {folder} or on Python's path. Remedy: run in the "
+                "folder of user_nowhere.py, or install it."
+            ),
+        ),
+    ],
+)
+def test_functions_that_cannot_be_loaded(reference: str, text: str, tmp_path: Path) -> None:
+    """Again after it failed: a module that was imported halfway is forgotten."""
+    for _ in range(2):
+        with pytest.raises(ConfigError) as error:
+            load_function(reference, "model.loss")
+        assert str(error.value) == text.format(folder=tmp_path)
+
+
+def test_a_function_of_the_working_directory_is_found() -> None:
+    assert load_function("user_whole:make_model", "model.factory")(5) == 5
