@@ -1,68 +1,23 @@
-"""How servers that Ray has lost are reported and found again; actors are objects of this process, so it needs no Ray."""
+"""Servers and workers as actors: lost, started again, found again, in errors. They are objects of this process."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from server_cases import named, one_process, same, table_program
+from ray_actors import ActorError, Actors, ActorUnavailable, TaskError, Timeout
+from server_cases import one_process, same, table_program
 
-from jaxpar.errors import LaunchError, ModelError
-from jaxpar.parameter_server import ServerConfig, ray_cluster
+from jaxpar.errors import DamagedError, LaunchError, ModelError
+from jaxpar.parameter_server import ServerConfig, ServerRun, ray_cluster
 from jaxpar.parameter_server.cluster import RunFiles
-from jaxpar.parameter_server.controller import Controller
-from jaxpar.parameter_server.ray_cluster import RayServer, RayTrainer, RayTransport
-from jaxpar.parameter_server.service import Coordinator
+from jaxpar.parameter_server.ray_cluster import RayCluster, RayTrainer, RayTransport
 from jaxpar.parameter_server.transport import ServerLost
-
-
-class _ActorError(Exception):
-    pass
-
-
-class _TaskError(Exception):
-    def __init__(self, cause: Exception):
-        super().__init__("a trace of several lines")
-        self.cause = cause
-
-
-class _Timeout(Exception):
-    pass
-
-
-class _Method:
-    """``actor.method.remote(...)`` returns a call, which ``get`` makes."""
-
-    def __init__(self, call: Callable[..., Any]):
-        self.remote = lambda *arguments: lambda: call(*arguments)
-
-
-class _Actors:
-    """The part of ray that a transport uses, and actors by name."""
-
-    exceptions = SimpleNamespace(
-        RayActorError=_ActorError, RayTaskError=_TaskError, GetTimeoutError=_Timeout, ObjectLostError=_Timeout
-    )
-
-    def __init__(self, **actors: Any):
-        self.actors, self.sought = actors, list[str]()
-
-    def get_actor(self, name: str, namespace: str) -> Any:
-        assert namespace == "run"
-        self.sought.append(name)
-        if name.replace("-", "_") not in self.actors:
-            raise ValueError(f"Failed to look up actor '{name}'.\nIt may have died.")
-        actor = self.actors[name.replace("-", "_")]
-        return SimpleNamespace(**{n: _Method(getattr(actor, n)) for n in dir(actor) if not n.startswith("_")})
-
-    def get(self, call: Callable[[], Any], timeout: float) -> Any:
-        return call()
 
 
 def _raise(error: Exception) -> Any:
@@ -70,54 +25,164 @@ def _raise(error: Exception) -> Any:
 
 
 def test_a_server_that_is_lost_is_an_answer_and_is_looked_up_again() -> None:
-    answers: list[Any] = [_ActorError("The actor died.\nwith a trace"), _Timeout(), "back"]
+    answers: list[Any] = [ActorError("The actor died.\nwith a trace"), Timeout(), "back"]
     one = SimpleNamespace(push=lambda step: _raise(x) if isinstance(x := answers.pop(0), Exception) else (x, step))
-    actors = _Actors(server_0=SimpleNamespace(push=lambda step: step + 1), server_1=one)
+    actors = Actors(server_0=SimpleNamespace(push=lambda step: step + 1), server_1=one)
     transport = RayTransport(actors, "run")
     calls = {number: ("push", (4,)) for number in (0, 1, 2)}
     gone = ServerLost("Failed to look up actor 'server-2'")
     assert transport.ask(calls) == {0: 5, 1: ServerLost("The actor died"), 2: gone}
-    assert transport.ask(calls) == {0: 5, 1: ServerLost("_Timeout"), 2: gone}
-    actors.actors["server_2"] = actors.actors["server_0"]
+    assert transport.ask(calls) == {0: 5, 1: ServerLost("Timeout"), 2: gone}
+    actors.actors["server-2"] = actors.actors["server-0"]
     assert transport.ask(calls) == {0: 5, 1: ("back", 4), 2: 5}
     assert [actors.sought.count(f"server-{number}") for number in range(3)] == [1, 3, 3]
 
 
 def test_an_error_of_a_server_has_its_type() -> None:
-    actors = _Actors(server_0=SimpleNamespace(push=lambda: _raise(_TaskError(ModelError("another model")))))
+    actors = Actors(server_0=SimpleNamespace(push=lambda: _raise(TaskError(ModelError("another model")))))
     with pytest.raises(ModelError, match="^another model$"):
         RayTransport(actors, "run").ask({0: ("push", ())})
 
 
 def test_the_coordinator_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers: list[Any] = [_ActorError("The actor died."), "epoch 3"]
+    answers: list[Any] = [ActorError("The actor died."), "epoch 3"]
     coordinator = SimpleNamespace(membership=lambda: _raise(x) if isinstance(x := answers.pop(0), Exception) else x)
-    actors = _Actors(coordinator=coordinator)
+    actors = Actors(coordinator=coordinator)
     assert RayTransport(actors, "run").coordinator("membership") == "epoch 3"
     assert actors.sought == ["coordinator"] * 2
     monkeypatch.setattr(ray_cluster, "_PATIENT", 0.0)
     with pytest.raises(LaunchError) as error:
-        RayTransport(_Actors(), "run").coordinator("membership")
+        RayTransport(Actors(), "run").coordinator("membership")
     assert str(error.value) == "the run's coordinator does not answer: Failed to look up actor 'coordinator'."
 
 
-def test_a_worker_and_its_server_as_actors_compute_what_one_process_computes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The actors get a folder and a function that makes the program; one that is started again goes on from there."""
+def _cluster(
+    ray: Actors, folder: Path, monkeypatch: pytest.MonkeyPatch, resources: Any = None, **config: Any
+) -> RayCluster:
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    for name in ("RAY_USAGE_STATS_ENABLED", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    load: Any = lambda: table_program(12, 12, sparse=False)
+    return RayCluster(
+        RunFiles(folder), load, ServerConfig(**config), address=None, worker_resources=resources or {"CPU": 1}
+    )
+
+
+def test_a_run_whose_worker_is_lost_ends_as_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Ray is told about each actor, and that all of them are ended; the worker is lost in its second step."""
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    config, done = ServerConfig(servers=1, workers=1), list[Any]()
-    program = dataclasses.replace(table_program(12, 12, sparse=False), finish=done.append)
-    place = str(tmp_path), lambda: program, config
-    coordinator = Coordinator(str(RunFiles(tmp_path).membership))
-    actors = _Actors(coordinator=coordinator, server_0=RayServer(0, *place))
-    monkeypatch.setitem(sys.modules, "ray", actors)
-    Controller(RayTransport(actors, "run"), config).begin(program.pieces(config))
-    report = RayTrainer(0, *place, "run").run(2)
-    assert list(report.losses) == [0, 1] and coordinator.take_reports()[1][:2] == (0, 2)
-    actors.actors["server_0"].call("close")
-    actors.actors["server_0"] = RayServer(0, *place)
-    trainer = RayTrainer(0, *place, "run")
-    assert list(trainer.run(5).losses) == [2, 3, 4] and trainer.finish(5) == {}
-    assert same(named(done[0].params), one_process(program, 5, lambda step: [0]))
-    assert trainer.pid() == actors.actors["server_0"].pid() == os.getpid()
+    program, ray = table_program(12, 12, sparse=False), Actors()
+    lost: list[Exception] = [ActorUnavailable("restarting"), ActorError("killed")]
+
+    def batches(worker: int, workers: int) -> Any:
+        read = program.batches(worker, workers)
+        return lambda step: _raise(lost.pop()) if step == 1 and lost else read(step)
+
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    config = ServerConfig(servers=2, workers=1, max_restarts=1)
+    load = lambda: dataclasses.replace(program, batches=batches)
+    where: Any = {"folder": tmp_path, "cluster": "ray", "worker_resources": {"CPU": 2, "GPU": 1, "TPU": 4}}
+    with ServerRun(load, config, steps=3, **where) as going:
+        result = going.wait()
+        assert isinstance(going.cluster, RayCluster) and going.cluster.pid("server-1") == os.getpid()
+    assert not lost and same(result.params, one_process(program, 3, lambda step: [0]))
+    (namespace,) = {options.pop("namespace") for options in ray.options.values()}
+    assert namespace.startswith("jaxpar-")
+    (path,) = {options.pop("runtime_env")["env_vars"]["PYTHONPATH"] for options in ray.options.values()}
+    assert path.split(os.pathsep) == [folder for folder in sys.path if folder]
+    server = {"num_cpus": 0, "max_concurrency": 64, "max_restarts": 1}
+    assert ray.options == {
+        "coordinator": {"num_cpus": 0, "max_restarts": -1},
+        "server-0": server,
+        "server-1": server,
+        "worker-0": {"num_cpus": 2, "num_gpus": 1, "resources": {"TPU": 4}, "max_concurrency": 2, "max_restarts": 1},
+    }
+    assert not ray.actors  # all were ended
+
+
+def test_workers_that_are_lost_too_often_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = Actors()
+    cluster = _cluster(ray, tmp_path, monkeypatch, max_restarts=1)
+    monkeypatch.setattr(RayTrainer, "run", lambda self, steps: _raise(ActorError("killed")))
+    assert cluster.ended(0.0) == {}  # nobody runs yet
+    cluster.launch_worker(3, 9)
+    assert cluster.ended(0.0) == {}  # it is started again
+    with pytest.raises(LaunchError) as error:
+        cluster.ended(0.0)
+    assert str(error.value) == (
+        "workers were lost 2 times, the last one was worker 3. Remedy: look into the logs of Ray, or raise "
+        "parameter_server.max_restarts."
+    )
+    cluster.stop_worker(3)
+    assert list(ray.actors) == ["coordinator"]
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "text"),
+    [
+        (
+            Timeout(),
+            LaunchError,
+            (
+                "Ray has not started server-0 within 0.1 s; the cluster has {'CPU': 1.0}. Remedy: fewer workers, fewer "
+                "resources for each, or more nodes."
+            ),
+        ),
+        (TaskError(DamagedError("the log is damaged")), DamagedError, "the log is damaged"),
+        (
+            ActorError("The actor died:\nTraceback\nOSError: no disk\n"),
+            LaunchError,
+            "server-0 cannot be started: OSError: no disk",
+        ),
+    ],
+)
+def test_a_server_that_does_not_start(
+    error: Exception, kind: type[Exception], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_cluster, "RayServer", _Silent)
+    monkeypatch.setattr(_Silent, "error", error)
+    with pytest.raises(kind) as raised:
+        _cluster(Actors(), tmp_path, monkeypatch, patience=0.1).launch_server(0)
+    assert str(raised.value) == text
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "text"),
+    [
+        (
+            ActorError("restarting"),
+            LaunchError,
+            "worker-0 has not come back for 0.1 s. Remedy: look into the logs of Ray.",
+        ),
+        (TaskError(ModelError("another model")), ModelError, "another model"),
+    ],
+)
+def test_a_worker_that_does_not_finish(
+    error: Exception, kind: type[Exception], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_cluster, "RayTrainer", _Silent)
+    monkeypatch.setattr(_Silent, "error", error)
+    cluster = _cluster(Actors(), tmp_path, monkeypatch, patience=0.1)
+    cluster.launch_worker(0, 2)
+    with pytest.raises(kind) as raised:
+        cluster.finish(0, 2)
+    assert str(raised.value) == text
+
+
+class _Silent:
+    """An actor whose methods fail."""
+
+    error: Exception = ActorError("lost")
+
+    def __init__(self, *arguments: Any):
+        pass
+
+    def pid(self) -> int:
+        raise self.error
+
+    def run(self, steps: int) -> Any:
+        raise self.error
+
+    def finish(self, steps: int) -> Any:
+        raise self.error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -230,12 +231,13 @@ def test_members_and_servers_that_do_not_answer(tmp_path: Path) -> None:
         assert str(error.value) == text
     transport.coordinator("publish", Membership(0, (0,), (WorkerSpan(0),), pieces, {"params/w[0:3]": 0}).to_json())
     for call, text in (
+        # The seconds of the first are those that have passed, so they depend on the machine's load.
         (lambda: connect().pull(None), gone.format("worker 0 for 0", "the server's") + "patience."),
         (lambda: controller.add_worker(1), gone.format("for 0.05", "its") + "patience."),
     ):
         with pytest.raises(LaunchError) as error:
             call()
-        assert str(error.value) == text
+        assert re.sub(r"0 for \d+ s", "0 for 0 s", str(error.value)) == text
     with pytest.raises(ConfigError) as refused:
         controller.remove_worker(0)
     assert str(refused.value) == "worker 0 is the last one. Remedy: add a worker first, or end the run."
