@@ -25,6 +25,7 @@ from jaxpar.parameter_server.transport import ThreadTransport
 from jaxpar.parameter_server.worker import look_up
 
 DENSE = table_program(12, 12, sparse=False)
+OTHER: Any = "slurm"
 STEPS = 6
 
 
@@ -180,7 +181,7 @@ TABLE = SparseTable("params/t", 1000, ids=("user",))
             ),
         ),
         (
-            lambda folder: ServerRun(DENSE, ServerConfig(), steps=1, folder=folder, cluster="slurm"),  # type: ignore[arg-type]
+            lambda folder: ServerRun(DENSE, ServerConfig(), steps=1, folder=folder, cluster=OTHER),
             ConfigError,
             "cluster is 'slurm'. Remedy: 'ray', or 'threads' of this process.",
         ),
