@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from flax import linen, nnx
 
+from jaxpar.errors import ConfigError
 from jaxpar.parallel.spatial.slices import conv, conv_transpose
 
 
@@ -26,7 +27,12 @@ class ConvTranspose(nnx.ConvTranspose):
     """
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
-        """Returns the result [..., height, width, out_features] of inputs [..., height, width, in_features]."""
+        """Returns the result [..., height, width, out_features] of inputs [..., height, width, in_features].
+
+        Raises:
+          NoLayoutError, ConfigError, LayoutError: as :func:`jaxpar.spatial.conv_transpose`, or the mask has another
+            shape than the kernel.
+        """
         return _apply(self, inputs, self.kernel[...], self.bias[...] if self.bias is not None else None)
 
 
@@ -95,6 +101,11 @@ def _apply(layer: Any, inputs: jax.Array, kernel: jax.Array, bias: jax.Array | N
     space = 1 if isinstance(size, int) else len(size)
     batch, image = inputs.shape[: -space - 1], inputs.shape[-space - 1 :]
     if layer.mask is not None:
+        if layer.mask.shape != kernel.shape:
+            raise ConfigError(
+                f"ConvTranspose: the mask has the shape {list(layer.mask.shape)}, but the kernel {list(kernel.shape)}. "
+                f"Remedy: a mask in the shape of the kernel."
+            )
         kernel = kernel * layer.mask
     arrays = (inputs.reshape(-1, *image), kernel, bias)
     x, kernel, bias = (

@@ -1,4 +1,4 @@
-"""Transposed convolutions as convolutions of a spread input, and Flax's layers that compute them on slices."""
+"""Transposed convolutions as convolutions of a spread input."""
 
 from __future__ import annotations
 

@@ -89,6 +89,16 @@ def test_jax_is_given_what_attention_is_asked_for(by_xla: list[Any], sizes: Any,
     assert gap(got, want) <= 5e-6
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_queries_that_see_no_key_get_zero(by_xla: list[Any], causal: bool) -> None:
+    """Queries and keys have ids of their own: query 2 sees a key only if it may see later ones, query 4 sees none."""
+    x = arrays(1, 6, 1, 1, (8, 8))
+    ids = np.array([[0, 0, 1, 1, 3, -1]]), np.array([[0, 0, 0, 1, 1, -1]])
+    rules, beside, _ = read(*x, {"mask": jp.Mask(causal=causal), "segment_ids": ids})
+    o = np.asarray(gpu_cudnn.cudnn(*x, rules, beside.segments))
+    assert np.abs(o[0]).max((1, 2)).astype(bool).tolist() == [True, True, not causal, True, False, False]
+
+
 @pytest.mark.parametrize(
     ("sizes", "packed"), [({"data": 2, "model": 2}, False), ({"ulysses": 2, "data": 2}, True)], ids=["heads", "ulysses"]
 )

@@ -188,6 +188,17 @@ def test_valid_windows_that_overlap_do_not_divide() -> None:
     )
 
 
+def test_a_mask_of_another_shape_is_refused() -> None:
+    mask = jnp.ones(5)  # it would broadcast
+    layer = jp.spatial.ConvTranspose(3, 5, (2, 2), mask=mask, kernel_init=nnx.initializers.ones, rngs=nnx.Rngs(0))
+    with pytest.raises(ConfigError) as caught:
+        layer(jnp.ones((1, 4, 4, 3)))
+    assert str(caught.value) == (
+        "ConvTranspose: the mask has the shape [5], but the kernel [2, 2, 3, 5]. Remedy: a mask in the shape of the "
+        "kernel."
+    )
+
+
 def test_unknown_padding() -> None:
     with layout(context=8), pytest.raises(ConfigError) as caught:
         jp.spatial.conv_transpose(jnp.ones((8, 32, 32, 3)), jnp.ones((3, 3, 3, 3)), (2, 2), "FULL")

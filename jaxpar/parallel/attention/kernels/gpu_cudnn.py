@@ -70,7 +70,9 @@ def cudnn(
     with jax.named_scope(stated_flops(q.shape[0], heads, wide, scores)):
         o = attend(q, k, v, mask=mask, **options)
     o = o[:, :seq, :, :dims]
-    return o if segments is None else jnp.where(segments[0][:, :, None, None] < 0, 0, o)
+    if segments is None or mask is None:
+        return o
+    return jnp.where(_sees_some(mask, causal=causal)[:, :seq, None, None], o, 0)
 
 
 def sides(mask: Mask, seq: int) -> tuple[bool, int | None]:
@@ -130,3 +132,9 @@ def _mask(mask: Mask, segments: Segments, seq: int, padded: int) -> jax.Array:
     seen = (a[:, None, :, None] == b[:, None, None, :]) & (a >= 0)[:, None, :, None]
     _, window = sides(mask, seq)
     return seen if window is None else seen & (at[None, :] >= at[:, None] - window)
+
+
+def _sees_some(mask: jax.Array, *, causal: bool) -> jax.Array:
+    """Returns ``[batch, padded]``: whether a query sees any key. To one that sees none cuDNN gives a mean of values."""
+    at = jnp.arange(mask.shape[-1])
+    return (mask[:, 0] & (at <= at[:, None]) if causal else mask[:, 0]).any(-1)
