@@ -3,11 +3,17 @@
     python benchmarks/parameter_server/diloco.py
 
 All runs train the model of configs/quickstart.yaml on one CPU device for each worker, with the same batches. The data
-parallel run is synchronous, at the learning rate of the quickstart; the quickstart itself is data parallel too, and
-faster. The exit status is 1 if a run of
-local SGD that sends at most 1/20 of the bytes is not within 0.03 nats of data parallelism. `--reference 1.4148` leaves
-out the data parallel run, whose loss is then the given one, and whose bytes are those of a gradient and of the
-parameters for each step.
+parallel run is the quickstart's, with AdamW, through synchronous servers. Workers of local SGD take 20 steps between
+all exchanges, with Muon (``--optimizer``). The exit status is 1 if no run of local SGD that sends at most 1/20 of the
+bytes is within 0.03 nats of the data parallel run. Data parallelism with Muon, which servers do not run, is trained
+in one process, and the distance from it is printed too. ``--reference 1.4148`` leaves out the first run, whose loss is
+then the given one, and whose bytes are those of a gradient and of the parameters for each step; ``--same-optimizer``
+gives the loss of the second.
+
+    python benchmarks/parameter_server/diloco.py --optimizer adamw --rate 3.6e-3 --runs local_int4
+        --every '{0: 1, 40: 2, 120: 3, 240: 5, 340: 20}'
+
+is local SGD with the quickstart's optimizer, whose exchanges become rarer.
 """
 
 from __future__ import annotations
@@ -18,14 +24,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
+from benchmarks.parameter_server.local_sgd_search import CONFIG, Search, Workload
+from benchmarks.parameter_server.muon import muon
 from jaxpar.app.train.server_run import job_program
 from jaxpar.parameter_server import ServerConfig, ServerRun, TrainingProgram
 from jaxpar.utils.yaml_config import parse_yaml
 
 RUNS = ("local", "local_int8", "local_int4")
-CONFIG = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
 NATS, FRACTION = 0.03, 1 / 20
 
 
@@ -48,9 +54,11 @@ def program_of(config: ServerConfig, args: argparse.Namespace) -> TrainingProgra
         *("cpu_devices=1", "mesh.model=1", f"data.batch={args.batch}", f"data.seq={args.seq}"),
         *(f"train.steps={args.steps}", f"train.eval_every={args.eval_every or 10**9}"),
     ]
-    if config.mode == "local_sgd":
-        settings.append(f"optimizer.learning_rate={args.rate}")
-    return job_program(CONFIG, settings, config)
+    if config.mode != "local_sgd":
+        return job_program(CONFIG, settings, config)
+    if args.optimizer == "muon":
+        return dataclasses.replace(job_program(CONFIG, settings, config), tx=muon(CONFIG, settings, args.rate))
+    return job_program(CONFIG, [*settings, f"optimizer.learning_rate={args.rate}"], config)
 
 
 def measure(config: ServerConfig, args: argparse.Namespace) -> Measured:
@@ -80,6 +88,16 @@ def data_parallel(args: argparse.Namespace) -> Measured:
     return Measured(args.reference, args.steps * size, args.steps * size)
 
 
+def same_optimizer(args: argparse.Namespace, base: Measured) -> float:
+    """Returns the loss of data parallelism with the optimizer and the rate of local SGD, or the given one."""
+    if args.optimizer == "adamw":
+        return base.loss
+    if args.same_optimizer is not None:
+        return args.same_optimizer
+    workload = Workload(args.steps, args.steps, args.batch, args.seq, args.workers, report=args.steps, muon=True)
+    return Search(workload).data_parallel(args.rate)
+
+
 def configs(args: argparse.Namespace) -> dict[str, ServerConfig]:
     """Returns the runs of local SGD."""
     rate, momentum = map(float, args.outer.split(":"))
@@ -100,16 +118,20 @@ def main() -> Sequence[str]:
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--seq", type=int, default=128)
-    parser.add_argument("--every", default=EVERY, help="sync_every, in YAML")
+    parser.add_argument("--every", default="20", help="sync_every, in YAML")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--rate", type=float, default=3.6e-3, help="learning rate of local SGD")
+    parser.add_argument("--optimizer", choices=("adamw", "muon"), default="muon", help="of local SGD")
+    parser.add_argument("--rate", type=float, default=3e-2, help="learning rate of local SGD")
     parser.add_argument("--outer", default="1.0:0.0", help="learning rate and momentum of the outer optimizer")
-    parser.add_argument("--runs", nargs="*", choices=RUNS, default=["local_int4"])
+    parser.add_argument("--runs", nargs="*", choices=RUNS, default=["local_int8"])
     parser.add_argument("--reference", type=float, help="the loss of data parallelism, instead of a run")
+    parser.add_argument("--same-optimizer", type=float, metavar="LOSS", help="of data parallelism with Muon")
     parser.add_argument("--eval-every", type=int, default=0, help="also evaluate during runs; its bytes count too")
     args = parser.parse_args()
     base = data_parallel(args)
     print(f"data_parallel  held-out loss {base.loss:.4f}   {base.sent / 2**20:.2f} MiB", flush=True)
+    same = same_optimizer(args, base)
+    print(f"data_parallel with {args.optimizer}  held-out loss {same:.4f}", flush=True)
     missed, good = [], False
     for name in args.runs:
         began = time.perf_counter()
@@ -117,7 +139,8 @@ def main() -> Sequence[str]:
         gap, part = found.loss - base.loss, base.sent / found.sent
         good |= gap <= NATS and found.sent <= FRACTION * base.sent
         print(
-            f"{name:14} held-out loss {found.loss:.4f}, {gap:+.4f}   pushed {found.pushed / 2**20:.2f} MiB, pulled "
+            f"{name:14} held-out loss {found.loss:.4f}, {gap:+.4f}, from the same optimizer "
+            f"{found.loss - same:+.4f}   pushed {found.pushed / 2**20:.2f} MiB, pulled "
             f"{found.pulled / 2**20:.2f} MiB, 1/{part:.1f} of the bytes   {time.perf_counter() - began:.0f} s",
             flush=True,
         )
@@ -128,7 +151,6 @@ def main() -> Sequence[str]:
     return missed
 
 
-EVERY = "{0: 1, 40: 2, 120: 3, 240: 5, 340: 20}"
 if __name__ == "__main__":
     missed_goals = main()
     for goal in missed_goals:

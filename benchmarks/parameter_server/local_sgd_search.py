@@ -7,7 +7,8 @@ step 60 on every 5 steps, and from step 200 on every 20. With `--bits 8` or 4 ch
 servers and back, and each side adds its rounding error to its next change. The workers take turns, on the batches that
 they have in `diloco.py`, and the schedule of the learning rate is that of all `--steps`, also with `--stop`. Data
 parallelism, one step on the batches of all workers, is run first. `own` is the loss of a worker just before it is
-averaged.
+averaged. With `--muon` RATE is that of Muon, which updates the matrices of layers; everything else is then updated
+by Adam at the quickstart's rate.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxpar as jp
+from benchmarks.parameter_server.muon import muon
 from jaxpar.app.train.server_run import job_program
 from jaxpar.parameter_server import ServerConfig, TrainingProgram
 from jaxpar.parameter_server.config import DeltaBits
@@ -54,10 +56,24 @@ class Rounded:
         return jax.tree.unflatten(structure, sent)
 
 
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """What is trained: as the options of the command line."""
+
+    steps: int = 400
+    stop: int = 400
+    batch: int = 32
+    seq: int = 128
+    workers: int = 2
+    report: int = 40
+    bits: DeltaBits | None = None
+    muon: bool = False
+
+
 class Search:
     """The batches, and functions that train on them."""
 
-    def __init__(self, args: argparse.Namespace):
+    def __init__(self, args: Workload):
         self._args = args
         program = self.program(3e-3)
         read = [program.batches(worker, args.workers) for worker in range(args.workers)]
@@ -68,11 +84,15 @@ class Search:
     def program(self, rate: float) -> TrainingProgram:
         """Returns the quickstart on one device."""
         args = self._args
-        settings = (
+        settings = [
             *("cpu_devices=1", "mesh.model=1", f"data.batch={args.batch}", f"data.seq={args.seq}"),
-            *(f"train.steps={args.steps}", "train.eval_every=100000", f"optimizer.learning_rate={rate}"),
-        )
-        return job_program(CONFIG, settings, ServerConfig(workers=args.workers))
+            *(f"train.steps={args.steps}", "train.eval_every=100000"),
+        ]
+        servers = ServerConfig(workers=args.workers)
+        if args.muon:
+            program = job_program(CONFIG, settings, servers)
+            return dataclasses.replace(program, tx=muon(CONFIG, settings, rate))
+        return job_program(CONFIG, [*settings, f"optimizer.learning_rate={rate}"], servers)
 
     def loss(self, state: Any) -> float:
         """Returns the mean loss on the held-out batches."""
@@ -84,13 +104,14 @@ class Search:
         step = jp.train_step(program.layout(), program.loss_fn, donate=False, **program.step_options)
         return step, jp.init(program.layout(), program.make_model, program.tx, seed=program.seed)
 
-    def data_parallel(self, rate: float) -> None:
-        """Train on the batches of all workers together."""
+    def data_parallel(self, rate: float) -> float:
+        """Returns the held-out loss of training on the batches of all workers together."""
         step, state = self.start(rate)
         for n, parts in enumerate(self._batches, 1):
             state, _ = step(state, jax.tree.map(lambda *x: jnp.concatenate(x), *parts))
             if n % self._args.report == 0:
                 print(f"data parallel {rate:g}: step {n}  loss {self.loss(state):.4f}", flush=True)
+        return self.loss(state)
 
     def local(self, setting: str) -> None:
         """Train each worker on its batches, and exchange every few steps."""
@@ -126,16 +147,14 @@ class Search:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("settings", nargs="+")
-    parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--stop", type=int, default=400)
-    parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--seq", type=int, default=128)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--report", type=int, default=40, help="steps between two lines of a run")
+    for name in ("steps", "stop", "batch", "seq", "workers"):
+        parser.add_argument(f"--{name}", type=int, default=getattr(Workload, name))
+    parser.add_argument("--report", type=int, default=Workload.report, help="steps between two lines of a run")
     parser.add_argument("--bits", type=int, choices=(8, 4), help="of each number of a change")
+    parser.add_argument("--muon", action="store_true", help="Muon instead of AdamW")
     parser.add_argument("--data-parallel", type=float, nargs="*", default=[3e-3])
     args = parser.parse_args()
-    search = Search(args)
+    search = Search(Workload(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Workload)}))
     for rate in args.data_parallel:
         search.data_parallel(rate)
     for setting in args.settings:
