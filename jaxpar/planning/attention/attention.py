@@ -254,6 +254,8 @@ def _masks(hidden: Sequence[tuple[Condition, float, bool]], seq: Axis, keys: Axi
         raise NotAttentionError("its masks put different scores")
     if not all_see and any(adds for _, _, adds in hidden):
         raise NotAttentionError("its mask hides all keys from a query")
+    if least > 0 or most < 0:
+        raise NotAttentionError("its mask hides from each query the key of the same position")
     band = (None if least <= 1 - keys.size else least, None if most >= seq.size - 1 else most)
     common = fills.pop() if conditions or not all_see else None
     return Masks(band, tuple(conditions), common, tuple(added))

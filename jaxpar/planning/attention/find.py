@@ -126,6 +126,8 @@ def _known(eqn: JaxprEqn, reads: Sequence[Value]) -> Value | None:
     if (found := position(name, eqn.params, reads, out)) is not None:
         return found
     if len(reads) == 1 and isinstance(reads[0], View):
+        if name == "convert_element_type" and not np.can_cast(cast(Any, eqn.invars[0].aval).dtype, out.dtype):
+            return None  # a value that is rounded is another one
         dims = moved(name, eqn.params, reads[0].dims, out.shape)
         return None if dims is None else View(dims, reads[0].source, reads[0].source_dims)
     return None

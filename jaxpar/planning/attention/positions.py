@@ -20,8 +20,8 @@ _UNARY: dict[str, Callable[[Any], Any]] = {
     "rsqrt": lambda x: 1 / np.sqrt(x), "sign": np.sign, "stop_gradient": lambda x: x, "square": np.square,
 }  # fmt: skip
 _BINARY: dict[str, Callable[[Any, Any], Any]] = {
-    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv, "max": max, "min": min,
-    "pow": operator.pow, "ge": operator.ge, "gt": operator.gt, "le": operator.le, "lt": operator.lt,
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": np.divide, "max": max, "min": min,
+    "pow": np.float_power, "ge": operator.ge, "gt": operator.gt, "le": operator.le, "lt": operator.lt,
     "eq": operator.eq, "ne": operator.ne, "and": np.logical_and, "or": np.logical_or,
 }  # fmt: skip
 _LARGEST = 2**26
@@ -126,7 +126,7 @@ def _computed(
     if name == "select_n" and len(values) == 3:
         return _selected(values, dims)
     if name == "integer_pow":
-        return _applied(lambda x: x ** params["y"], replace(values[0], dims=dims))
+        return _applied(lambda x: np.float_power(x, params["y"]), replace(values[0], dims=dims))
     if len(values) == 1 and name in _UNARY:
         return _applied(_UNARY[name], replace(values[0], dims=dims))
     if len(values) != 2 or name not in _BINARY:
@@ -135,7 +135,7 @@ def _computed(
     compute = _BINARY[name]
     m, n = number(a), number(b)
     if m is not None and n is not None:
-        return Linear(dims, compute(m, n))
+        return _applied(lambda x: compute(x, n), Linear(dims, m))
     if n is not None and isinstance(a, Conditional):
         return _applied(lambda x: compute(x, n), replace(a, dims=dims))
     if m is not None and isinstance(b, Conditional):
@@ -180,13 +180,10 @@ def _at_least_0(a: Linear, b: Linear, factor: int, constant: int, dims: Dims) ->
 
 
 def _both(name: str, a: Conditional, b: Conditional, dims: Dims) -> Conditional | None:
-    """What is chosen where the conditions of both hold."""
-    conditions = (*a.condition, *b.condition)
-    if name in ("and", "mul", "min") and not a.no and not b.no:
-        return Conditional(dims, conditions, _BINARY[name](a.yes, b.yes), 0)
-    if name in ("or", "max") and not a.yes and not b.yes:
-        return Conditional(dims, conditions, 0, _BINARY[name](a.no, b.no))
-    return None
+    """What is computed of two choices, if that is one number wherever the conditions of both do not hold together."""
+    with np.errstate(all="ignore"):
+        both, *others = (_plain(_BINARY[name](x, y)) for x in (a.yes, a.no) for y in (b.yes, b.no))
+    return Conditional(dims, (*a.condition, *b.condition), both, others[0]) if len({*others}) == 1 else None
 
 
 def _selected(values: Sequence[Position], dims: Dims) -> Position | None:
@@ -238,13 +235,21 @@ def _shifted(part: Linear | View, starts: Mapping[Axis, int], names: Mapping[Axi
 
 
 def _applied(function: Callable[[Any], Any], x: Position) -> Position | None:
-    """The value with a function of one number applied; of positions only where that is a number everywhere."""
+    """The value with a function of one number applied; of positions only where that changes none of them."""
     with np.errstate(all="ignore"):
         if isinstance(x, Conditional):
             return replace(x, yes=_plain(function(x.yes)), no=_plain(function(x.no)))
         if x.factors:
-            return x if function(1) == 1 and function(2) == 2 else None
+            return x if all(function(number) == number for number in _least_next_largest(x)) else None
         return replace(x, constant=_plain(function(x.constant)))
+
+
+def _least_next_largest(x: Linear) -> tuple[Number, ...]:
+    """The least and the largest number of positions, and the least one's neighbors along each axis."""
+    steps = {axis: factor * (axis.size - 1) for axis, factor in x.factors.items()}
+    least = x.constant + sum(step for step in steps.values() if step < 0)
+    largest = x.constant + sum(step for step in steps.values() if step > 0)
+    return (least, *(least + abs(factor) for factor in x.factors.values()), largest)
 
 
 def _plain(x: Any) -> Number:

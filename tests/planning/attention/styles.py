@@ -152,11 +152,65 @@ def multi_query(q: Any, k: Any, v: Any, bias: Any, lengths: Any) -> jax.Array:
 
 
 def documents(q: Any, k: Any, v: Any, bias: Any, lengths: Any) -> jax.Array:
-    """A mask of data for each query: documents in one row."""
+    """A mask of data for each query, with -inf elsewhere: documents in one row."""
     ids = jnp.where(padding(lengths), 0, 1)
     seen = (ids[:, :, None] == ids[:, None, :]) & causal()
-    scores = jnp.where(seen[:, None], jnp.einsum("bqhd,bkhd->bhqk", q, k), -1e30)
+    scores = jnp.where(seen[:, None], jnp.einsum("bqhd,bkhd->bhqk", q, k), -jnp.inf)
     return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
+
+
+def symmetric_window(q: Any, k: Any, v: Any, bias: Any, lengths: Any) -> jax.Array:
+    """Keys on both sides by their distance, and a bias that grows with it, rounded."""
+    distance = jnp.abs(jnp.arange(SEQ)[:, None] - jnp.arange(SEQ))
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) + (bias * 4).astype(int).astype(float)
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(jnp.where(distance < 3, scores, -1e30)), v)
+
+
+def one_slope(q: Any, k: Any, v: Any, bias: Any, lengths: Any) -> jax.Array:
+    """A bias of positions that is the same for all heads."""
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) + 0.5 * (jnp.arange(SEQ) - jnp.arange(SEQ)[:, None])
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
+
+
+@jax.custom_jvp
+def softmax(x: jax.Array) -> jax.Array:
+    """Softmax with a derivative of its own."""
+    exponentials = jnp.exp(x - x.max(-1, keepdims=True))
+    return exponentials / exponentials.sum(-1, keepdims=True)
+
+
+@softmax.defjvp
+def _(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    (x,), (dx,) = primals, tangents
+    weights = softmax(x)
+    return weights, weights * (dx - (weights * dx).sum(-1, keepdims=True))
+
+
+def own_derivative(q: Any, k: Any, v: Any, bias: Any, lengths: Any) -> jax.Array:
+    later = jnp.arange(SEQ)[:, None] < jnp.arange(SEQ)
+    scores = jnp.where(~later, jnp.einsum("bqhd,bkhd->bhqk", q, k), -1e30)
+    return jnp.einsum("bhqk,bkhd->bqhd", softmax(scores), v)
+
+
+def repeated_and_added(q: Any, k: Any, v: Any, bias: Any, lengths: Any) -> jax.Array:
+    """Repeated keys and values, and a causal mask and one of padding as numbers that are added."""
+    k, v = (jnp.repeat(x, HEADS // k.shape[2], 2) for x in (k, v))
+    return added_mask(q, k, v, bias, lengths)
+
+
+def rounded(q: Any, k: Any, v: Any, bias: Any, lengths: Any) -> jax.Array:
+    """Keys and values are rounded to bf16 and repeated, and later keys are hidden by numbers that are added."""
+    k, v = (jnp.repeat(x.astype("bfloat16"), HEADS // k.shape[2], 2).astype("float32") for x in (k, v))
+    later = jnp.arange(SEQ)[:, None] < jnp.arange(SEQ)
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) + jnp.where(later, -1e9, 0)
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
+
+
+def hidden_keys(q: Any, k: Any, v: Any, bias: Any, lengths: Any) -> jax.Array:
+    """The mask tells which keys are hidden, and not which are seen."""
+    hidden = (jnp.arange(SEQ) >= lengths[:, None])[:, None, None]
+    weights = jax.nn.softmax(jnp.where(hidden, -1e30, jnp.einsum("bqhd,bkhd->bhqk", q, k)))
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
 
 
 def no_keys(q: Any, k: Any, v: Any, bias: Any, lengths: Any) -> jax.Array:
@@ -167,6 +221,7 @@ def no_keys(q: Any, k: Any, v: Any, bias: Any, lengths: Any) -> jax.Array:
 
 
 STYLES: dict[str, tuple[Style, str, dict[str, int]]] = {
+    "documents": (documents, "24 queries, 24 keys, 4 heads, causal, mask", {}),
     "plain": (plain, "24 queries, 24 keys, 4 heads, causal", {"value_head": 3}),
     "heads first": (heads_first, "24 queries, 24 keys, 4 heads, causal", {}),
     "flattened": (flattened, "24 queries, 24 keys, 1 heads", {}),
@@ -177,15 +232,20 @@ STYLES: dict[str, tuple[Style, str, dict[str, int]]] = {
     "nnx": (flax_nnx, "24 queries, 24 keys, 4 heads, causal", {}),
     "linen": (flax_linen, "24 queries, 24 keys, 4 heads, causal, mask", {}),
     "linen bias": (flax_linen_bias, "24 queries, 24 keys, 4 heads, bias", {}),
-    "added mask": (added_mask, "24 queries, 24 keys, 4 heads, mask", {}),
     "added numbers": (added_numbers, "24 queries, 40 keys, 4 heads, bias", {"keys": 40}),
+    "added mask": (added_mask, "24 queries, 24 keys, 4 heads, mask", {}),
     "learned bias": (learned_bias, "24 queries, 24 keys, 4 heads, bias", {}),
     "alibi": (alibi, "24 queries, 24 keys, 4 heads, causal, bias", {}),
     "grouped": (grouped, "24 queries, 24 keys, 4 heads (2 of keys), causal, window, softcap 2", {"kv_heads": 2}),
     "repeated": (repeated, "24 queries, 24 keys, 4 heads (2 of keys), causal", {"kv_heads": 2, "value_head": 7}),
     "broadcast": (broadcast, "24 queries, 24 keys, 4 heads (2 of keys), bias", {"kv_heads": 2}),
     "multi-query": (multi_query, "24 queries, 24 keys, 4 heads (1 of keys)", {"kv_heads": 1}),
-    "documents": (documents, "24 queries, 24 keys, 4 heads, causal, mask", {}),
+    "symmetric window": (symmetric_window, "24 queries, 24 keys, 4 heads, mask, bias", {}),
+    "one slope": (one_slope, "24 queries, 24 keys, 4 heads, bias", {}),
+    "own derivative": (own_derivative, "24 queries, 24 keys, 4 heads, causal", {}),
+    "repeated and added": (repeated_and_added, "24 queries, 24 keys, 4 heads (2 of keys), mask", {"kv_heads": 2}),
+    "rounded": (rounded, "24 queries, 24 keys, 4 heads, causal", {"kv_heads": 2}),
+    "hidden keys": (hidden_keys, "24 queries, 24 keys, 4 heads, mask", {}),
     "no keys": (no_keys, "24 queries, 40 keys, 4 heads, mask", {"keys": 40}),
 }
 """Each with what is found of it, and the options of :func:`arrays`."""

@@ -74,65 +74,6 @@ def test_it_computes_the_same(style: str) -> None:
         np.testing.assert_allclose(np.asarray(own), np.asarray(right), rtol=1e-5, atol=1e-5)
 
 
-def dropped(q: Any, k: Any, v: Any) -> jax.Array:
-    return nn.dot_product_attention(q, k, v, dropout_rate=0.5, dropout_rng=jax.random.key(0), deterministic=False)
-
-
-def over_queries(q: Any, k: Any, v: Any) -> jax.Array:
-    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k), 2), v)
-
-
-def returned(q: Any, k: Any, v: Any) -> tuple[jax.Array, jax.Array]:
-    weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))
-    return jnp.einsum("bhqk,bkhd->bqhd", weights, v), weights.max()
-
-
-def precise(q: Any, k: Any, v: Any) -> jax.Array:
-    return nn.dot_product_attention(q, k, v, precision=jax.lax.Precision.HIGHEST)
-
-
-def multiplied(q: Any, k: Any, v: Any) -> jax.Array:
-    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * jnp.exp(q[0, 0, 0, 0])
-    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
-
-
-def half_hidden(q: Any, k: Any, v: Any) -> jax.Array:
-    scores = jnp.where(styles.causal(), jnp.einsum("bqhd,bkhd->bhqk", q, k), -5.0)
-    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
-
-
-def blocks(q: Any, k: Any, v: Any) -> jax.Array:
-    """A sum of two positions is no band."""
-    rows = jnp.arange(styles.SEQ)
-    scores = jnp.where(rows[:, None] + rows > 6, jnp.einsum("bqhd,bkhd->bhqk", q, k), -1e30)
-    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
-
-
-@pytest.mark.parametrize(
-    ("function", "reason"),
-    [
-        (dropped, "its softmax weights go through mul, as in dropout"),
-        (over_queries, "its weights are not contracted along the keys"),
-        (returned, "its scores are used elsewhere too"),
-        (precise, "its matmuls have a precision of their own"),
-        (multiplied, "its scores go through mul"),
-        (half_hidden, "its mask puts -5, which does not hide a key"),
-        (blocks, "its mask compares positions in another way than a causal mask or a window"),
-    ],
-)
-def test_what_attention_does_not_compute_is_left_as_it_is_and_says_why(function: Any, reason: str) -> None:
-    def loss_fn(p: Any, batch: Any) -> jax.Array:
-        o = function(*(batch["x"] @ p[name] for name in "qkv"))
-        return sum(jnp.square(x).mean() for x in jax.tree.leaves(o))
-
-    shape = styles.BATCH, styles.SEQ, styles.HEADS, 8
-    make_model = lambda key: {name: jax.random.normal(key, (8, styles.HEAD)) for name in "qkv"}
-    annotation = jp.annotate(make_model, loss_fn, {"x": jax.ShapeDtypeStruct(shape, "float32")})
-    (site,) = annotation.attention
-    assert site.reason == reason and site.attention is None
-    assert f"scores of 4x24x4x5 and 4x24x4x5  1      left as it is: {reason}" in str(annotation)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("style", "context"), few_pairs(styles.STYLES, (8, 4), keep=3))
 def test_a_sharded_sequence_computes_what_one_device_computes(style: str, context: int) -> None:
