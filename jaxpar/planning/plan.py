@@ -183,9 +183,9 @@ class ModelPlanner:
                 "jp.experts; to plan it, annotate the experts' weights as the call names them"
             )
         if sharded and not found:
-            more = f" and {len(sharded) - 1} others" if len(sharded) > 1 else ""
+            more = f" and {len(sharded) - 1} others have" if len(sharded) > 1 else " has"
             return (
-                f"left out: expert, because {sharded[0].path}{more} have a dim 'experts', but the model does not call "
+                f"left out: expert, because {sharded[0].path}{more} a dim 'experts', but the model does not call "
                 "jp.experts, so tokens would not travel to their experts; to plan it, call jp.experts"
             )
         return ""

@@ -240,7 +240,7 @@ def _applied(function: Callable[[Any], Any], x: Position) -> Position | None:
         if isinstance(x, Conditional):
             return replace(x, yes=_plain(function(x.yes)), no=_plain(function(x.no)))
         if x.factors:
-            return x if all(function(number) == number for number in _least_next_largest(x)) else None
+            return x if all(function(one) == one for one in _least_next_largest(x)) else None
         return replace(x, constant=_plain(function(x.constant)))
 
 

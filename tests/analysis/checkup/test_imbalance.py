@@ -15,7 +15,7 @@ import jaxpar as jp
 from jaxpar.analysis.checkup import checkup
 from jaxpar.analysis.checkup.checkup import check_up, examine
 from jaxpar.analysis.checkup.html import page
-from jaxpar.analysis.checkup.imbalance import load_imbalance
+from jaxpar.analysis.checkup.imbalance import DeviceLoad, LoadImbalance, load_imbalance
 from jaxpar.analysis.roofline import roofline
 from jaxpar.app.cli import main
 from jaxpar.errors import PlanError
@@ -50,6 +50,26 @@ def test_the_roofline_of_an_imbalanced_audit_says_so() -> None:
 def test_a_factor_of_one_is_the_balanced_load() -> None:
     loads = load_imbalance(step("tpu_experts"), MESH, 1).loads
     assert loads["imbalanced"] == loads["balanced"]
+
+
+def test_the_table_has_ratios_to_the_balanced_load() -> None:
+    loads = {"balanced": DeviceLoad(1000, 2048, 0.5), "imbalanced": DeviceLoad(1500, 3072, 0.75)}
+    found = LoadImbalance(1.5, {**loads, "worst": DeviceLoad(4000, 8192, 2.0)})
+    assert str(found).splitlines() == [
+        "load imbalance 1.5: the busiest device, by the roofline (a model, not a measurement)",
+        "  load            matmul FLOPs  on the wire  step",
+        "  balanced        1000          2.00 KiB     500 ms",
+        "  1.5 × balanced  1500          3.00 KiB     750 ms (1.50 ×)",
+        "  full buffers    4000          8.00 KiB     2 s (4.00 ×)",
+    ]
+
+
+def test_a_program_without_ragged_operations_has_no_loads() -> None:
+    text = "HloModule m\n\nENTRY %main (x: f32[4]) -> f32[4] {\n  ROOT %x = f32[4]{0} parameter(0)\n}\n"
+    found = load_imbalance(step("tpu_experts", text=text), {"data": 1}, 2.0)
+    assert found == LoadImbalance(2.0, {}) and str(found) == (
+        "load imbalance 2: the program has no ragged operations, so the routing of tokens does not change its work"
+    )
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -217,6 +217,32 @@ def test_the_report_shows_what_was_compiled_and_what_was_left() -> None:
     assert re.search(r"^   DP 8, 2 accumulated +3 s .* estimate$", text, re.MULTILINE)
     assert "5 plans fit by their estimate, 0 do not; 1 compiled" in text
     assert "the best program takes 0.50 × the lowest estimate left" in text
+
+
+def ranked(first: CompiledPlan, second: CompiledPlan, *plans: Plan, **how: Any) -> PlanReport:
+    cost = StepCost(0.0, 0.0, (), 0.0, 0.0, 1.0, {"parameters": 1.0})
+    found = [Candidate(plan, cost, compiled=line) for plan, line in zip(plans, (first, second), strict=False)]
+    return PlanReport(Search(TOPOLOGY, how.get("objective", "time"), found, 0, Counter()), Planner())
+
+
+def test_the_reason_is_what_the_next_plan_takes_longer_for() -> None:
+    best = CompiledPlan(True, 1.0, 0.75, 0.5, 0.25, (), 0.0, 0.0, 2.0**30)
+    plain, large = (PLANS[0], PLANS[9]), (Plan(data=8, batch=4), Plan(data=8, batch=8))
+    slower = replace(best, step=1.5, compute=0.5, hbm=0.875, exposed=0.75, peak_bytes=2.0**31)
+    name = PLANS[9].describe()
+    assert ranked(best, slower, *plain).why() == (
+        f"500 ms before {name}: 125 ms less compute, 500 ms less exposed communication"
+    )
+    assert ranked(replace(best, hbm=0.8125), slower, *plain).why() == (
+        f"500 ms before {name}: 62.5 ms less memory traffic, 500 ms less exposed communication"
+    )
+    more = replace(best, step=1.125, exposed=0.125)
+    assert ranked(best, more, *plain).why() == f"125 ms before {name}: 125 ms more exposed communication"
+    assert ranked(best, replace(best, step=3.0), *large).why() == (
+        f"125 ms a sequence before {large[1].describe()}"  # plans of several batches share no compute
+    )
+    assert ranked(best, slower, *plain, objective="memory").why() == f"1.00 GiB less at the peak than {name}"
+    assert ranked(best, slower, PLANS[0]).why() == "no other plan was compiled"
 
 
 def test_the_json_has_what_a_script_wants() -> None:
