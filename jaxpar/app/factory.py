@@ -22,7 +22,7 @@ from jaxpar.parallel.attention.context import Context
 from jaxpar.sharding.names import Names
 from jaxpar.training.batch import tag_batch
 from jaxpar.training.loss import LossFn
-from jaxpar.training.model import MakeModel, build_shapes, leaves_with_paths, show
+from jaxpar.training.model import MakeModel, build_shapes, leaves_with_paths, part_of, show
 
 
 @dataclass(frozen=True)
@@ -157,9 +157,7 @@ def factory_model(
             else:
                 eval_loss = found.loss_fn
             make_model, loss_fn = found.make_model, found.loss_fn
-            names = {
-                name for array in found.arrays if not array.path.startswith("batch/") for name in array.names if name
-            }
+            names = {name for array in found.arrays if part_of(array.path) != "batch" for name in array.names if name}
     leaves = jax.tree.leaves(parts.params)
     dtype = ", ".join(sorted({str(leaf.dtype) for leaf in leaves}))
     count = sum(leaf.size for leaf in leaves)

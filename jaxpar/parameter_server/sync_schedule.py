@@ -63,7 +63,8 @@ class SyncSchedule:
 
     def __str__(self) -> str:
         (_, first), *later = self.phases
-        return ", ".join([f"every {first} steps", *(f"from step {step} on every {every}" for step, every in later)])
+        start = "every step" if first == 1 else f"every {first} steps"
+        return ", ".join([start, *(f"from step {step} on every {every}" for step, every in later)])
 
 
 def check_sync_every(value: Any) -> None:

@@ -84,7 +84,7 @@ def test_bad_schedules(value: Any, text: str) -> None:
             405,
             {0: 1, 60: 20},
             (
-                "steps is 405, but with sync_every (every 1 steps, from step 60 on every 20) workers exchange after "
+                "steps is 405, but with sync_every (every step, from step 60 on every 20) workers exchange after "
                 "400 and 420 steps. Remedy: steps: 400."
             ),
         ),

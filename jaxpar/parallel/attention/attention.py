@@ -319,9 +319,13 @@ def _padded(arrays: Arrays, array_options: AttentionArrays, dims: tuple[Dims, Di
     if order is not None:  # padded tokens get the positions after all others
         check_given(order, arrays[1].shape[1], "the keys' sequence")
         order = jnp.concatenate([order, len(order) + jnp.arange(missing[1], dtype=order.dtype)])
-    given = array_options.segments or tuple(jnp.zeros((x.shape[0], x.shape[1]), jnp.int32) for x in arrays[:2])
+    ids = array_options.segments or tuple(jnp.zeros((x.shape[0], x.shape[1]), jnp.int32) for x in arrays[:2])
+    alike = ids[0] is ids[1] or (array_options.segments is None and ids[0].shape == ids[1].shape)
     fill = lambda x, more, value=0: jnp.pad(x, [(0, more * (dim == 1)) for dim in range(x.ndim)], constant_values=value)
-    rows, columns = (fill(x, more, -1) for x, more in zip(given, missing, strict=True))
+    rows = fill(ids[0], missing[0], -1)
+    columns = (
+        rows if alike and missing[0] == missing[1] else fill(ids[1], missing[1], -1)
+    )  # the same object: see `find`
     q, k, v = (fill(x, more) for x, more in zip(arrays, (missing[0], missing[1], missing[1]), strict=True))
     bias = array_options.bias
     if bias is not None:

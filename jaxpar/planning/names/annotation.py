@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxpar.analysis.units import aligned
-from jaxpar.errors import listing
+from jaxpar.errors import AnnotationError, listing
 from jaxpar.planning.names.attention_sites import AttentionSite
 from jaxpar.planning.names.fold import folded
 from jaxpar.planning.names.roles import DimName
 from jaxpar.sharding.names import Names
 from jaxpar.training.batch import shapes_of_batch, tag_batch
 from jaxpar.training.loss import LossFn
-from jaxpar.training.model import MakeModel
+from jaxpar.training.model import MakeModel, leaves_with_paths, part_of, show
 
 
 @dataclass(frozen=True)
@@ -69,15 +69,25 @@ class Annotation:
     @property
     def batch_dims(self) -> dict[str, Names]:
         """The names of the batch's arrays, by path below the batch, for :func:`jaxpar.shard_array` and ``verify``."""
-        return {a.path.partition("/")[2]: a.names for a in self.arrays if a.path.startswith("batch/")}
+        return {a.path.partition("/")[2]: a.names for a in self.arrays if part_of(a.path) == "batch"}
 
     def tagged(self, batch: Any) -> Any:
         """Returns the shapes of a batch with their dims' names, as :func:`jaxpar.analysis.compile_for` takes them.
 
         Args:
           batch: a pytree of arrays or shapes, tagged or not, of the structure that was annotated.
+
+        Raises:
+          AnnotationError: the batch has an array that the annotated one has not.
         """
-        return tag_batch(shapes_of_batch(batch), self.batch_dims)
+        shapes, known = shapes_of_batch(batch), self.batch_dims
+        for path, x in leaves_with_paths(shapes):
+            if show(path) not in known:
+                raise AnnotationError(
+                    f"tagged: the batch has an array {show(path)!r} {list(x.shape)}, which was not annotated. Annotated: "
+                    f"{listing(known)}. Remedy: jp.annotate(make_model, loss_fn, batch) with a batch that has it."
+                )
+        return tag_batch(shapes, known)
 
     def __str__(self) -> str:
         reasons: dict[str, tuple[set[int], str]] = {}

@@ -10,6 +10,7 @@ from jaxpar.errors import AnnotationError, did_you_mean, listing
 from jaxpar.planning.names.dim_classes import Dim, DimClasses
 from jaxpar.planning.names.roles import DimName
 from jaxpar.sharding.names import Names, check_names
+from jaxpar.training.model import part_of
 
 Patterns = Mapping[str, Sequence[str | None]]
 """Path pattern → a name or ``None`` for each dim. ``*`` stands for one part of a path, ``**`` for any number."""
@@ -89,7 +90,7 @@ def by_class(
     for path, (names, origin) in given.items():
         for dim, name in zip(dims[path], names, strict=True):
             if (flat := classes.flat(dim)) and name is not None:
-                votes.setdefault(flat, Counter())[name] += first if path.startswith("batch/") else 1
+                votes.setdefault(flat, Counter())[name] += first if part_of(path) == "batch" else 1
                 source.setdefault((flat, name), origin)
     single, several, notes = {}, {}, []
     for flat, counts in votes.items():

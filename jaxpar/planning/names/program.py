@@ -21,7 +21,7 @@ from jaxpar.planning.names.propagate import Propagation, Visited
 from jaxpar.planning.names.roles import SPACE, ClassNames, DimName, ProgramArrays, name_classes
 from jaxpar.sharding.names import Names
 from jaxpar.training.loss import LossProgram
-from jaxpar.training.model import leaves_with_paths, show
+from jaxpar.training.model import leaves_with_paths, part_of, show
 from jaxpar.utils.jaxprs import opened, with_inlined
 
 _IN_MODEL = {"seq": "positions", **dict.fromkeys(SPACE, "features")}
@@ -71,17 +71,17 @@ class NamedProgram:
         order = [show(path) for part in parts for path, _ in leaves_with_paths({part: parts[part]})]
         propagation = Propagation()
         values = [
-            propagation.value(var.aval, data=path.startswith("batch/"), weight=path.startswith("params/"))
+            propagation.value(var.aval, data=part_of(path) == "batch", weight=part_of(path) == "params")
             for var, path in zip(traced.jaxpr.invars, order, strict=True)
         ]
         for leaf, value in zip(jax.tree.leaves(args), values, strict=True):
             value.numbers = value.data and jax.numpy.issubdtype(leaf.dtype, jax.numpy.integer)
         inputs = dict(zip(order, values, strict=True))
         outputs, visited = propagation.run(traced.jaxpr, values)
-        params = {path: value for path, value in inputs.items() if path.startswith("params/")}
+        params = {path: value for path, value in inputs.items() if part_of(path) == "params"}
         propagation.classes.unite_equal_sums()
         classes = fold(propagation.classes, {path: value.dims for path, value in params.items()})
-        batch = {path: value for path, value in inputs.items() if path.startswith("batch/")}
+        batch = {path: value for path, value in inputs.items() if part_of(path) == "batch"}
         dims = {path: value.dims for path, value in inputs.items()}
         for number, (value, own) in enumerate(_operands_of_experts(visited)):
             dims[f"experts/{number}"] = value.dims
@@ -96,14 +96,14 @@ class NamedProgram:
 
     def arrays(self) -> tuple[NamedArray, ...]:
         """Returns the arrays of the model and the batch with their names."""
-        return tuple(self._named(path, value) for path, value in self.inputs.items() if not path.startswith("extra/"))
+        return tuple(self._named(path, value) for path, value in self.inputs.items() if part_of(path) != "extra")
 
     def _named(self, path: str, value: TracedValue) -> NamedArray:
         if path in self.given:
             names, origin = self.given[path]
             return NamedArray(path, value.shape, tuple(DimName(name, origin) for name in names))
         dims, repeated = _once(self.names, value)
-        if not path.startswith("batch/"):
+        if part_of(path) != "batch":
             theirs = {name for names, _ in self.given.values() for name in names}
             rename = {name: own for name, own in _IN_MODEL.items() if name not in theirs}
             dims = tuple(DimName(rename.get(dim.name or "", dim.name), dim.reason) for dim in dims)

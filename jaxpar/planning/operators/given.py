@@ -10,6 +10,7 @@ from jaxpar.errors import PlanError, did_you_mean, listing
 from jaxpar.planning.names.given import matches
 from jaxpar.planning.names.program import NamedProgram
 from jaxpar.planning.search.plan import BATCH
+from jaxpar.training.model import part_of
 
 type Shardings = Mapping[str, str | None | Sequence[str | None]]
 """A logical dim → its mesh axis or ``None``; or a path pattern → an axis or ``None`` for each dim of what it matches.
@@ -93,7 +94,7 @@ class GivenShardings:
     def _add_paths(self, pattern: str, axes: Sequence[str | None], program: NamedProgram) -> None:
         """Add the arrays that a pattern matches, with the axes of their dims."""
         for path, dims in _matched(pattern, axes, program).items():
-            parameter = path.startswith("params/")
+            parameter = part_of(path) == "params"
             strategy: dict[str, str | None] = dict.fromkeys(AXES)
             for name, axis in zip(dims, axes, strict=True):
                 if axis is not None:
@@ -141,7 +142,7 @@ def _class_names(program: NamedProgram, path: str) -> list[str | None]:
 
 def _matched(pattern: str, axes: Sequence[str | None], program: NamedProgram) -> dict[str, list[str | None]]:
     """The arrays that a pattern matches, with the names of their dims."""
-    known = {path.removeprefix("params/"): path for path in program.inputs if path.startswith(("params/", "batch/"))}
+    known = {path.removeprefix("params/"): path for path in program.inputs if part_of(path) in ("params", "batch")}
     found = {path: _class_names(program, path) for short, path in known.items() if matches(pattern, short)}
     if not found:
         raise PlanError(

@@ -21,6 +21,7 @@ from jaxpar.planning.names.primitive_rules import TracedValue
 from jaxpar.planning.names.program import NamedProgram
 from jaxpar.planning.names.propagate import Visited
 from jaxpar.planning.operators.graph import DimArray, Edge, Operand, Operator, OperatorGraph
+from jaxpar.training.model import part_of
 from jaxpar.utils.jaxprs import opened, scan_counts
 
 _PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
@@ -39,7 +40,7 @@ def operator_graph(program: NamedProgram, keep: Iterable[str] = ()) -> OperatorG
         for var, (path, value), aval in zip(
             program.jaxpr.jaxpr.invars, program.inputs.items(), program.jaxpr.in_avals, strict=True
         )
-        if path.startswith(("params/", "batch/"))
+        if part_of(path) in ("params", "batch")
     }
     trace.walk(program.jaxpr.jaxpr, program.visited, known, 1)
     return trace.graph(frozenset(keep))
@@ -127,7 +128,7 @@ class _Trace:
         if product and made:
             return self._operator(step, sources, times)
         results = [s for i, s in made.items() if not self.operators[i].path]
-        arrays = [s for i, s in made.items() if self.operators[i].path.startswith("batch/")]
+        arrays = [s for i, s in made.items() if part_of(self.operators[i].path) == "batch"]
         joined = [*results, *(s for s in arrays if not results or not self._whole_numbers(s))]
         if len(joined) > 1:
             return self._operator(step, sources, times)
@@ -146,8 +147,8 @@ class _Trace:
             if source is None:
                 continue
             path = self.operators[source.of].path
-            title = path if path.startswith("params/") else title
-            gradient = np.issubdtype(aval.dtype, np.inexact) and not path.startswith("batch/")
+            title = path if part_of(path) == "params" else title
+            gradient = np.issubdtype(aval.dtype, np.inexact) and part_of(path) != "batch"
             array = self._array(value, _itemsize(aval), repeated[k] if k < len(repeated) else frozenset())
             operands.append(Operand(array.names, array.sizes, array.itemsize, differentiable=gradient))
             source.uses.append(len(self.edges))
@@ -166,7 +167,7 @@ class _Trace:
         for edge in self.edges:
             readers[edge.source].add(edge.target)
         operators = self._with_sharers()
-        enough = {i: 1 if o.path.startswith("batch/") else 2 if o.path else 0 for i, o in enumerate(operators)}
+        enough = {i: 1 if part_of(o.path) == "batch" else 2 if o.path else 0 for i, o in enumerate(operators)}
         left = [i for i, o in enumerate(operators) if o.path in keep or len(readers[i]) >= enough[i]]
         place = {i: k for k, i in enumerate(left)}
         edges = [replace(e, source=place[e.source], target=place[e.target]) for e in self.edges if e.source in place]
@@ -174,7 +175,7 @@ class _Trace:
 
     def _with_sharers(self) -> list[Operator]:
         """The operators; of each activation that is multiplied with weights, how many of them read it."""
-        weights = {i for i, o in enumerate(self.operators) if o.path.startswith("params/")}
+        weights = {i for i, o in enumerate(self.operators) if part_of(o.path) == "params"}
         weighted = {e.target for e in self.edges if e.source in weights}
         runs = [o.times for o in self.operators]  # what reads a loop's result after it does not share with its body
         read = [(e.source, e.array, runs[e.target]) for e in self.edges]

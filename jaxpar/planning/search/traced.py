@@ -21,7 +21,7 @@ from jaxpar.planning.search.fsdp import StoredArray
 from jaxpar.planning.search.plan import LAYERS
 from jaxpar.planning.search.workload import Backward, ExpertLayers, Factor, Factors, KeptArray, Matmul, Workload
 from jaxpar.training.loss import LossFn, LossProgram
-from jaxpar.training.model import MakeModel, ModelParts, build_shapes, leaves_with_paths, show
+from jaxpar.training.model import MakeModel, ModelParts, build_shapes, leaves_with_paths, part_of, show
 from jaxpar.training.remat import RematPolicy
 from jaxpar.utils.arrays import itemsize
 from jaxpar.utils.jaxprs import opened
@@ -70,7 +70,7 @@ def workload(
     params = tuple(
         _kept_array(program, path, value, aval.dtype.itemsize, layers=int(_separate(layers, path)))
         for (path, value), aval in zip(program.inputs.items(), program.jaxpr.in_avals, strict=True)
-        if path.startswith("params/")
+        if part_of(path) == "params"
     )
     variants = {name: _Variant(make, loss_fn, batch) for name, make in {"": make_model, **(models or {})}.items()}
     policies = applicable(program.jaxpr, layers) if remat else ()

@@ -99,3 +99,8 @@ def map_with_paths(f: Callable[[Path, Any], Any], tree: Any, is_leaf: Callable[[
 def show(path: Path) -> str:
     """Returns a path in readable form: ``params/blocks/attn/q/kernel``."""
     return "/".join(path)
+
+
+def part_of(path: str) -> str:
+    """Returns the first part of a path that :func:`show` made, such as ``params`` or ``batch``."""
+    return path.partition("/")[0]

@@ -191,6 +191,8 @@ def test_no_module_imports_the_deprecated_kernels_of_jax() -> None:
             "splash",
         ),
         ("tpu", SMALL, {}, True, "tiles"),
+        ("tpu", SMALL, {"segment_ids": IDS}, False, "splash"),
+        ("tpu", SMALL, {"segment_ids": (IDS, IDS + 1)}, False, "tiles"),
         ("tpu", SMALL, {"q_offset": 5}, False, "tiles"),
         ("tpu", SMALL, {"prefix": np.array([4])}, False, "tiles"),
         ("cpu", SMALL, {}, False, "kernels run only on TPU and GPU, but the mesh has cpu devices"),
@@ -213,9 +215,9 @@ def test_which_kernel_is_found_and_why_not(platform: str, x: Any, options: Any, 
     assert found in (kernel, why) and bool(kernel) is not bool(why)
 
 
-def traced(spec: jp.MeshSpec, impl: Any, **options: Any) -> Any:
-    """Attention of 4,096 tokens, traced for 8 TPUs."""
-    shapes = [jax.ShapeDtypeStruct((1, 4096, 8, 64), jnp.bfloat16)] * 3
+def traced(spec: jp.MeshSpec, impl: Any, tokens: int = 4096, **options: Any) -> Any:
+    """Attention, traced for 8 TPUs."""
+    shapes = [jax.ShapeDtypeStruct((1, tokens, 8, 64), jnp.bfloat16)] * 3
     with jp.Layout(spec.on("v5e:2x4"), RULES):
         return jax.jit(lambda *x: jp.attention(*x, impl=impl, **options)).trace(*shapes)
 
@@ -234,3 +236,8 @@ def test_on_tpus_a_ring_computes_by_the_kernel(impl: str) -> None:
 def test_heads_exchanged_the_segments_of_all_tokens_are_there() -> None:
     text = str(traced(jp.MeshSpec(ulysses=8), "ulysses", segment_ids=np.zeros((1, 4096), np.int32)).jaxpr)
     assert "splash_mha_fwd" in text and "all_gather" in text
+
+
+def test_padded_tokens_are_segments_of_the_same_kernel() -> None:
+    text = str(traced(jp.MeshSpec(ulysses=8), "ulysses", 4091, pad=True).jaxpr)
+    assert "splash_mha_fwd" in text and "i32[1,4096]" in text

@@ -288,6 +288,20 @@ def test_tags_of_the_batch_and_a_key_are_kept() -> None:
     annotation = jp.annotate(make_model, noisy, batch)
     assert annotation.batch_dims == {"tokens": ("rows", "time"), "targets": ("rows", "time")}
     assert "rows" in annotation.names and "batch" not in annotation.names
+    assert annotation.tagged(batch)["tokens"].dims == ("rows", "time")
+    text = (
+        "tagged: the batch has an array 'mask' [8, 4], which was not annotated. Annotated: 'targets', 'tokens'. Remedy: "
+        "jp.annotate(make_model, loss_fn, batch) with a batch that has it."
+    )
+    with pytest.raises(AnnotationError, match=f"^{re.escape(text)}$"):
+        annotation.tagged(batch | {"mask": jax.ShapeDtypeStruct((8, 4), "bool")})
+
+
+def test_a_batch_may_be_one_array() -> None:
+    x = jax.ShapeDtypeStruct((8, 16), "float32")
+    annotation = jp.annotate(models.weights(w=(16, 4)), lambda p, x: (x @ p["w"]).sum(), x)
+    summed = next(a.names[0] for a in annotation.arrays if a.path == "params/w")
+    assert summed is not None and annotation.tagged(x).dims == ("batch", summed)
 
 
 @pytest.mark.slow

@@ -76,8 +76,10 @@ def find(
         return none(f"the kernel does not support {' or '.join(unsupported)}")
     if (tiles := math.prod(up(length, BLOCK) // BLOCK for length in (rows, columns))) > LIST:
         return none(f"the kernel supports at most {LIST} tiles, but {rows} queries and {columns} keys need {tiles}")
-    # splash requires every query to see some key. Under every mask a query sees itself if its position is also a key's.
-    return KernelChoice("splash" if only_segments and one_size and not split else "tiles", "")
+    # splash requires every query to see some key. Under every mask a query sees itself if its position is also a key's,
+    # and its segment too.
+    same = one_size and (segments is None or segments[0] is segments[1])
+    return KernelChoice("splash" if only_segments and same and not split else "tiles", "")
 
 
 def _why_not_cudnn(
