@@ -84,8 +84,9 @@ class Annotation:
         for path, x in leaves_with_paths(shapes):
             if show(path) not in known:
                 raise AnnotationError(
-                    f"tagged: the batch has an array {show(path)!r} {list(x.shape)}, which was not annotated. Annotated: "
-                    f"{listing(known)}. Remedy: jp.annotate(make_model, loss_fn, batch) with a batch that has it."
+                    f"tagged: the batch has an array {show(path)!r} {list(x.shape)}, which was not annotated. "
+                    f"Annotated: {listing(known)}. Remedy: jp.annotate(make_model, loss_fn, batch) with a batch that "
+                    "has it."
                 )
         return tag_batch(shapes, known)
 

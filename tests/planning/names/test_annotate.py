@@ -290,8 +290,8 @@ def test_tags_of_the_batch_and_a_key_are_kept() -> None:
     assert "rows" in annotation.names and "batch" not in annotation.names
     assert annotation.tagged(batch)["tokens"].dims == ("rows", "time")
     text = (
-        "tagged: the batch has an array 'mask' [8, 4], which was not annotated. Annotated: 'targets', 'tokens'. Remedy: "
-        "jp.annotate(make_model, loss_fn, batch) with a batch that has it."
+        "tagged: the batch has an array 'mask' [8, 4], which was not annotated. Annotated: 'targets', 'tokens'. "
+        "Remedy: jp.annotate(make_model, loss_fn, batch) with a batch that has it."
     )
     with pytest.raises(AnnotationError, match=f"^{re.escape(text)}$"):
         annotation.tagged(batch | {"mask": jax.ShapeDtypeStruct((8, 4), "bool")})
