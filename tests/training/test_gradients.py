@@ -116,7 +116,9 @@ def test_stages_compose_with_tensor_parallelism(
     assert max(gradient_gaps(llama_on_one_device["grads"], metrics["grads"]).values()) < 1e-5
 
 
-@pytest.mark.parametrize(("topology", "kernel"), few([("v5e:2x4", "pallas_call"), ("h100:8", "cudnn$fmhaSoftmax")], 1))
+@pytest.mark.parametrize(
+    ("topology", "kernel"), few([("v5e:2x4", "pallas_call"), ("h100:8", "cudnn$fmhaSoftmax")], 1, names=2)
+)
 def test_kernels_take_the_shards_of_a_step_whose_axes_are_manual(topology: str, kernel: str, layout_of: Any) -> None:
     layout = jp.Layout(jp.MeshSpec(data=8).on(topology), jp.Zero(1).rules(layout_of("dp", 8).rules))
     config = LlamaConfig(vocab=256, embed=256, layers=1, heads=2, kv_heads=1, head_dim=128, mlp=256, dtype="bfloat16")
