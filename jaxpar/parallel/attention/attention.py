@@ -323,9 +323,8 @@ def _padded(arrays: Arrays, array_options: AttentionArrays, dims: tuple[Dims, Di
     alike = ids[0] is ids[1] or (array_options.segments is None and ids[0].shape == ids[1].shape)
     fill = lambda x, more, value=0: jnp.pad(x, [(0, more * (dim == 1)) for dim in range(x.ndim)], constant_values=value)
     rows = fill(ids[0], missing[0], -1)
-    columns = (
-        rows if alike and missing[0] == missing[1] else fill(ids[1], missing[1], -1)
-    )  # the same object: see `find`
+    # Equal ids stay one object, by which `find` knows that every query sees a key.
+    columns = rows if alike and missing[0] == missing[1] else fill(ids[1], missing[1], -1)
     q, k, v = (fill(x, more) for x, more in zip(arrays, (missing[0], missing[1], missing[1]), strict=True))
     bias = array_options.bias
     if bias is not None:

@@ -194,7 +194,7 @@ def _segments(q: Any, k: Any, ids: Any) -> Segments:
                 f"attention: segment_ids of the {name} must be integers {list(tokens.shape[:2])}, one per token, got "
                 f"{kind_of(x)}."
             )
-    if not isinstance(ids, tuple):  # checked once, by the name that the caller used
+    if not isinstance(ids, tuple):  # the same object twice, which `select.find` looks for
         both = exact_ids("segment_ids", pair[0])
         return both, both
     a, b = (exact_ids(f"segment_ids of the {name}", x) for name, x in zip(("queries", "keys"), pair, strict=True))
