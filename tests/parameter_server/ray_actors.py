@@ -39,7 +39,7 @@ def _handle(actor: Any) -> Any:
 
 
 class Actors:
-    """In the place of the module ``ray``.
+    """Stands in for the module ``ray``.
 
     Args:
       actors: by name, with ``_`` for ``-``.
