@@ -137,9 +137,9 @@ def _strong(graph: Mapping[str, Iterable[str]]) -> Iterator[list[str]]:
     yield from found
 
 
-def too_long(package: Package) -> list[str]:
-    counts = {module: file.read_text(encoding="utf-8").count("\n") for module, file in package.modules.items()}
-    return [f"{module or 'jaxpar'}: {count} lines" for module, count in counts.items() if count > LONGEST]
+def too_long(files: Iterable[Path]) -> list[str]:
+    counts = {file: file.read_text(encoding="utf-8").count("\n") for file in files}
+    return [f"{file}: {count} lines" for file, count in counts.items() if count > LONGEST]
 
 
 def purposeless(root: Path) -> list[str]:

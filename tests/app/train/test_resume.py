@@ -172,7 +172,7 @@ def test_a_run_whose_last_step_cannot_be_saved_fails_and_can_be_resumed(
 
 
 def test_a_step_keeps_the_metric_that_the_best_are_known_by(whole: Path, tmp_path: Path) -> None:
-    """test_retention_the_best_steps in tests/checkpoint/test_checkpoint.py tests which steps the folder keeps."""
+    """tests/checkpoint/test_checkpoint_manager.py tests which steps the folder keeps."""
     lines = [json.loads(line) for line in (whole.parent / "metrics.jsonl").read_text().splitlines()]
     known = {line["step"]: line["heldout_loss"] for line in lines if "heldout_loss" in line}
     assert [check(whole / str(step)).metadata.get("metric") for step in (2, 4, 6)] == [None, known[4], known[6]]

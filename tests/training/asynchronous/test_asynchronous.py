@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -15,94 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from exact_model import CALLS, LAYERS, LOSS, READS, RULES, TIED, batch_of, make_model, stepping
 from profiles import few
 
 import jaxpar as jp
-from jaxpar.errors import ConfigError, LayoutError, ScheduleError
+from jaxpar.errors import ConfigError, LayoutError
 from jaxpar.sharding.layout import tracing_under
 from jaxpar.training.asynchronous.step import PipedreamStep
 
 QUICK = {"xla_backend_optimization_level": 0}
 """Each program runs a few times, so compiling it with optimizations takes longer than running it."""
-WIDTH, WORDS, LAYERS, ROWS, CALLS = 4, 12, 6, 8, 3
-RULES = jp.Rules(
-    batch="data",
-    seq=None,
-    embed=None,
-    heads=None,
-    mlp="model",
-    vocab=("pipeline", "model"),
-    layers="pipeline",
-    params={"embed": "data"},
-)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def fp64() -> Iterator[None]:
-    with jax.enable_x64(True):
-        yield
-
-
-def make_model(key: jax.Array) -> Any:
-    """All weights are multiples of 1/4, so sums in fp64 are exact and do not depend on their order."""
-    a, b, c = jax.random.split(key, 3)
-    quarters = lambda key, *shape: jax.random.randint(key, shape, -2, 3).astype(jnp.float64) / 4
-    return {
-        "words": jp.tag(quarters(a, WORDS, WIDTH), "vocab", "embed"),
-        "blocks": {"w": jp.tag(quarters(b, LAYERS, WIDTH, WIDTH), "layers", "embed", "mlp")},
-        "head": jp.tag(quarters(c, WIDTH, WORDS), "embed", "vocab"),
-    }
-
-
-def layer(block: Any, x: jax.Array, side: Any) -> jax.Array:
-    h = jp.hint(x @ block["w"] + side[..., None], "batch", "seq", "mlp")
-    return x + jnp.where(h > 0, h, 0) / 2
-
-
-def loss_of(head: Any, x: jax.Array, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
-    return jnp.mean(jnp.sum((x @ head - batch["targets"]) ** 2, -1)), {"first": x[0, 0, 0]}
-
-
-LOSS = jp.pipeline.PipelineLoss(
-    layers="blocks",
-    embed=lambda model, batch: model["words"][batch["tokens"]],
-    layer=layer,
-    head=lambda model, x, batch: loss_of(model["head"], x, batch),
-    layer_inputs=lambda model, batch: batch["tokens"].astype(jnp.float64) / 4,
-    dims=("batch", "seq", "embed"),
-)
-TIED = replace(LOSS, head=lambda model, x, batch: loss_of(model["head"] + model["words"].T, x, batch))
-"""The head uses the embedding again."""
-READS = replace(
-    LOSS,
-    layer_inputs=lambda model, batch: batch["tokens"].astype(jnp.float64) / 4 + model["words"][batch["tokens"]].sum(-1),
-)
-"""``layer_inputs`` reads the embedding in its own version, without a gradient."""
-
-
-def stepping() -> optax.GradientTransformation:
-    """Momentum whose updates are multiples of 1/4: two updates are either equal or clearly different."""
-
-    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        count, trace = state
-        trace = jax.tree.map(lambda g, t: jnp.round((g + t / 2) * 8) / 8, grads, trace)
-        size = jnp.where(count % 2 == 0, 0.25, 0.5)
-        return jax.tree.map(lambda t: -jnp.sign(t) * jnp.minimum(jnp.round(abs(t)) / 4, size), trace), (
-            count + 1,
-            trace,
-        )
-
-    return optax.GradientTransformation(
-        lambda params: (jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params)), update
-    )
-
-
-def batch_of(number: int) -> dict[str, jax.Array]:
-    one, other = jax.random.split(jax.random.key(number))
-    return {
-        "tokens": jax.random.randint(one, (ROWS, 2), 0, WORDS),
-        "targets": jax.random.randint(other, (ROWS, 2, WORDS), -2, 3).astype(jnp.float64),
-    }
 
 
 def microbatches(batch: Any, count: int, ways: int) -> list[Any]:
@@ -329,121 +250,6 @@ def test_a_first_state_is_known_before_it_is_made(case: int) -> None:
         assert one.sharding.is_equivalent_to(other.sharding, other.ndim), keys
 
 
-TWO = {"pipeline": jp.pipeline.Asynchronous("pipedream_2bw", stages=2, microbatches=2)}
-EACH = {"pipeline": jp.pipeline.Asynchronous("pipedream", stages=2, microbatches=2)}
-
-
-ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "grad_accum_steps": (
-        {**TWO, "grad_accum_steps": 2},
-        ConfigError,
-        (
-            "asynchronous pipeline: grad_accum_steps is 2, but the 2 microbatches of 'pipedream_2bw' already "
-            "accumulate gradients. Remedy: leave grad_accum_steps out, or set microbatches=4."
-        ),
-    ),
-    "scale": (
-        {**TWO, "precision": {"compute": "fp16", "scale": {}}},
-        ConfigError,
-        (
-            "asynchronous pipeline: precision scales the loss, but 'pipedream_2bw' has gradients of two steps, with "
-            "two scales, in flight together. Remedy: compute in bf16, which requires no loss scale, or use "
-            "jp.pipeline.schedule('1f1b')."
-        ),
-    ),
-    "norm": (
-        {**EACH, "clip_norm": 1.0},
-        ConfigError,
-        (
-            "asynchronous pipeline: clip_norm is 1, but under 'pipedream' each stage updates on its own, so the norm "
-            "of all gradients is not known. Remedy: set clip_norm=None, or use 'pipedream_2bw'."
-        ),
-    ),
-    "stages": (
-        {"pipeline": jp.pipeline.Asynchronous("pipedream", stages=3, microbatches=4)},
-        ConfigError,
-        (
-            "pipeline: the schedule 'pipedream' has 3 stages, but the mesh's axis 'pipeline' has 2 devices. Remedy: "
-            "set stages=2, or mesh {pipeline: 3}."
-        ),
-    ),
-    "optimizer": (
-        {**TWO, "tx": jp.offload.to_host(optax.adam(0.1), min_bytes=0)},
-        ConfigError,
-        (
-            "asynchronous pipeline: parameters or optimizer state in host memory cannot be used, because "
-            "'pipedream_2bw' keeps versions of the weights on the devices. Remedy: leave it out, or use "
-            "jp.pipeline.schedule('1f1b')."
-        ),
-    ),
-    "reducing optimizer": (
-        {**TWO, "tx": jp.one_bit_adam(1e-3, warmup=2)},
-        ConfigError,
-        (
-            "asynchronous pipeline: an optimizer that reduces gradients itself (one_bit_adam) cannot be used, because "
-            "'pipedream_2bw' keeps versions of the weights on the devices. Remedy: leave it out, or use "
-            "jp.pipeline.schedule('1f1b')."
-        ),
-    ),
-    "pieces": (
-        {"pipeline": jp.pipeline.Asynchronous("pipedream", stages=2, microbatches=2, layers_per_stage=(4, 1))},
-        ConfigError,
-        (
-            "pipeline: layers_per_stage is [4, 1], 5 layers in 2 pieces, but blocks has 6 layers and the schedule has "
-            "2 pieces of at least one layer each. Remedy: give 2 numbers that sum to 6."
-        ),
-    ),
-    "reduce": (
-        {"pipeline": jp.pipeline.Asynchronous("pipedream", stages=2, microbatches=2, grad_reduction="per_microbatch")},
-        ConfigError,
-        (
-            "asynchronous pipeline: grad_reduction is 'per_microbatch', but 'pipedream' updates with every microbatch "
-            "and reduces its gradients once. Remedy: leave grad_reduction out, or use 'pipedream_2bw'."
-        ),
-    ),
-    "layers elsewhere": (
-        {**EACH, "rules": jp.Rules(**{**RULES.to_dict(), "layers": None})},
-        ConfigError,
-        (
-            "asynchronous pipeline: the layers of blocks are replicated, but 'pipedream' requires each stage to hold "
-            "its own layers. Remedy: set the rule layers: pipeline."
-        ),
-    ),
-    "rows": (
-        {"pipeline": jp.pipeline.Asynchronous("pipedream_2bw", stages=2, microbatches=3)},
-        LayoutError,
-        (
-            "batch/targets [8, 2, 12], batch/tokens [8, 2] cannot be split into the 3 microbatches of the pipeline "
-            "over 1 devices: their first dims are not multiples of 3. Remedy: use a batch of a multiple of 3 rows, or "
-            "a schedule of fewer microbatches."
-        ),
-    ),
-}
-
-
-@pytest.mark.parametrize("case", ERRORS)
-def test_what_cannot_be_is_named(case: str) -> None:
-    asked, error, text = ERRORS[case]
-    with pytest.raises(error, match=f"^{re.escape(text)}"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # On CPU devices, device memory is host memory.
-        options = dict(asked)
-        rules, tx = options.pop("rules", RULES), options.pop("tx", stepping())
-        layout = jp.Layout(jp.MeshSpec(pipeline=2).build(jax.devices()[:2]), rules)
-        step = jp.pipeline.pipedream_train_step(layout, LOSS, **options)
-        jax.eval_shape(step.start, jp.abstract_state(layout, make_model, tx), batch_of(0))
-
-
-def test_a_state_without_microbatches_in_flight_is_named() -> None:
-    layout = jp.Layout(jp.MeshSpec(pipeline=2).build(jax.devices()[:2]), RULES)
-    step = jp.pipeline.pipedream_train_step(layout, LOSS, **TWO)
-    with pytest.raises(ConfigError) as error:
-        jax.eval_shape(step, jp.abstract_state(layout, make_model, stepping()), batch_of(0))
-    assert str(error.value) == (
-        "asynchronous pipeline: the state has no buffers for microbatches in flight. Remedy: state = step.start(state, "
-        "batch)."
-    )
-
-
 @pytest.mark.slow
 def test_batches_and_states_that_do_not_go_on_are_named() -> None:
     ran = done(0)
@@ -490,59 +296,3 @@ def test_batches_and_states_that_do_not_go_on_are_named() -> None:
     )
     with pytest.raises(ConfigError, match=f"^{re.escape(text)}"):
         step.lower(ran.state.landed, batch_of(0))
-
-
-def test_names_sizes_and_places_for_them_are_told() -> None:
-    cases: list[tuple[Callable[[], Any], type[Exception], str]] = [
-        (
-            lambda: jp.pipeline.Asynchronous("pipedream_2bw", stages=4, microbatches=5),
-            ScheduleError,
-            (
-                "schedule 'pipedream_2bw': 5 microbatches are fewer than 6: with 4 stages, a microbatch's gradient "
-                "arrives 6 ticks after its forward pass, and the gradient of a batch must be complete before the "
-                "batch after the next one begins. Remedy: use 6 or more."
-            ),
-        ),
-        (
-            lambda: jp.pipeline.Asynchronous("2bw", stages=4, microbatches=8),
-            ConfigError,
-            "asynchronous pipeline: name must be 'pipedream' or 'pipedream_2bw', got '2bw'.",
-        ),
-        (
-            lambda: jp.pipeline.Asynchronous("pipedream", stages=0, microbatches=8),
-            ConfigError,
-            "asynchronous pipeline: stages must be a positive integer, got 0.",
-        ),
-        (
-            lambda: jp.pipeline.schedule("pipedream", stages=2, microbatches=4),
-            ScheduleError,
-            (
-                "schedule 'pipedream' is asynchronous: its microbatches begin in one step and end in the next, so it "
-                "is not a schedule of one step. Remedy: use jp.pipeline.pipedream_train_step(..., "
-                "pipeline=jp.pipeline.Asynchronous('pipedream', stages=2, microbatches=4))."
-            ),
-        ),
-        (
-            lambda: jp.train_step(jp.Layout(jp.MeshSpec().abstract(1), RULES), LOSS, **TWO),
-            ConfigError,
-            (
-                "pipeline: 'pipedream_2bw' carries microbatches from step to step, which train_step does not support. "
-                "Remedy: use jp.pipeline.pipedream_train_step, or jp.pipeline.schedule('1f1b')."
-            ),
-        ),
-    ]
-    for make, error, text in cases:
-        with pytest.raises(error, match=f"^{re.escape(text)}"):
-            make()
-
-
-def test_a_check_says_that_memory_is_known_only_when_compiled() -> None:
-    """No synchronous step can run the schedule, and this is no problem of the layout."""
-    layout = jp.Layout(jp.MeshSpec(pipeline=2, data=2, model=2).abstract(), RULES)
-    words = jp.tag(jax.ShapeDtypeStruct((ROWS, 2), jnp.int32), "batch", "seq")
-    targets = jp.tag(jax.ShapeDtypeStruct((ROWS, 2, WORDS), jnp.float64), "batch", "seq", "vocab")
-    step = {"pipeline": jp.pipeline.Asynchronous("pipedream_2bw", stages=2, microbatches=4)}
-    batch = {"tokens": words, "targets": targets}
-    report = jp.check(layout, make_model, optax.adam(1e-3), batch=batch, loss_fn=LOSS, step=step, strict=False)
-    assert report.memory is not None
-    assert report.memory.reason == "memory is not estimated: an asynchronous pipeline is known only when it is compiled"
