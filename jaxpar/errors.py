@@ -86,7 +86,7 @@ class DataError(JaxparError, ValueError):
 
 
 class MissingExtraError(JaxparError, ImportError):
-    """An optional dependency is not installed. The text names the extra that installs it."""
+    """An optional dependency is not installed or too old. The text names the extra that installs it."""
 
 
 class AuditError(JaxparError, ValueError):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
+from contextlib import suppress
 from typing import Any
 
 from jaxpar.errors import MissingExtraError
@@ -29,3 +31,26 @@ def import_extra(module: str, extra: str, purpose: str) -> Any:
         raise MissingExtraError(
             f"{purpose} needs the package {package!r}, which is not installed. Remedy: pip install 'jaxpar[{extra}]'."
         ) from error
+
+
+def import_name(module: str, name: str, extra: str, purpose: str) -> Any:
+    """Returns one name of a module of an optional package, whose versions do not all have it.
+
+    Args:
+      module, extra, purpose: as for :func:`import_extra`.
+      name: of the module, such as ``EventsWriter``.
+
+    Raises:
+      MissingExtraError: the package is not installed, or its version has no such name.
+      ImportError: as :func:`import_extra`.
+    """
+    found = getattr(import_extra(module, extra, purpose), name, None)
+    if found is not None:
+        return found
+    installed = module.partition(".")[0]
+    with suppress(importlib.metadata.PackageNotFoundError):
+        installed += f" {importlib.metadata.version(installed)}"
+    raise MissingExtraError(
+        f"{purpose} needs {module}.{name}, which the installed {installed} does not have. Remedy: pip install "
+        f"--upgrade 'jaxpar[{extra}]'."
+    )

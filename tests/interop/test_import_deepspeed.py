@@ -308,6 +308,11 @@ RULES: list[tuple[int | None, dict[str, Any], str]] = [
         {"tensor_parallel": {"autotp_size": 4}},
         "tensor_parallel.autotp_size × sequence_parallel_size = 4 must divide the 6 devices.",
     ),
+    (
+        None,
+        {"optimizer__params__betas": [True, 0.95]},
+        "optimizer.params.betas must be two numbers from 0 to below 1, got [True, 0.95].",
+    ),
 ]
 
 

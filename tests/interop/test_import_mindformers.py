@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from mindformers_files import EXPERTS, ONE_STAGE, changed, row, run_of
 from mutations import mutated
 
 import jaxpar as jp
+from jaxpar.app.config import load_run
+from jaxpar.app.job import make_job
 from jaxpar.errors import ConfigError
 from jaxpar.interop.configurations.keys import ImportOptions
 from jaxpar.interop.configurations.mindformers.translate import import_mindformers
@@ -291,6 +295,30 @@ def test_schedules(interleave: bool, scheduler: str, virtual: int, chunks: int, 
         "activation_checkpointing": "none",
         **pipeline,
     }
+
+
+@pytest.mark.parametrize(
+    ("virtual", "experts", "pipeline"),
+    [(2, 1, {"schedule": "interleaved", "virtual_stages": 2}), (1, 4, {"schedule": "1f1b"})],
+)
+def test_sequence_chunks_that_are_left_out_leave_a_schedule_without_them(
+    virtual: int, experts: int, pipeline: dict[str, Any], tmp_path: Path
+) -> None:
+    key = "parallel_config.seq_split_num"
+    found = run_of(
+        ImportOptions("run.yaml", ignore=frozenset([key])),
+        parallel__pipeline_config={"pipeline_interleave": virtual > 1, "pipeline_scheduler": "seqpipe"},
+        parallel_config__seq_split_num=2,
+        recompute_config__recompute=False,
+        m__pp_interleave_num=virtual,
+        m__num_experts=experts,
+    )
+    found.report.check()
+    assert row(found, key)[0] == "ignored"
+    fixed = {"microbatches": 4, "activation_checkpointing": "none"}
+    assert found.config["parallel"]["pipeline"] == fixed | pipeline
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(found.config), encoding="utf-8")
+    make_job(load_run(tmp_path / "run.yaml"))
 
 
 def test_sequence_chunks_recompute_whole_stages() -> None:

@@ -259,6 +259,7 @@ RULES = [
     ),
     ({"runner_wrapper__scale_sense": 0}, "runner_wrapper.scale_sense must be above 0, got 0."),
     ({"optimizer__betas": [0.9]}, "optimizer.betas must be two numbers from 0 to below 1, got [0.9]."),
+    ({"optimizer__betas": [False, 0.9]}, "optimizer.betas must be two numbers from 0 to below 1, got [False, 0.9]."),
     ({"run_mode": "predict"}, "run_mode must be train or finetune, got 'predict'. Remedy: the file of a training run."),
     (
         {"m__num_hidden_layers": 4},

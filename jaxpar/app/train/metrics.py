@@ -21,7 +21,7 @@ from jaxpar.app.train.trackers import Tracker
 from jaxpar.sharding.hardware.accelerators import of_device
 from jaxpar.training.loss import STEP_METRICS
 from jaxpar.utils.durable import link_text, open_regular, write_atomically
-from jaxpar.utils.extras import import_extra
+from jaxpar.utils.extras import import_name
 from jaxpar.utils.plotting import new_figure
 
 _NOT_OF_THE_LOSS = STEP_METRICS | {"updated", "weight"}
@@ -69,7 +69,7 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
       tell: called with each message for the user.
 
     Raises:
-      MissingExtraError: tensorboardX is not installed.
+      MissingExtraError: tensorboardX is not installed, or is a version without the writer of its files.
     """
 
     def __init__(
@@ -155,9 +155,10 @@ class _TensorBoard:
     """Writes TensorBoard files directly: on a full disk tensorboardX's thread dies, and its callers block."""
 
     def __init__(self, folder: Path, tell: Callable[[str], None]):
-        load = partial(import_extra, extra="train", purpose="writing TensorBoard metrics")
-        self._open = load("tensorboardX.event_file_writer").EventsWriter
-        self._event, self._scalar = load("tensorboardX.proto.event_pb2").Event, load("tensorboardX.summary").scalar
+        load = partial(import_name, extra="train", purpose="writing TensorBoard metrics")
+        self._open = load("tensorboardX.event_file_writer", "EventsWriter")
+        self._event = load("tensorboardX.proto.event_pb2", "Event")
+        self._scalar = load("tensorboardX.summary", "scalar")
         self._folder = folder
         self._events: Any = None
         self._retry = self._flush = 0.0

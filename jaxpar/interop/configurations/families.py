@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxpar.interop.configurations.keys import ConfigKeys
+from jaxpar.interop.configurations.keys import ConfigKeys, is_number
 
 
 def with_family(keys: ConfigKeys, fields: dict[str, Any], experts: dict[str, Any], latent: str) -> dict[str, Any]:
@@ -50,6 +50,6 @@ def read_betas(keys: ConfigKeys, path: str, default: list[float]) -> dict[str, A
       ConfigError: they are no two numbers from 0 to below 1.
     """
     betas = keys.take(path, "list", default, "optimizer.options")
-    if len(betas) != 2 or not all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in betas):
+    if len(betas) != 2 or not all(is_number(beta) and 0 <= beta < 1 for beta in betas):
         raise keys.error(path, f"must be two numbers from 0 to below 1, got {betas}")
     return {"b1": betas[0], "b2": betas[1]}

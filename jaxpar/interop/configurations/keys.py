@@ -28,7 +28,8 @@ def _remedy(value: Any) -> str:
     return "" if unknown is None else f"--variable {unknown[1]}=VALUE"
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether a value is a finite number; ``true`` and ``false`` are none."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -36,7 +37,7 @@ _KINDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "count": ("a positive integer", is_count),
     "natural": ("a non-negative integer", lambda value: is_count(value, 0)),
     "integer": ("an integer", lambda value: isinstance(value, int) and not isinstance(value, bool)),
-    "number": ("a number", _is_number),
+    "number": ("a number", is_number),
     "bool": ("true or false", lambda value: isinstance(value, bool)),
     "text": ("a text", lambda value: isinstance(value, str)),
     "list": ("a list", lambda value: isinstance(value, list)),

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxpar.errors import ModelError
+from jaxpar.errors import ModelError, StateError
 from jaxpar.parallel.offload.placement import DEVICE, on_host
 from jaxpar.parallel.precision.policy import Precision, PrecisionLike
 from jaxpar.sharding.layout import Layout
@@ -62,8 +62,10 @@ def with_frozen(state: TrainState, params: Any) -> TrainState:
 
     Raises:
       ModelError: the model has no adapters.
+      StateError: a step took over the memory of ``params``.
     """
     _kind(state, "with_frozen")
+    _check_alive("with_frozen", params)
     return dataclasses.replace(state, variables={**state.variables, FROZEN: params})
 
 
@@ -81,11 +83,14 @@ def init_from(
     Args:
       layout, tx, seed, precision: as for :func:`jaxpar.init`.
       make_model: as :func:`adapt` returned it.
-      params: the weights of the model, sharded as ``frozen_params(jp.abstract_state(layout, make_model, tx))``; they
-        become part of the state.
+      params: the weights of the model, sharded as ``frozen_params(jp.abstract_state(layout, make_model, tx))``. They
+        are not copied: they become part of the state, and the first step takes over their memory. For another use of
+        them, pass ``jax.tree.map(jnp.copy, params)``, which keeps a second copy in memory; or use
+        ``train_step(donate=False)``; or take them from a later state: ``frozen_params(state)``.
 
     Raises:
       ModelError: the model has no adapters, or ``params`` are not its weights.
+      StateError: a step took over the memory of ``params``.
       LayoutError, AnnotationError, ConfigError: as :func:`jaxpar.init`.
     """
     abstract = abstract_state(layout, make_model, tx, precision)
@@ -96,6 +101,7 @@ def init_from(
             "init_from(): params are not the weights of the model: their paths or shapes differ. Remedy: params like "
             "frozen_params(jp.abstract_state(layout, make_model, tx))."
         )
+    _check_alive("init_from", params)
 
     def build(key: jax.Array) -> TrainState:
         made = without_frozen(_build(layout, make_model, tx, Precision.of(precision), key))
@@ -155,6 +161,18 @@ def _bits(x: jax.Array) -> jax.Array:
 
 def _on_device(x: jax.Array) -> jax.Array:
     return jax.device_put(x, DEVICE) if on_host(x) else x
+
+
+def _check_alive(name: str, params: Any) -> None:
+    """Raise a ``StateError`` if a step took over the memory of some of these weights."""
+    leaves = leaves_with_paths(params)
+    gone = [show(path) for path, x in leaves if isinstance(x, jax.Array) and x.is_deleted()]
+    if gone:
+        raise StateError(
+            f"{name}(): {len(gone)} of {len(leaves)} weights, such as {gone[0]}, are deleted, because a step took over "
+            "their memory. Remedy: take them from the state that the last step returned, jp.lora.frozen_params(state); "
+            "or, before the first step, pass a copy, jax.tree.map(jnp.copy, params)."
+        )
 
 
 def _kind(state: TrainState, name: str) -> LoraKind:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from jaxpar.app.train.goodput import Goodput
 from jaxpar.app.train.metrics import MetricsWriter
 from jaxpar.app.train.records import read_records
+from jaxpar.errors import MissingExtraError
 
 GOOD: list[dict[str, Any]] = [
     {"step": 1, "loss": 2.0, "step_seconds": 1.0, "data_seconds": 0.5, "elapsed": 3.0},
@@ -117,3 +119,13 @@ def test_a_resumed_run_sets_a_link_aside_and_reports_where_it_leads(tmp_path: Pa
     assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [2]
     assert os.listdir(outside) == ["precious"]
     assert (outside / "precious").read_text() == '{"step": 1, "loss": 1.0}\n'
+
+
+def test_a_tensorboardx_without_its_writer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("tensorboardX.event_file_writer.EventsWriter")
+    with pytest.raises(MissingExtraError) as error:
+        MetricsWriter(tmp_path)
+    assert str(error.value) == (
+        f"writing TensorBoard metrics needs tensorboardX.event_file_writer.EventsWriter, which the installed "
+        f"tensorboardX {version('tensorboardX')} does not have. Remedy: pip install --upgrade 'jaxpar[train]'."
+    )

@@ -18,7 +18,7 @@ from flax import nnx
 
 import jaxpar as jp
 from jaxpar.analysis.divergence import first_nonfinite
-from jaxpar.errors import ConfigError, LayoutError, ModelError
+from jaxpar.errors import ConfigError, LayoutError, ModelError, StateError
 from jaxpar.lora import LoraConfig, adapt
 from jaxpar.sharding.layout import tracing_under
 from jaxpar.utils.jaxprs import equations
@@ -246,6 +246,29 @@ def test_given_weights_make_the_state_that_init_makes_with_them() -> None:
         "init_from(): params are not the weights of the model: their paths or shapes differ. Remedy: params like "
         "frozen_params(jp.abstract_state(layout, make_model, tx))."
     )
+
+
+def test_given_weights_are_not_copied_and_named_when_a_step_has_taken_them_over() -> None:
+    make = adapt(lambda key: {"up": jp.tag(jax.random.normal(key, (8, 4)), "embed", "mlp")}, CONFIG)
+    layout, tx = layout_of(), optax.sgd(0.1)
+    like = jp.lora.frozen_params(jp.abstract_state(layout, make, tx))
+    given = jax.tree.map(lambda leaf: jax.device_put(np.ones(leaf.shape, "f4"), leaf.sharding), like)
+    step = jp.train_step(layout, lambda model, x: jnp.mean((x @ model["up"]) ** 2))
+    copied, _ = step(jp.lora.init_from(layout, make, tx, jax.tree.map(jnp.copy, given)), np.ones((2, 8), "f4"))
+    state, _ = step(jp.lora.init_from(layout, make, tx, given), np.ones((2, 8), "f4"))
+    for name, call in (
+        ("init_from", lambda: jp.lora.init_from(layout, make, tx, given)),
+        ("with_frozen", lambda: jp.lora.with_frozen(jp.lora.without_frozen(state), given)),
+    ):
+        with pytest.raises(StateError) as error:
+            call()
+        assert str(error.value) == (
+            f"{name}(): 1 of 1 weights, such as up, are deleted, because a step took over their memory. Remedy: take "
+            "them from the state that the last step returned, jp.lora.frozen_params(state); or, before the first step, "
+            "pass a copy, jax.tree.map(jnp.copy, params)."
+        )
+    again = jp.lora.init_from(layout, make, tx, jp.lora.frozen_params(state))
+    np.testing.assert_array_equal(jp.lora.frozen_params(again)["up"], jp.lora.frozen_params(copied)["up"])
 
 
 def test_given_weights_have_one_digest_in_every_layout() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxpar.interop.configurations.keys import ConfigKeys
+from jaxpar.interop.configurations.keys import ConfigKeys, is_number
 from jaxpar.interop.configurations.mindformers.ignored import MOE_IGNORED, MOE_NEUTRAL
 
 _EXPERTS = ("expert_num", "n_routed_experts", "num_experts", "num_moe_experts")
@@ -120,7 +120,7 @@ def _losses(keys: ConfigKeys, kinds: str, factors: str) -> dict[str, Any]:
     names, weights = keys.get(kinds, "list"), keys.get(factors, "list")
     if weights is None or len(names) != len(weights):
         raise keys.error(factors, f"must have one number for each of {kinds}={names}, got {weights}")
-    if not all(isinstance(weight, int | float) and not isinstance(weight, bool) for weight in weights):
+    if not all(is_number(weight) for weight in weights):
         raise keys.error(factors, f"must be numbers, got {weights}")
     unknown = [name for name in names if name not in ("expert", "device", "comm")]
     if unknown:

@@ -12,6 +12,7 @@ from jaxpar.utils.checks import shown
 
 _SCHEDULER = "parallel.pipeline_config.pipeline_scheduler"
 _INTERLEAVE = "parallel.pipeline_config.pipeline_interleave"
+_SPLIT = "parallel_config.seq_split_num"
 _NAMES = {("1f1b", False): "1f1b", ("1f1b", True): "interleaved", ("gpipe", False): "gpipe"}
 _NAMES |= {("gpipe", True): "breadth_first", ("seqpipe", False): "1f1b", ("seqpipe", True): "interleaved"}
 _NAMES |= {("zero_bubble_v", True): "zb_v"}
@@ -125,22 +126,26 @@ def write_pipeline(
     Raises:
       ConfigError: there are fewer microbatches than stages, an unknown scheduler, or sequence chunks that do not fit.
     """
-    micro, split = "parallel_config.micro_batch_num", "parallel_config.seq_split_num"
-    chunks = keys.take(split, "count", 1, "parallel.pipeline.sequence_chunks")
+    micro = "parallel_config.micro_batch_num"
+    chunks = keys.take(_SPLIT, "count", 1, "parallel.pipeline.sequence_chunks")
     if sizes.pipeline == 1:
         if chunks > 1:
-            raise keys.error(split, f"must be 1 without pipeline stages, got {chunks}", "pipeline_stage: 2 or more")
+            raise keys.error(_SPLIT, f"must be 1 without pipeline stages, got {chunks}", "pipeline_stage: 2 or more")
         keys.ignore_each((micro, _SCHEDULER, _INTERLEAVE, "parallel.pipeline_config"), "pipeline_stage is 1")
         return
     microbatches = keys.take(micro, "count", 1, "parallel.pipeline.microbatches")
     if microbatches < sizes.pipeline:
         raise keys.error(micro, f"must be at least pipeline_stage={sizes.pipeline}, got {microbatches}")
     virtual = virtual_stages(keys, model.prefix)
-    pipeline: dict[str, Any] = {"schedule": _schedule(keys, virtual, chunks), "microbatches": microbatches}
+    if chunks > 1 and model.experts > 1:
+        keys.refuse(_SPLIT, "models with experts do not run on sequence chunks")
+        chunks = 1
+    schedule, chunks = _schedule(keys, virtual, chunks)
+    pipeline: dict[str, Any] = {"schedule": schedule, "microbatches": microbatches}
     if virtual > 1:
         pipeline["virtual_stages"] = virtual
     if chunks > 1:
-        _check_chunks(keys, split, model, sizes, chunks)
+        _check_chunks(keys, model, sizes, chunks)
         pipeline["sequence_chunks"] = chunks
     pipeline["activation_checkpointing"] = "none"
     if stages is not None and len(set(stages.flat)) > 1:
@@ -148,7 +153,8 @@ def write_pipeline(
     put(config, "parallel.pipeline", pipeline)
 
 
-def _schedule(keys: ConfigKeys, virtual: int, chunks: int) -> str:
+def _schedule(keys: ConfigKeys, virtual: int, chunks: int) -> tuple[str, int]:
+    """Returns the schedule, and the number of its sequence chunks: 1 if more of them are refused."""
     interleaved = keys.take(_INTERLEAVE, "bool", False, "parallel.pipeline.schedule")
     name = keys.take(_SCHEDULER, "text", "1f1b", "parallel.pipeline.schedule")
     if name not in _KNOWN:
@@ -159,26 +165,23 @@ def _schedule(keys: ConfigKeys, virtual: int, chunks: int) -> str:
     if chunks > 1:
         if name not in ("seqpipe", "seqvpp", "seqsmartvpp"):
             raise keys.error(
-                "parallel_config.seq_split_num",
+                _SPLIT,
                 f"is {chunks}, but pipeline_scheduler {name!r} does not split sequences",
                 "pipeline_interleave: true with pipeline_scheduler: seqpipe, or seq_split_num: 1",
             )
         if name == "seqpipe" and virtual == 1:
-            return "seq1f1b"
-        keys.refuse("parallel_config.seq_split_num", "sequence chunks are only built for one piece on each stage")
-        return "1f1b"
+            return "seq1f1b", chunks
+        keys.refuse(_SPLIT, "sequence chunks are only built for one piece on each stage")
     if name in ("seqvpp", "seqsmartvpp"):
         name = "seqpipe"  # with one chunk they differ in nothing else
     schedule = _NAMES.get((name, virtual > 1))
     if schedule is None:
         raise keys.error(_SCHEDULER, f"{name} requires pp_interleave_num: 2, got {virtual}")
-    return schedule
+    return schedule, 1
 
 
-def _check_chunks(keys: ConfigKeys, path: str, model: ImportedModel, sizes: AxisSizes, chunks: int) -> None:
+def _check_chunks(keys: ConfigKeys, model: ImportedModel, sizes: AxisSizes, chunks: int) -> None:
     shards = sizes.context * sizes.ulysses * (sizes.model if sizes.sequence_parallel else 1)
     if model.seq is not None and model.seq % (chunks * shards):
         what = f"seq_length={model.seq}" if shards == 1 else f"the {model.seq // shards} tokens of a device"
-        raise keys.error(path, f"must divide {what}, got {chunks}")
-    if model.experts > 1:
-        keys.refuse(path, "models with experts do not run on sequence chunks")
+        raise keys.error(_SPLIT, f"must divide {what}, got {chunks}")

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from jaxpar.interop.configurations.families import read_betas
-from jaxpar.interop.configurations.keys import ConfigKeys, fixed_scale, put, token_sources
+from jaxpar.interop.configurations.keys import ConfigKeys, fixed_scale, is_number, put, token_sources
 from jaxpar.interop.configurations.layout import AxisSizes
 from jaxpar.interop.configurations.mindformers.model import ImportedModel
+from jaxpar.utils.checks import is_count
 
 _RUNNER = {"steps run one by one": "sink_mode sink_size", "for classifiers": "num_classes"}
 _ADAMW = ("AdamW", "AdamWeightDecay", "FusedAdamWeightDecay", "FP32StateAdamWeightDecay", "FusedCastAdamWeightDecay")
@@ -93,7 +94,7 @@ def read_steps(keys: ConfigKeys, batch: int) -> int:
         keys.translate(path, "train.steps")
         return total
     keys.ignore(path, "epochs and the size of the data set decide")
-    if isinstance(sizes, list) and sizes and isinstance(sizes[0], int) and sizes[0] >= batch:
+    if isinstance(sizes, list) and sizes and is_count(sizes[0], batch):
         return epochs * (sizes[0] // batch)
     raise keys.error(
         path, f"must be the number of steps, because the size of the data is not known, got {total}", "--steps N"
@@ -212,7 +213,7 @@ def _loss_scale(keys: ConfigKeys, path: str) -> dict[str, float] | None:
     value = keys.raw(path)
     if value is None:
         return None
-    if isinstance(value, int | float) and not isinstance(value, bool):
+    if is_number(value):
         if value <= 0:
             raise keys.error(path, f"must be above 0, got {value:g}")
         keys.translate(path, "precision.scale", "" if value != 1 else "1: no scale")
@@ -252,6 +253,6 @@ def write_run(keys: ConfigKeys, config: dict[str, Any]) -> None:
     for callback in callbacks:
         if isinstance(callback, dict) and callback.get("type") == "CheckpointMonitor":
             every, keep = callback.get("save_checkpoint_steps"), callback.get("keep_checkpoint_max", 5)
-            if isinstance(every, int) and isinstance(keep, int) and min(every, keep) > 0:
+            if is_count(every) and is_count(keep):
                 put(config, "checkpoint", {"save_interval_steps": every, "keep": keep})
                 keys.translate("callbacks", "checkpoint.save_interval_steps, checkpoint.keep", "of CheckpointMonitor")
