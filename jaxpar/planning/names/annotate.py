@@ -37,8 +37,9 @@ def annotate(make_model: MakeModel, loss_fn: LossFn, batch: Any, *, names: Patte
         the same dims of other arrays too.
 
     Returns:
-      An :class:`Annotation`: the model and the loss with names, and a table that prints why each name was chosen, and
-      which attention runs as :func:`jaxpar.attention` under a layout that shards its sequence.
+      An :class:`Annotation`: the model and the loss with names, and a table that prints why each name was chosen, what
+      each pattern matches, and which attention runs as :func:`jaxpar.attention` under a layout that shards its
+      sequence.
 
     Raises:
       AnnotationError: a pattern matches no parameter, or has another number of names than the parameter has dims.
@@ -61,7 +62,7 @@ def annotate(make_model: MakeModel, loss_fn: LossFn, batch: Any, *, names: Patte
     """
     arrays = (program := trace_loss(make_model, loss_fn, batch, names=names)).arrays()
     found = {array.path: array.names for array in arrays if array.path.startswith(("params/", "variables/"))}
-    by_path = tuple((tuple(path.split("/")), names) for path, names in found.items())
+    by_path = tuple((tuple(path.split("/")), dims) for path, dims in found.items())
     return Annotation(
         make_model=lambda key: NamedModel(make_model(key), by_path),
         loss_fn=AnnotatedLoss(loss_fn, {array.path: array.names for array in arrays}),
@@ -69,6 +70,10 @@ def annotate(make_model: MakeModel, loss_fn: LossFn, batch: Any, *, names: Patte
         unknown=dict(program.unknown),
         notes=program.notes,
         attention=program.attention_sites(),
+        matched={
+            pattern: tuple(path for path, (_, origin) in program.given.items() if origin == _origin(pattern))
+            for pattern in names or {}
+        },
     )
 
 
@@ -99,7 +104,7 @@ def trace_loss(
     shapes = {show(path): leaf.shape for path, leaf in leaves_with_paths(parts.params)}
     given: dict[str, tuple[Names, str]] = {show(path): (dims, "named in the model") for path, dims in parts.dims}
     for path, (dims, pattern) in match(names or {}, shapes).items():
-        given[f"params/{path}"] = dims, f"given by the pattern {pattern!r}"
+        given[f"params/{path}"] = dims, _origin(pattern)
     given |= batch_names
     extra = {"key": jax.eval_shape(lambda: jax.random.key(0))} if wants_key(loss_fn) else {}
     run = transform(loss_program(loss_fn, parts.kind, {}))
@@ -108,6 +113,10 @@ def trace_loss(
     with unsharded(), experts, hint_observer(lambda site, dims, x, resolved: hinted.update(dims)):
         program = NamedProgram.of(run, (parts.params, parts.variables, plain, extra), given)
     return replace(program, hinted=frozenset(name for name in hinted if name is not None))
+
+
+def _origin(pattern: str) -> str:
+    return f"given by the pattern {pattern!r}"
 
 
 class AnnotatedLoss:

@@ -52,6 +52,8 @@ class Annotation:
       unknown: how often each primitive occurs through which dims could not be followed.
       notes: what a reader should know, such as classes with several given names.
       attention: the attention of the loss, as written in matmuls: what is recognised, and what is not and why.
+      matched: path pattern that the user gave → the parameters that it names. Of patterns that match the same one, the
+        first names it.
     """
 
     make_model: MakeModel
@@ -60,6 +62,7 @@ class Annotation:
     unknown: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     attention: tuple[AttentionSite, ...] = ()
+    matched: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -99,9 +102,17 @@ class Annotation:
         lines = aligned([("name", "sizes", "why"), *((n, _sizes(s), why) for n, (s, why) in sorted(reasons.items()))])
         rows = ((a.path, " × ".join(map(str, a.shape)), ", ".join(n or "·" for n in a.names)) for a in self.arrays)
         lines += ["", *aligned([("array", "shape", "dims"), *folded(rows)])]
+        lines += ["", *aligned(self._pattern_rows())] if self.matched else []
         lines += ["", *aligned(self._attention_rows())] if self.attention else []
         lines += ["", *(f"note: {note}" for note in self._remarks())] if any(self._remarks()) else []
         return "\n".join(lines)
+
+    def _pattern_rows(self) -> list[tuple[str, ...]]:
+        """What each pattern of the user names."""
+        rows: list[tuple[str, ...]] = [("parameters named by a pattern", "pattern")]
+        for pattern, paths in self.matched.items():
+            rows += folded((path, pattern) for path in paths) or [("none: patterns before it name them", pattern)]
+        return rows
 
     def _attention_rows(self) -> list[tuple[str, str, str]]:
         """What runs as :func:`jaxpar.attention` where its sequence is sharded, and what does not."""

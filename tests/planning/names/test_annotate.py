@@ -230,6 +230,64 @@ def test_names_given_by_patterns_are_kept_and_name_the_same_dims_elsewhere() -> 
     assert {dim.reason for dim in up.dims} == {"given by the pattern 'blocks/*/up/kernel'"}
 
 
+def test_the_table_lists_what_each_pattern_names() -> None:
+    make_model, loss_fn, batch = models.gpt()
+    names = {"blocks/*/up/kernel": ("embed", "ffn"), "head/*": (None, "words"), "**/up/kernel": ("embed", "mlp")}
+    annotation = jp.annotate(make_model, loss_fn, batch, names=names)
+    assert annotation.matched == {
+        "blocks/*/up/kernel": ("params/blocks/0/up/kernel", "params/blocks/1/up/kernel"),
+        "head/*": ("params/head/kernel",),
+        "**/up/kernel": (),
+    }
+    *_, head, first, second, third = str(annotation).split("\n\n")[2].splitlines()
+    assert head.split("  ")[0] == "parameters named by a pattern"
+    assert first.split() == ["params/blocks/*/up/kernel", "(2)", "blocks/*/up/kernel"]
+    assert second.split() == ["params/head/kernel", "head/*"]
+    assert third == "none: patterns before it name them  **/up/kernel"
+
+
+def test_a_class_twice_in_an_array_is_reported() -> None:
+    make_model = models.weights(w=(8, 8))
+
+    def loss_fn(p: Any, batch: Any) -> jax.Array:
+        return (jnp.tanh(batch["x"] @ p["w"]) @ p["w"] - batch["x"]).sum()
+
+    annotation = jp.annotate(make_model, loss_fn, {"x": models.floats(16, 8)})
+    (w,) = (array for array in annotation.arrays if array.path == "params/w")
+    assert w.twice == (w.names[0],) and w.names[1] is None
+    text = f"note: params/w has {w.names[0]!r} in two dims: a mesh axis can shard only the first"
+    assert text in str(annotation).splitlines()
+
+
+def test_custom_derivatives_and_manual_code_run_as_they_are() -> None:
+    @jax.custom_vjp
+    def scaled(x: jax.Array) -> jax.Array:
+        return x
+
+    scaled.defvjp(lambda x: (x, None), lambda _, g: (3.0 * g,))  # not the derivative, so that it is told apart
+    spec = jax.P("data")
+
+    def double(x: jax.Array) -> jax.Array:
+        return jax.shard_map(lambda x: 2.0 * x, mesh=mesh, in_specs=spec, out_specs=spec)(x)
+
+    def loss_fn(p: Any, batch: Any) -> jax.Array:
+        return (scaled(double(batch["x"] @ p["up"])) @ p["down"]).mean()
+
+    make_model, mesh = models.weights(up=(16, 32), down=(32, 16)), jp.MeshSpec(data=8).build()
+    names = {"up": ("embed", "mlp"), "down": ("mlp", "embed")}
+    annotation, tx = jp.annotate(make_model, loss_fn, {"x": models.floats(24, 16)}, names=names), optax.sgd(0.1)
+    rules = dict.fromkeys(annotation.names) | {"batch": "data", "params": {"embed": "data"}}
+    layout, batch = jp.Layout(mesh, jp.Rules(**rules)), numbers({"x": models.floats(24, 16)})
+    state = jp.init(layout, annotation.make_model, tx)
+    _, found = jp.train_step(layout, annotation.loss_fn, return_grads=True, donate=False)(state, batch)
+    w = jax.tree.map(np.asarray, state.params)
+    up, x = w["up"], batch["x"]
+    ones = np.full((24, 16), 1 / (24 * 16))
+    right = {"up": x.T @ (3 * 2 * (ones @ w["down"].T)), "down": (2 * x @ up).T @ ones}
+    for name, expected in right.items():
+        np.testing.assert_allclose(np.asarray(found["grads"][name]), expected, rtol=2e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("names", "text"),
     [
