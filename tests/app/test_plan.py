@@ -121,6 +121,10 @@ def test_settings_are_kept(planner: RunPlanner, tmp_path: Path) -> None:
         ("1b_dp16_zero1", Plan(data=16, zero=1, remat="full")),
         ("1b_cp4_ring", Plan(data=4, context=4, zero=3, remat="save_attention")),
         ("1b_pp4_fsdp4", Plan(pipeline=4, data=4, zero=3, remat="full", microbatches=8, virtual_stages=4)),
+        (
+            "8b_pp4_fsdp4_m8_per_chunk",
+            Plan(pipeline=4, data=4, zero=3, remat="full", microbatches=8, virtual_stages=8),
+        ),
     ],
 )
 def test_the_runs_own_layout_is_a_plan(name: str, plan: Plan) -> None:

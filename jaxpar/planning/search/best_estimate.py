@@ -15,7 +15,8 @@ from jaxpar.planning.search.cost import CostModel
 from jaxpar.planning.search.experts import ExpertExchange
 from jaxpar.planning.search.plan import Plan
 from jaxpar.planning.search.search import FULL, Candidate, Objective
-from jaxpar.planning.search.space import Space, meshes, step_options
+from jaxpar.planning.search.shards import WeightGroup
+from jaxpar.planning.search.space import MOST_VIRTUAL, Space, meshes, step_options
 from jaxpar.planning.search.step_cost import StepCost
 from jaxpar.planning.search.workload import Backward
 from jaxpar.sharding.mesh import AXES
@@ -99,6 +100,10 @@ class _FloorModel(CostModel):
 
     def _sends_again(self, found: ExpertExchange, back: Backward) -> bool:
         return back.weight_passes > 3.0  # smaller microbatches have fewer pieces
+
+    def _beside_backward(self, plan: Plan, group: WeightGroup) -> float:
+        """With the most chunks, least is scattered after the last backward."""
+        return 1.0 - 1.0 / MOST_VIRTUAL if plan.pipeline > 1 and plan.zero == 3 and group.layered else 0.0
 
     def _working(self, plan: Plan) -> dict[str, float]:
         return {}

@@ -13,7 +13,8 @@ from jaxpar.sharding.hardware.topology import Topology
 _HIDDEN = {
     "gather in layer": 1.0, "scatter in layer": 1.0, "gather in outside": 0.3, "scatter in outside": 0.0,
     "gather in step": 0.0, "scatter in step": 0.0, "reduce": 0.0, "tensor": 0.1, "ring": 1.0, "exchange": 0.0,
-    "stages": 0.5, "ends": 0.0, "gather in experts": 0.15, "scatter in experts": 0.0, "experts": 0.4,
+    "stages": 0.5, "ends": 0.0, "scatter in chunks": 1.0,
+    "gather in experts": 0.15, "scatter in experts": 0.0, "experts": 0.4,
 }  # fmt: skip
 _STALLED = {"gather in layer": 0.2, "scatter in layer": 0.2, "tensor": 0.4}
 

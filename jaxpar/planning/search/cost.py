@@ -25,7 +25,7 @@ from jaxpar.planning.search.workload import Backward, KeptArray, Workload
 from jaxpar.sharding.hardware.links import Links
 from jaxpar.sharding.hardware.topology import Topology
 
-_SCATTERS = ("scatter in layer", "scatter in outside", "scatter in experts")
+_SCATTERS = ("scatter in layer", "scatter in outside", "scatter in experts", "scatter in chunks")
 
 
 class CostModel:
@@ -78,7 +78,7 @@ class CostModel:
 
     def _exchanges(self, plan: Plan) -> tuple[ExpertExchange, ...]:
         """What the layers with experts do."""
-        key = "experts", plan.mesh_sizes, plan.microbatches, plan.grad_accum_steps
+        key = "experts", plan.mesh_sizes, plan.microbatches, plan.virtual_stages, plan.grad_accum_steps
         if key not in self._known:
             self._known[key] = exchanges(plan, self.workload, self.topology)
         found: tuple[ExpertExchange, ...] = self._known[key]
@@ -195,15 +195,22 @@ class CostModel:
         # gathers them whole, some of them twice, and reduces whole gradients over one axis and then the others.
         whole = plan.model > 1 and (plan.zero < 3 or axes != ("data",)) and not (group.experts and in_layers)
         size = group.elements * (plan.model * self.calibration.whole_traffic if whole else 1.0)
-        runs, gathers = plan.grad_accum_steps if in_layers else 1, _gathers(plan, group)
+        runs, gathers = plan.grad_accum_steps if in_layers else _scatters_of_chunks(plan, group), _gathers(plan, group)
         where = ("experts" if group.experts else "layer") if group.layered else "outside"
         where = where if in_layers else "step"
         first = axes if in_layers or plan.pipeline > 1 else axes[:1]
         yield self._transfer(plan, f"gather in {where}", "all-gather", first, size * w.compute_bytes * gathers)
-        yield self._transfer(plan, f"scatter in {where}", "reduce-scatter", first, size * w.reduce_bytes * runs)
+        beside = self._beside_backward(plan, group)
+        for what, times in ("scatter in chunks", beside), (f"scatter in {where}", runs - beside):
+            yield self._transfer(plan, what, "reduce-scatter", first, size * w.reduce_bytes * times)
         yield self._transfer(plan, "reduce", "all-reduce", axes[len(first) :], size * w.reduce_bytes)
         yield self._transfer(plan, "reduce", "all-reduce", group.summed, group.stored * w.reduce_bytes * runs)
         yield self._transfer(plan, "reduce", "all-reduce", across, group.stored * w.reduce_bytes * runs)
+
+    def _beside_backward(self, plan: Plan, group: WeightGroup) -> float:
+        """How often a pipeline scatters a group's gradients beside a backward: all chunks but the last have one."""
+        runs = _scatters_of_chunks(plan, group)
+        return runs - 1.0 / plan.virtual_stages if plan.scatters_chunks and group.layered else 0.0
 
     def _groups(self, plan: Plan) -> tuple[WeightGroup, ...]:
         """The weights of a plan."""
@@ -348,6 +355,11 @@ def _gathers(plan: Plan, group: WeightGroup) -> int:
     """How often a step gathers a group's weights: in both passes of each microbatch, if its layers gather them."""
     in_layers = _gathers_in_layers(plan)
     return (plan.grad_accum_steps if in_layers else 1) * (2 if group.layered and in_layers else 1)
+
+
+def _scatters_of_chunks(plan: Plan, group: WeightGroup) -> float:
+    """How often a pipeline scatters a group's gradients: those of chunks once for as many microbatches as stages."""
+    return plan.microbatches / plan.pipeline if plan.scatters_chunks and group.layered else 1.0
 
 
 def _gathers_in_layers(plan: Plan) -> bool:

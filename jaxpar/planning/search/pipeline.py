@@ -88,7 +88,7 @@ def pipeline_table(plan: Plan) -> Mapping[str, Any]:
         "microbatches": plan.microbatches,
         "virtual_stages": plan.virtual_stages,
         "activation_checkpointing": "full" if plan.checkpoint_stages else "none",
-        "grad_reduction": "per_chunk" if plan.virtual_stages > 1 else "per_step",
+        "grad_reduction": "per_chunk" if plan.scatters_chunks else "per_step",
     }
 
 

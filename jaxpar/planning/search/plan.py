@@ -92,6 +92,11 @@ class Plan:
         return (passes + self.pipeline - 1) / passes
 
     @property
+    def scatters_chunks(self) -> bool:
+        """Whether the stages of a pipeline scatter the gradients of a chunk when they change to another one."""
+        return self.pipeline > 1 and self.virtual_stages > 1 and self.zero == 3
+
+    @property
     def context_impl(self) -> str | None:
         """How attention runs over a split sequence, as ``parallel.context.impl`` names it."""
         if self.context > 1:

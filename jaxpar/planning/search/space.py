@@ -21,7 +21,8 @@ _NOT_TENSOR = frozenset(
     (BATCH, SEQ, EMBED, LAYERS, LATENT, "dense_layers", "residual_seq", "norm", "head_dim")
     + ("positions", "features", "channels")
 )
-MOST_ACCUMULATED, MOST_VIRTUAL = 32, 4
+MOST_VIRTUAL = 8
+"""The most chunks of a pipeline's stage."""
 
 
 @dataclass(frozen=True)

@@ -81,12 +81,12 @@ class TopologyChoice:
 
     @property
     def step_seconds(self) -> float:
-        """Seconds of a step of the best plan."""
+        """Seconds of a step of the best plan; NaN if none fits."""
         return math.nan if self.best is None else self.best.step_seconds
 
     @property
     def peak_bytes(self) -> float:
-        """Bytes of a device at the peak of the best plan."""
+        """Bytes of a device at the peak of the best plan; NaN if none fits."""
         return math.nan if self.best is None else self.best.peak_bytes
 
 

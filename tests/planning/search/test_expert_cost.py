@@ -212,6 +212,16 @@ def test_pruning_changes_no_estimate(batch: int) -> None:
     assert found is not None and found.cost.step == pytest.approx(lowest)
 
 
+def test_an_estimate_does_not_depend_on_those_before_it() -> None:
+    work, topology = mixture().of_batch(4 * ROWS), Topology.parse("v5e:2x4")
+    space = Space(("pipeline", "data", "expert", "context", "model"), ("expert_mlp",), remat=("none", "full"))
+    every, model = list(plans(work, 8, space, Counter())), CostModel(work, topology)
+    costs = [model.cost(plan) for plan in every]
+    assert len({(plan.microbatches, plan.virtual_stages) for plan in every if plan.expert > 1}) > 6
+    for plan, cost in list(zip(every, costs, strict=True))[:: len(every) // 60]:
+        assert CostModel(work, topology).cost(plan) == cost
+
+
 def test_rules_keep_experts_apart() -> None:
     names = ("batch", "embed", "experts", "expert_mlp", "latent")
     plan = Plan(data=2, expert=4, model=2, tensor=("expert_mlp",), zero=3)

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpar.errors import PlanError
+from jaxpar.planning.search.pipeline import pipeline_table
 from jaxpar.planning.search.plan import Plan
 from jaxpar.planning.search.space import Space, plans
 from jaxpar.planning.search.workload import Workload
@@ -58,6 +59,15 @@ def test_every_mesh_is_a_plan_or_has_a_reason(devices: int, sizes: dict[str, int
         assert work.sizes["layers"] % (plan.pipeline * plan.virtual_stages) == 0
         assert all(work.sizes[name] % plan.model == 0 for name in plan.tensor)
         assert plan.pipeline == 1 or plan.microbatches % plan.pipeline == 0
+
+
+def test_stages_have_up_to_eight_chunks_that_scatter_their_gradients_under_stage_3() -> None:
+    every = [plan for plan in found(workload(layers=32, vocab=64), 8) if plan.pipeline == 2 and plan.data == 4]
+    assert {plan.virtual_stages for plan in every} == {1, 2, 4, 8}
+    reductions = {(plan.zero, plan.virtual_stages > 1): pipeline_table(plan)["grad_reduction"] for plan in every}
+    assert reductions == {
+        (0, False): "per_step", (0, True): "per_step", (3, False): "per_step", (3, True): "per_chunk"
+    }  # fmt: skip
 
 
 def test_reasons_name_the_dim_and_the_sizes() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 
 import pytest
@@ -67,6 +68,9 @@ def test_the_fewest_chips_that_fit_are_compiled_first(compiler: list[str]) -> No
         ("v5e:2x2", "4", "no plan fits"),
         ("v5e:1x1", "1", "no plan fits"),
     ]
+    none = [choice for choice in report.choices if choice.plan is None]
+    assert len(none) == 2 and all(math.isnan(c.step_seconds) and math.isnan(c.peak_bytes) for c in none)
+    assert "NaN" not in report.to_json()
 
 
 def test_the_fastest_topology_is_the_largest() -> None:
