@@ -46,7 +46,9 @@ class TensorCommand:
         rules = jp.Rules.from_dict(job.layout_data["rules"] or {})
         batch = jax.tree.map(lambda leaf: leaf.value, job.batch_spec(), is_leaf=lambda leaf: isinstance(leaf, Tagged))
         run = (job.make_model, job.tx, job.loss_fn, batch)
-        found = jp.tensor.compare_tensor(*run, topology=self.topology, layouts=rules, devices=self.devices)
+        found = jp.tensor.compare_tensor(
+            *run, topology=self.topology, layouts=rules, devices=self.devices, precision=job.precision
+        )
         print(found.to_text(terminal_width()), end="")
         write_text(self.json, found.to_json)
         return 0 if found.best is not None else 1

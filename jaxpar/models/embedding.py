@@ -47,7 +47,7 @@ def lookup(table_VE: jax.Array, tokens_BS: jax.Array, dtype: Any, *, by_hand: bo
     if (route := lookup_route(table_VE, tokens_BS)) is not None:
         table_VE = table_VE.astype(summing(dtype) or dtype)
         ids_BS = jnp.clip(tokens_BS, 0, table_VE.shape[0] - 1)
-        x_BSE = lookup_rows(route, _rows, table_VE, ids_BS).astype(dtype)
+        x_BSE = lookup_rows(route, _rows, jnp.dtype(dtype), table_VE, ids_BS)
         return hint(x_BSE, "batch", "residual_seq", "embed")
     stored = _axes(table_VE, "vocab", "embed", role="params")
     used, tokens = _axes(table_VE, "vocab", "embed"), _axes(tokens_BS, "batch", "seq")

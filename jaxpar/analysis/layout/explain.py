@@ -107,7 +107,8 @@ def explain(
             problems += [] if tensor.problems else gradient.problems
     inputs, plain_batch = _batch(layout, batch)
     loss = None if batch is None else loss_fn
-    activations, attentions = ([], ()) if loss is None else _activations(layout, loss, state, plain_batch)
+    precision = Precision.of(step.get("precision"))
+    activations, attentions = ([], ()) if loss is None else _activations(layout, loss, state, plain_batch, precision)
     if isinstance(loss_fn, PipelineLoss) and loss_fn.dims is not None and step.get("pipeline") is not None:
         # A pipelined step shards the activations between layers by these dims. Tracing the loss does not use them.
         used |= layout.resolve(loss_fn.dims).used
@@ -122,7 +123,6 @@ def explain(
     memory = None if loss is None else Memory("", {}, ("the layout has problems",))
     if loss is not None and not problems:
         memory = estimate(layout, loss, state, plain_batch, [*tensors, *inputs], **step)
-        precision = Precision.of(step.get("precision"))
         notes += gathered_exactly(rows, precision.gather, _exact(layout, loss, state, plain_batch, step))
         notes += narrow_sums(rows, memory.narrow, precision.reduce == INT8) + assumed_replicated(memory.assumed)
     notes += unequal_initial_values(unordered)
@@ -257,7 +257,7 @@ def _batch(layout: Layout, batch: Any) -> tuple[list[PlacedLeaf], Any]:
 
 
 def _activations(
-    layout: Layout, loss_fn: Callable[..., Any], state: Any, batch: Any
+    layout: Layout, loss_fn: Callable[..., Any], state: Any, batch: Any, precision: Precision
 ) -> tuple[list[PlacedLeaf], tuple[str, ...]]:
     """Trace the loss; return the activations that the model constrains, and notes on attention, experts and matmuls."""
     found: dict[Any, PlacedLeaf] = {}
@@ -277,7 +277,7 @@ def _activations(
     def multiply(place: str, x: Any, ws: Sequence[Any], routes: Sequence[MatmulRoute]) -> None:
         if any(route.is_tensor for route in routes):
             names = ", ".join(str(route.dims).replace("'", "") for route in routes)
-            notes[f"matmul in {place}, {names}: {Matmuls.of(x, ws, routes).describe(layout.sizes)}"] = None
+            notes[f"matmul in {place}, {names}: {Matmuls.of(x, ws, routes, precision).describe(layout.sizes)}"] = None
 
     hints, attention, experts = hint_observer(note), attention_observer(take), experts_observer(route)
     with hints, attention, experts, matmul_observer(multiply), tracing_under(layout):

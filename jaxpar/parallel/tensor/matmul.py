@@ -79,6 +79,11 @@ def routes(
     return picked if several else None
 
 
+def product_name(x: Any, ws: Sequence[Any]) -> str:
+    """Returns the checkpoint name of the products of ``x`` and weights while a ``matmul_observer`` receives routes."""
+    return f"products of {tuple(x.shape)} and {[tuple(w.shape) for w in ws]}"
+
+
 def multiply(
     x: jax.Array, ws: Sequence[jax.Array], found: Sequence[MatmulRoute], precision: Precision
 ) -> list[jax.Array]:

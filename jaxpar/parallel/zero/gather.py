@@ -26,13 +26,14 @@ from jaxpar.parallel.precision.fp8_matmul import PRODUCT, input_grad, times, wei
 from jaxpar.parallel.precision.int8 import Int8
 from jaxpar.parallel.precision.policy import Precision
 from jaxpar.parallel.precision.quantized_array import QuantizedArray, is_quantized
-from jaxpar.parallel.tensor.matmul import multiply, routes
+from jaxpar.parallel.tensor.matmul import multiply, product_name, routes
 from jaxpar.parallel.tensor.route import WeightDims
 from jaxpar.parallel.tensor.weights import hint_weight, used_sharding
 from jaxpar.parallel.zero.sharded_matmul import GATHERED, Regather, product, route
 from jaxpar.sharding.layout import current_layout, hint, to_spec
 from jaxpar.sharding.resolve import num_shards_over
 from jaxpar.sharding.rules import Axes
+from jaxpar.utils.contexts import matmul_observer
 
 type _Shapes = tuple[tuple[int, ...], ...]
 EXACT = "product_of_an_exact_weight"
@@ -166,6 +167,11 @@ def sharded_dot(
     if isinstance(first, Int8):
         return (_scaled(x, first, dims, summed),)
     found = routes(x, weights, summed)
+    if matmul_observer.value is not None:
+        # Named, so that the observer's program shows which products the backward pass computes again.
+        with matmul_observer(None):
+            named = alone(*weights, joined=joined)
+        return tuple(checkpoint_name(y, product_name(x, [w for w, _ in weights])) for y in named)
     ws = [to_device(w) for w, _ in weights]
     ws = ws if dtype is None else [w.astype(dtype) for w in ws]
     if found is not None:

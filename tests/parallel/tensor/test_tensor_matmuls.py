@@ -9,9 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 import jaxpar as jp
+from jaxpar.parallel.tensor import local
 from jaxpar.parallel.tensor.matmul import routes
 from jaxpar.parallel.tensor.traffic import Matmuls
 from tests.profiles import few
@@ -224,3 +227,46 @@ def test_int8_collectives_are_an_error() -> None:
         "precision: gather: int8, reduce: None: matmuls over the mesh axes x, y and z do not support int8. Remedy: "
         "unset it, or use the mesh axis model instead of x, y and z."
     )
+
+
+def test_blocks_of_columns_are_scattered_as_columns_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shape for TPUs, in which a device keeps one block of columns."""
+    x, gate, up, down, weights = arrays()
+    found = []
+    for blocks in (False, True):
+        monkeypatch.setattr(local, "_is_all_reduced", lambda *_, blocks=blocks: blocks)
+        layout = layout_of("2d", {"x": 2, "y": 4})
+        with layout:
+            found.append(values_and_grads(mlp, weights, *placed(layout, x, gate, up, down)))
+    assert_close(*found, bound=0)
+
+
+@pytest.mark.parametrize(
+    ("recompute", "in_1d", "in_2d"),
+    [
+        (None, 0, 0),
+        (jax.checkpoint_policies.nothing_saveable, 1, 1),
+        (jax.checkpoint_policies.save_only_these_names("inner"), 0, 0),
+        # In two dimensions a product is a shard_map, of which this policy keeps nothing.
+        (jax.checkpoint_policies.dots_with_no_batch_dims_saveable, 0, 1),
+    ],
+)
+def test_remat_sends_the_sums_of_all_results_but_the_last_again(recompute: Any, in_1d: int, in_2d: int) -> None:
+    shapes = {"down": (DOWN, (3, MLP, EMBED)), "up": (UP, (3, EMBED, MLP))}
+    make = lambda key: {name: jp.tag(jnp.ones(shape), None, *dims) for name, (dims, shape) in shapes.items()}
+
+    def step(x: jax.Array, ws: dict[str, jax.Array]) -> tuple[jax.Array, None]:
+        (inner,) = jp.sharded_dot(jnp.sin(x), (ws["down"], DOWN))
+        inner = checkpoint_name(inner, "inner")
+        return jp.sharded_dot(jnp.tanh(inner), (ws["up"], UP))[0], None
+
+    run = step if recompute is None else jax.checkpoint(step, policy=recompute, prevent_cse=False)
+    loss = lambda model, x: jnp.sum(jax.lax.scan(run, x, model)[0])
+    batch = jax.ShapeDtypeStruct((BATCH, SEQ, MLP), jnp.float32)
+    plans = jp.tensor.compare_tensor(make, optax.sgd(1.0), loss, batch, topology="v5e:2x2", layouts=BASE).plans
+    found, size = {plan.name: plan for plan in plans}, 4 * BATCH * SEQ * EMBED
+    # The first result is all-reduced over the four devices, or reduce-scattered over y.
+    assert found["1d"].again_bytes == in_1d * size * 2 * 3 / 4
+    assert found["2d"].again_bytes == in_2d * size * (2 - 1) / (2 * 2)
+    assert found["2d"].forward_bytes == 4 * formula("2d", {"x": 2, "y": 2})
+    assert found["2d"].sent_bytes == 2.5 * found["2d"].forward_bytes + found["2d"].again_bytes
