@@ -136,7 +136,8 @@ def compare_tensor(
     """Returns what each kind of tensor parallelism sends for the matmuls of a model, and the time that this takes.
 
     The gradient of the loss is traced under each layout; every :func:`jaxpar.sharded_dot` is counted. Nothing is
-    compiled, and no device is needed. Links and compute are those of the roofline; the times assume that nothing overlaps.
+    compiled, and no device is needed. Links and compute are those of the roofline; the times assume that nothing
+    overlaps.
 
     Args:
       make_model, tx, loss_fn: as for :func:`jaxpar.explain`.
