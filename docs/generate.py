@@ -40,6 +40,7 @@ NAMESPACES = {
     "spatial": "Sliced images and volumes",
     "lora": "Low-rank adapters",
     "compression": "Pruning and quantization",
+    "optimizers": "Optimizers",
     "inference": "Generation",
     "interop": "Other libraries",
     "analysis": "Analysis",

@@ -1,10 +1,10 @@
 """jaxpar: explained and proven parallelism for Flax models.
 
 The names that most programs need stand here; the others are in the modules ``pipeline``, ``context``, ``offload``,
-``overlap``, ``moe``, ``lora``, ``compression``, ``spatial``, ``tensor``, ``parameter_server``, ``inference``,
-``interop``, ``analysis``, ``models``, ``data``, ``nnx``, ``linen``, ``testing`` and ``errors``. All load on first use,
-so ``import jaxpar`` imports no jax. If jax is already loaded, it creates jaxpar's jax contexts, so that none is created
-while jax traces (:mod:`jaxpar.utils.contexts`).
+``overlap``, ``moe``, ``lora``, ``compression``, ``optimizers``, ``spatial``, ``tensor``, ``parameter_server``,
+``inference``, ``interop``, ``analysis``, ``models``, ``data``, ``nnx``, ``linen``, ``testing`` and ``errors``. All load
+on first use, so ``import jaxpar`` imports no jax. If jax is already loaded, it creates jaxpar's jax contexts, so that
+none is created while jax traces (:mod:`jaxpar.utils.contexts`).
 
 >>> import jaxpar as jp
 >>> jp.MeshSpec(data=-1, model=2).sizes(8)["data"]
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from jaxpar import moe as moe
     from jaxpar import nnx as nnx
     from jaxpar import offload as offload
+    from jaxpar import optimizers as optimizers
     from jaxpar import overlap as overlap
     from jaxpar import parameter_server as parameter_server
     from jaxpar import pipeline as pipeline

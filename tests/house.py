@@ -18,7 +18,7 @@ FLOORS = (
     ("training",),
     ("checkpoint", "analysis"),
     ("inference", "testing", "planning"),
-    ("pipeline", "context", "moe", "offload", "overlap", "lora", "compression", "spatial", "tensor"),
+    ("pipeline", "context", "moe", "offload", "overlap", "lora", "compression", "optimizers", "spatial", "tensor"),
     ("models",),
     ("interop", "parameter_server"),
     ("app",),

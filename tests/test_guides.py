@@ -58,6 +58,20 @@ def test_zero(start: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
+def test_muon(start: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = blocks("docs/guides/muon.md")
+    state = run(code, start)["state"]
+    kernels = {
+        f"'{name}/kernel': MuonDimensionNumbers(reduction_axis=(0,), output_axis=(1,))" for name in ("down", "up")
+    }
+    assert capsys.readouterr().out == f"{{{', '.join(sorted(kernels))}}}\n"
+    assert (
+        state.opt_state.inner_states["muon"].inner_state[0].mu["up"]["kernel"].shape
+        == state.params["up"]["kernel"].shape
+    )
+
+
+@pytest.mark.slow
 def test_prune(start: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     (code,) = blocks("docs/guides/prune.md")
     run(code, start)

@@ -24,8 +24,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 
-from benchmarks.parameter_server.local_sgd_search import CONFIG, Search, Workload
-from benchmarks.parameter_server.muon import muon
+from benchmarks.parameter_server.local_sgd_search import CONFIG, Search, Workload, muon_settings
 from jaxpar.app.train.server_run import job_program
 from jaxpar.parameter_server import ServerConfig, ServerRun, TrainingProgram
 from jaxpar.utils.yaml_config import parse_yaml
@@ -55,9 +54,8 @@ def program_of(config: ServerConfig, args: argparse.Namespace) -> TrainingProgra
     ]
     if config.mode != "local_sgd":
         return job_program(CONFIG, settings, config)
-    if args.optimizer == "muon":
-        return dataclasses.replace(job_program(CONFIG, settings, config), tx=muon(CONFIG, settings, args.rate))
-    return job_program(CONFIG, [*settings, f"optimizer.learning_rate={args.rate}"], config)
+    optimizer = muon_settings(args.rate) if args.optimizer == "muon" else [f"optimizer.learning_rate={args.rate}"]
+    return job_program(CONFIG, [*settings, *optimizer], config)
 
 
 def measure(config: ServerConfig, args: argparse.Namespace) -> Measured:

@@ -24,13 +24,24 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxpar as jp
-from benchmarks.parameter_server.muon import muon
+from jaxpar.app.config import load_run
 from jaxpar.app.train.server_run import job_program
 from jaxpar.parameter_server import ServerConfig, TrainingProgram
 from jaxpar.parameter_server.config import DeltaBits
 from jaxpar.parameter_server.quantized_deltas import dequantize, quantize
 
 CONFIG = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
+
+
+def muon_settings(rate: float) -> list[str]:
+    """Returns settings of the quickstart with Muon at this rate, and its own Adam for what Muon does not update."""
+    adam = load_run(CONFIG).config.optimizer
+    decay, b2 = adam.options["weight_decay"], adam.options["b2"]
+    return [
+        *("optimizer.name=muon", f"optimizer.learning_rate={rate}"),
+        f"optimizer.muon.adam_learning_rate={adam.learning_rate}",
+        f"optimizer.options={{weight_decay: {decay}, adam_weight_decay: {decay}, adam_b2: {b2}}}",
+    ]
 
 
 def every_at(text: str) -> Callable[[int], int]:
@@ -89,10 +100,8 @@ class Search:
             *(f"train.steps={args.steps}", "train.eval_every=100000"),
         ]
         servers = ServerConfig(workers=args.workers)
-        if args.muon:
-            program = job_program(CONFIG, settings, servers)
-            return dataclasses.replace(program, tx=muon(CONFIG, settings, rate))
-        return job_program(CONFIG, [*settings, f"optimizer.learning_rate={rate}"], servers)
+        optimizer = muon_settings(rate) if args.muon else [f"optimizer.learning_rate={rate}"]
+        return job_program(CONFIG, [*settings, *optimizer], servers)
 
     def loss(self, state: Any) -> float:
         """Returns the mean loss on the held-out batches."""

@@ -37,18 +37,39 @@ class PruneSettings:
 
 
 @dataclass(frozen=True)
-class OptimizerConfig:
-    """An optax optimizer by name, or ``one_bit_adam``, with a schedule of its learning rate.
+class MuonSettings:
+    """Which weights ``muon`` updates, and the rate of all others; see :class:`jaxpar.optimizers.MuonConfig`.
 
     Attributes:
-      name: the optimizer.
+      adam_learning_rate: the highest rate of the parameters that Adam updates, with the schedule of ``learning_rate``;
+        by default ``learning_rate``.
+      targets: patterns of the paths of the weights that Muon updates. By default the matrices of stacked layers; in a
+        model without stacked layers, all matrices that have no dim ``vocab``.
+      inputs: pattern → the number of dims that the weight sums over. By default the number that makes its matrices
+        most nearly square.
+      stacked: logical dims along which a parameter holds separate matrices.
+    """
+
+    adam_learning_rate: Positive | None = None
+    targets: tuple[str, ...] = ()
+    inputs: dict[str, int] = field(default_factory=dict)
+    stacked: tuple[str, ...] = ("layers", "dense_layers", "experts")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """An optax optimizer by name, ``muon`` or ``one_bit_adam``, with a schedule of its learning rate.
+
+    Attributes:
+      name: the optimizer. ``muon`` updates the matrices of layers; Adam updates all other parameters.
       learning_rate: the highest rate, reached after ``warmup`` steps of linear growth from 0.
       warmup: number of steps.
       schedule: how the rate decays: by a ``cosine``, ``linear``, or not at all (``constant``).
       decay_steps: the step at which the rate is the last one, and stays so; ``None`` for ``train.steps``.
       final_lr_ratio: the last rate, as a fraction of the highest; a ``constant`` schedule ignores it.
       clip_norm: gradients are scaled down to this norm over all parameters; ``None`` keeps them.
-      options: the optimizer's other keyword arguments.
+      options: the optimizer's other keyword arguments; for ``muon`` those of ``optax.contrib.muon``.
+      muon: which weights ``muon`` updates, and the rate of all others: ``{adam_learning_rate: 1e-3}``.
       prune: which weights are pruned: ``{sparsity: 0.5, begin: 100, end: 300}`` or ``{pattern: [2, 4]}``.
     """
 
@@ -60,6 +81,7 @@ class OptimizerConfig:
     final_lr_ratio: float = 0.1
     clip_norm: Positive | None = 1.0
     options: dict[str, Option | None] = field(default_factory=dict)
+    muon: MuonSettings | None = None
     prune: PruneSettings | None = None
 
 

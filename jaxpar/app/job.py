@@ -275,15 +275,16 @@ def make_job(loaded: Loaded, *, training: bool = True) -> Job:
     fusion = _fusion(config)
     if config.optimizer.name == ONE_BIT:
         _check_one_bit(config, precision, zero, fusion)
-    tx = make_optimizer(config.optimizer, config.train.steps)
+    make_model = trained_model(config, make_decoder(model), model)
+    tx = make_optimizer(config.optimizer, config.train.steps, make_model)
     if isinstance(model, moe_config.MoEConfig) and model.bias_rate is not None and "lora" not in config.model:
         tx = balanced_bias(tx, model.bias_rate)
     tx = _offload(config, model, tx)
     mesh = loaded.layout["mesh"] or {}
     pipeline = make_pipeline(config.parallel.pipeline, mesh, model.layers) if training else None
     check_recompute(pipeline, model.remat)
-    make_model, loss = trained_model(config, make_decoder(model), model), _loss(model, pipeline)
-    return Job(loaded.name, config, model, make_model, loss, tx, loaded.layout, zero, precision, fusion, pipeline)
+    run = (make_model, _loss(model, pipeline), tx)
+    return Job(loaded.name, config, model, *run, loaded.layout, zero, precision, fusion, pipeline)
 
 
 def _factory_job(loaded: Loaded, *, training: bool) -> Job:
@@ -326,8 +327,9 @@ def _factory_job(loaded: Loaded, *, training: bool) -> Job:
         model = replace(model, make_model=staged.make_model, loss_fn=loss, eval_loss_fn=own_eval, remat=policy)
     elif parallel.remat is not None:
         model = replace(model, loss_fn=jp.models.remat_layers(model.loss_fn, policy), remat=policy)
-    tx = make_optimizer(config.optimizer, config.train.steps)
-    run = (trained_model(config, model.make_model, None), model.loss_fn, tx, loaded.layout)
+    make_model = trained_model(config, model.make_model, None)
+    tx = make_optimizer(config.optimizer, config.train.steps, make_model)
+    run = (make_model, model.loss_fn, tx, loaded.layout)
     return Job(loaded.name, config, model, *run, zero, precision, fusion, pipeline, data=data)
 
 

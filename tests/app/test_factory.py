@@ -97,6 +97,22 @@ def test_it_is_verified_against_one_device(run: str, capsys: pytest.CaptureFixtu
     assert "verified            within 1e-05" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+def test_muon_trains_it_as_on_one_device(run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    muon = [run, "--set", "optimizer.name=muon", "--set", "optimizer.muon.adam_learning_rate=0.001"]
+    assert main(["explain", *muon, "--full"]) == 0
+    screen = capsys.readouterr().out
+    momenta = [line.split()[0] for line in screen.splitlines() if line.startswith("opt_state/inner_states/muon/")]
+    assert [path.rpartition("/")[2] for path in momenta if "/mu/" in path] == ["down", "up"]
+    assert main(["verify", *muon]) == 0
+    assert "verified            within 1e-05" in capsys.readouterr().out
+    assert main(["train", *muon]) == 0
+    assert main(["train", *muon, "--set", "train.steps=6", "--set", "checkpoint.resume=required"]) == 0
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert len(losses) == 6 and losses[-1] < losses[0]
+
+
 WRONG = {
     "model.factory=language_model": (
         "model.factory must be module:function, got 'language_model'. Remedy: such as my_module:make_model."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import jax
@@ -18,7 +18,7 @@ from jaxpar.utils.arrays import at_least_fp32
 from jaxpar.utils.checks import is_count
 
 STACKED = (LAYERS, "dense_layers", "experts")
-"""Logical dims along which a parameter holds separate weights, each with an adapter of its own."""
+"""Logical dims along which a parameter holds separate weights, such as matrices with an adapter each."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def find_adapters(
     Raises:
       ConfigError: as for :func:`adapt`.
     """
-    stacked = {path: _stacked(names[path], shape) for path, shape in shapes.items()}
+    stacked = {path: stacked_dims(names[path], shape) for path, shape in shapes.items()}
     chosen: dict[Path, None] = {}
     for pattern in config.targets:
         matched = matching("lora: targets", pattern, shapes)
@@ -132,7 +132,8 @@ def find_adapters(
         matching("lora: inputs", pattern, {path: shapes[path] for path in chosen})
     for path in shapes:
         if path in chosen:
-            yield Adapter(path, shapes[path], stacked[path], _inputs(config, path, shapes[path], stacked[path]))
+            inputs = input_dims("lora", config.inputs, path, shapes[path], stacked[path])
+            yield Adapter(path, shapes[path], stacked[path], inputs)
 
 
 def matches(path: Path, pattern: str) -> bool:
@@ -145,22 +146,44 @@ def matches(path: Path, pattern: str) -> bool:
     return fnmatch.fnmatchcase(text, pattern) or fnmatch.fnmatchcase(text, f"*/{pattern}")
 
 
-def _stacked(names: Names | None, shape: tuple[int, ...]) -> int:
+def stacked_dims(names: Names | None, shape: tuple[int, ...], stacked: Collection[str] = STACKED) -> int:
+    """Returns the number of first dims of a parameter along which it holds separate weights.
+
+    >>> stacked_dims(("layers", "experts", "embed", "mlp"), (2, 4, 8, 16))
+    2
+    """
     count = 0
-    while names is not None and len(names) == len(shape) and count < len(shape) and names[count] in STACKED:
+    while names is not None and len(names) == len(shape) and count < len(shape) and names[count] in stacked:
         count += 1
     return count
 
 
-def _inputs(config: LoraConfig, path: Path, shape: tuple[int, ...], stacked: int) -> int:
+def input_dims(key: str, inputs: Mapping[str, int], path: Path, shape: tuple[int, ...], stacked: int) -> int:
+    """Returns the number of dims, after the stacked ones, that a weight sums over.
+
+    Without a pattern it is the number with which inputs and outputs are of the most equal sizes, which is right for a
+    projection between a model's width and its heads, and for a convolution.
+
+    Args:
+      key: the beginning of the error.
+      inputs: pattern → number.
+      path, shape: of the weight.
+      stacked: the number of its stacked dims.
+
+    Raises:
+      ConfigError: the number leaves no dim for inputs or outputs.
+
+    >>> input_dims("lora", {}, ("attention", "o"), (3, 4, 8, 32), 1)
+    2
+    """
     dims = shape[stacked:]
-    given = next((count for pattern, count in config.inputs.items() if matches(path, pattern)), None)
+    given = next((count for pattern, count in inputs.items() if matches(path, pattern)), None)
     if given is None:
         return min(range(1, len(dims)), key=lambda n: math.prod(dims[:n]) + math.prod(dims[n:]))
     if not is_count(given) or given >= len(dims):
         raise ConfigError(
-            f"lora: inputs of {show(path)} {list(shape)} must be from 1 to {len(dims) - 1}, the number of dims that it "
-            f"sums over, got {given!r}."
+            f"{key}: inputs of {show(path)} {list(shape)} must be from 1 to {len(dims) - 1}, the number of dims that "
+            f"it sums over, got {given!r}."
         )
     return given
 
