@@ -55,6 +55,33 @@ def ppermute_reduce_scatter(x: jax.Array, axes: Sequence[str], *, dim: int, ring
     return _scatter(tuple(axes), tuple(rings), dim, x)
 
 
+def scatter_parts(
+    part_of: Callable[[jax.Array, int], jax.Array],
+    size: int,
+    axes: Sequence[str],
+    *,
+    dim: int,
+    rings: Sequence[int] = (),
+) -> jax.Array:
+    """Returns :func:`ppermute_reduce_scatter` of a summand that is read in parts, so that it is not copied.
+
+    Args:
+      part_of: ``part_of(start, size)`` returns ``size`` entries of the summand along ``dim``, from ``start``.
+      size: the summand's size along ``dim``.
+      axes, dim, rings: as in :func:`ppermute_all_gather`.
+    """
+    found = _rings(tuple(axes), tuple(rings))
+    if not found:
+        return part_of(jnp.asarray(0), size)
+    first, *others = found
+    part = size // first.size
+    piece_of = lambda distance: part_of((first.index() + distance) % first.size * part, part)
+    x = first.summed(piece_of, dim) if rings else first.summed_straight(piece_of)
+    for ring in others:
+        x = ring.scattered(x, dim)
+    return x
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _gather(axes: tuple[str, ...], rings: tuple[int, ...], dim: int, x: jax.Array) -> jax.Array:
     for ring in reversed(_rings(axes, rings)):  # the innermost ring first, while the pieces are smallest
@@ -111,11 +138,15 @@ class Ring:
 
     def scattered_straight(self, x: jax.Array, dim: int) -> jax.Array:
         """Returns this device's piece of the sum; the summands are sent straight."""
-        wide = jnp.promote_types(x.dtype, jnp.float32)
-        total = self.piece(x, 0, dim).astype(wide)
+        return self.summed_straight(lambda distance: self.piece(x, distance, dim))
+
+    def summed_straight(self, piece_of: Callable[[int], jax.Array]) -> jax.Array:
+        """Returns :meth:`scattered_straight` of summands whose pieces are ``piece_of(distance)``."""
+        own = piece_of(0)
+        total = own.astype(jnp.promote_types(own.dtype, jnp.float32))
         for distance in range(1, self.size):
-            total += self.shifted(self.piece(x, distance, dim), distance).astype(wide)
-        return total.astype(x.dtype)
+            total += self.shifted(piece_of(distance), distance).astype(total.dtype)
+        return total.astype(own.dtype)
 
     def piece(self, x: jax.Array, distance: int, dim: int) -> jax.Array:
         """Returns the piece of ``x`` that belongs to the device ``distance`` places after this one."""

@@ -80,6 +80,7 @@ def pipeline_gradients(
         independent=options.executor == "independent",
         reduce=transfer.of_one_layer if options.grad_reduction == "per_microbatch" else None,
         reduce_bucket=transfer.of_one_layer if options.grad_reduction == "per_chunk" else None,
+        reduce_beside=transfer.of_one_layer_beside,
         join=join,
         layer_slots=transfer.residual_slots(options),
         recompute=options.recompute,

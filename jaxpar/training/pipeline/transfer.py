@@ -15,16 +15,16 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxpar.errors import ConfigError, LayoutError, listing
-from jaxpar.parallel.collectives.gather_reduce import Parts, batch_axes, gather, parts_of, reduce, seq_axes
-from jaxpar.parallel.collectives.hierarchical import scatter_local
-from jaxpar.parallel.overlap.permute_collectives import ppermute_reduce_scatter
+from jaxpar.parallel.collectives.gather_reduce import Parts, batch_axes, gather, parts_of, reduce, seq_axes, summable
+from jaxpar.parallel.overlap.permute_collectives import ppermute_reduce_scatter, scatter_parts
 from jaxpar.parallel.pipeline.executor.frozen import trained_part
 from jaxpar.parallel.pipeline.executor.layer_placement import AXIS, Layers
 from jaxpar.parallel.pipeline.executor.sequence_chunks import in_chunks, joined
+from jaxpar.parallel.pipeline.executor.stage import LayerSlice
 from jaxpar.parallel.pipeline.options import Asynchronous, Pipeline
 from jaxpar.parallel.pipeline.schedules.residual_slots import Kept, kept_of
 from jaxpar.parallel.pipeline.staged_loss import PipelineLoss, stacked_part
-from jaxpar.parallel.precision.policy import Precision
+from jaxpar.parallel.precision.policy import INT8, Precision
 from jaxpar.sharding.hardware.links import links_of
 from jaxpar.sharding.layout import Layout, hint, manual_axes
 from jaxpar.sharding.resolve import Resolved
@@ -217,18 +217,40 @@ class StageTransfer:
 
         jax.eval_shape(self._inside(local, (PartitionSpec(self.axes or None),), PartitionSpec()), pieces)
 
-    def of_one_layer(self, grads: Any, beside: bool = False) -> Any:
-        """Reduce-scatters one layer's gradients over the devices; ``beside`` compute, by permutes, which overlap."""
-        links = links_of(self.layout.mesh)
-
-        def ring(g: jax.Array, axes: Axes, dim: int) -> jax.Array:
-            return ppermute_reduce_scatter(g, axes, dim=dim, rings=() if links is None else links.rings(axes))
-
-        def one(g: jax.Array, sharding: LeafSharding) -> jax.Array:
-            parts = Parts(sharding.parts(self.axes).dims[1:], sharding.kept)
-            return reduce(g, parts, self.axes, self.precision, ring if beside else scatter_local)
-
+    def of_one_layer(self, grads: Any) -> Any:
+        """Reduce-scatters one layer's gradients over the devices."""
+        one = lambda g, sharding: reduce(g, sharding.layer_parts(self.axes), self.axes, self.precision)
         return jax.tree.map(one, grads, self.split.stack(self.grad_shardings))
+
+    def of_one_layer_beside(self, grads: Any) -> Any:
+        """Reduce-scatters one layer's gradients, a tree of :class:`LayerSlice`, by permutes, which overlap with compute.
+
+        The weights follow each other: all at the same time would need the memory of a second bucket. They do in the
+        reverse order of their names, which is often the order in which a backward computes their gradients. Each of
+        these is added to its sum once the scatter has read that weight's part of the bucket.
+        """
+        leaves, structure = jax.tree.flatten(grads)
+        shardings = jax.tree.leaves(self.split.stack(self.grad_shardings))
+        found: list[jax.Array] = []
+        before: jax.Array | None = None
+        for grad, sharding in zip(reversed(leaves), reversed(shardings), strict=True):
+            parts = sharding.layer_parts(self.axes)
+            found.append(self._ring(grad if before is None else grad.after(before), parts))
+            before = found[-1] if parts.crossed else before
+        return jax.tree.unflatten(structure, found[::-1])
+
+    def _ring(self, grad: LayerSlice, parts: Parts) -> jax.Array:
+        """Reduce-scatters the gradient of one weight of a layer by permutes."""
+        links = links_of(self.layout.mesh)
+        rings = lambda axes: () if links is None else links.rings(axes)
+        if len(parts.crossed) != 1 or len(grad.shape) > 3 or self.precision.reduce == INT8:
+            scatter = lambda g, axes, dim: ppermute_reduce_scatter(g, axes, dim=dim, rings=rings(axes))
+            return reduce(grad.read(), parts, self.axes, self.precision, scatter)
+        ((dim, axes),) = parts.crossed
+        part_of = lambda start, size: summable(self.precision.reducing(grad.part(start, size, dim)))
+        own = scatter_parts(part_of, grad.shape[dim], axes, dim=dim, rings=rings(axes))
+        others = tuple(axis for axis in self.axes if not any(axis in dim for dim in parts.dims))
+        return reduce(own, Parts(()), others, self.precision)
 
     def _gather_layers(self, w: jax.Array, sharding: LeafSharding) -> jax.Array:
         """Returns a stage's layers, gathered."""
@@ -356,6 +378,10 @@ class LeafSharding:
     def parts(self, axes: Axes) -> Parts:
         """Returns the sharding over these axes only."""
         return Parts(tuple(tuple(axis for axis in dim if axis in axes) for dim in self.dims), self.kept, self.exact)
+
+    def layer_parts(self, axes: Axes) -> Parts:
+        """Returns the sharding of one layer over these axes only."""
+        return Parts(self.parts(axes).dims[1:], self.kept)
 
     def kept_spec(self, *lead: Any) -> PartitionSpec:
         """Returns the spec of the dims but the first over the axes that stay sharded, after the specs ``lead``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from jaxpar.parallel.pipeline.executor.layer_placement import AXIS
 from jaxpar.parallel.pipeline.executor.primitives import pick, reader
 from jaxpar.parallel.pipeline.executor.program import PipelineProgram, global_field
 from jaxpar.parallel.pipeline.executor.sequence_chunks import slots_of
-from jaxpar.parallel.pipeline.executor.stage import Add, Chunk, held, read, write
+from jaxpar.parallel.pipeline.executor.stage import Add, Chunk, LayerSlice, held, read, write
 from jaxpar.parallel.pipeline.executor.tick_context import Split, TickContext
 from jaxpar.utils.arrays import accumulator, at_least_fp32
 
@@ -116,9 +117,12 @@ def _backward_with_buckets(
     sent, arrived = jax.lax.optimization_barrier((sent, tick.arrived))
     tick = replace(tick, arrived=arrived)
 
+    reduce = context.program.reduce_beside
+    assert reduce is not None
+
     def both(sums: Any, i: jax.Array, grads: Any, exists: jax.Array) -> Any:
         buckets, total = sums
-        found = _scattered(context, tick, buckets, i, beside=True)
+        found = _scattered(reduce, tick, buckets, i)
         # A gradient is added in place, once the scatter has read that weight's part of the buckets.
         after = lambda part, grad: jax.lax.optimization_barrier((part, grad))[1]
         grads = jax.tree.map(after, found, grads)
@@ -132,21 +136,20 @@ def _backward_with_buckets(
 
 def flush_bucket(context: TickContext, tick: TickInputs) -> TickInputs:
     """Reduces a bucket that is complete, layer by layer, and adds it to the sums of its chunk."""
-    if context.program.reduce_bucket is None:
+    if (reduce := context.program.reduce_bucket) is None:
         return tick
-    one = lambda i, sums: _with_scattered(tick, sums, _scattered(context, tick, tick.carry.buckets, i), i)
+    alone = lambda slices: reduce(jax.tree.map(LayerSlice.read, slices))
+    one = lambda i, sums: _with_scattered(tick, sums, _scattered(alone, tick, tick.carry.buckets, i), i)
     layers = jax.tree.leaves(tick.weights)[0].shape[1]
     with context.loop_scope("buckets"):
         times = global_field(tick.global_row, "buckets") * layers
         return tick.updated(grads=jax.lax.fori_loop(0, times, one, tick.carry.grads))
 
 
-def _scattered(context: TickContext, tick: TickInputs, buckets: Any, i: jax.Array, *, beside: bool = False) -> Any:
+def _scattered(reduce: Callable[[Any], Any], tick: TickInputs, buckets: Any, i: jax.Array) -> Any:
     """Returns a layer's gradients in the bucket that this tick scatters, reduced."""
     slot = held(tick.field("scattered_bucket"), i)
-    own = jax.tree.map(lambda total: read([total], slot, i)[0], buckets)
-    assert context.program.reduce_bucket is not None
-    return context.program.reduce_bucket(own, beside)
+    return reduce(jax.tree.map(lambda total: LayerSlice(total, slot, i), buckets))
 
 
 def _with_scattered(tick: TickInputs, sums: Any, parts: Any, i: jax.Array) -> Any:

@@ -56,9 +56,9 @@ class PipelineProgram:
       independent: the loops of a stage follow its own row. Otherwise the stages run in lockstep: a loop runs on all
         stages if any of them needs it.
       reduce: reduces the gradients of one layer for every microbatch; ``None`` leaves each device its own gradients.
-      reduce_bucket: ``reduce_bucket(grads, beside)`` reduces the gradients of one layer once a bucket, ``beside``
-        compute or alone; ``None`` if there are no buckets. See
+      reduce_bucket: reduces the gradients of one layer once a bucket; ``None`` if there are no buckets. See
         :mod:`jaxpar.parallel.pipeline.executor.grad_buckets`.
+      reduce_beside: the same beside compute, of a tree of :class:`jaxpar.parallel.pipeline.executor.stage.LayerSlice`.
       counts: [stages, chunks], the number of layers in each chunk; ``None`` if all are equal.
       starts: [stages, chunks], the index in the model of the first layer of each chunk.
       dims: the logical dims of the activations between layers.
@@ -79,7 +79,8 @@ class PipelineProgram:
     activation_checkpointing: ActivationCheckpointing = "full"
     independent: bool = False
     reduce: Callable[[Any], Any] | None = None
-    reduce_bucket: Callable[..., Any] | None = None
+    reduce_bucket: Callable[[Any], Any] | None = None
+    reduce_beside: Callable[[Any], Any] | None = None
     counts: np.ndarray | None = None
     starts: np.ndarray | None = None
     join: Callable[[Any, LayerScalars], Any] = lambda sums, extras: sums

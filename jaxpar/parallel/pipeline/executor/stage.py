@@ -10,7 +10,7 @@ all ticks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -239,6 +239,36 @@ def read(buffers: Sequence[jax.Array], slot: Any, i: Any) -> Buffers:
         return jax.lax.dynamic_slice(buffer, start, (1, 1, *buffer.shape[2:]), allow_negative_indices=False)[0, 0]
 
     return [one(buffer) for buffer in buffers]
+
+
+@dataclass(frozen=True)
+class LayerSlice:
+    """The content of a slot of layer ``i`` in a buffer [slots, layers, ...], which is read in parts.
+
+    A copy of the whole slice would take as much memory again.
+    """
+
+    buffer: jax.Array
+    slot: jax.Array
+    i: jax.Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.buffer.shape[2:]
+
+    def read(self) -> jax.Array:
+        """Returns the whole slice."""
+        return read([self.buffer], self.slot, self.i)[0]
+
+    def part(self, start: jax.Array, size: int, dim: int) -> jax.Array:
+        """Returns ``size`` entries along ``dim``, from ``start``."""
+        starts = indices(self.slot, self.i, *(start if d == dim else 0 for d in range(len(self.shape))))
+        sizes = (1, 1, *(size if d == dim else n for d, n in enumerate(self.shape)))
+        return jax.lax.dynamic_slice(self.buffer, starts, sizes, allow_negative_indices=False)[0, 0]
+
+    def after(self, x: jax.Array) -> LayerSlice:
+        """Returns the same slice, which is read once ``x`` is computed."""
+        return replace(self, slot=held(self.slot, x))
 
 
 def read_unchanged(buffers: Sequence[jax.Array], slot: Any, i: Any) -> Buffers:
