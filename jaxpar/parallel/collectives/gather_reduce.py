@@ -150,8 +150,16 @@ def parts_of(resolved: Resolved, axes: Axes, *, exact: bool = False) -> Parts:
     return Parts(dims, kept, exact)
 
 
-def gather(w: jax.Array, parts: Parts, precision: Precision) -> jax.Array:
-    """Returns the full weight from its shards, in the compute dtype."""
+def gather(
+    w: jax.Array,
+    parts: Parts,
+    precision: Precision,
+    one: Callable[..., jax.Array] = hierarchical.gather_local,
+) -> jax.Array:
+    """Returns the full weight from its shards, in the compute dtype.
+
+    It is gathered by ``one(x, axes=..., dim=...)``, unless the precision gathers in int8.
+    """
     split, precision = parts.crossed, precision.for_weight(parts.exact)
     if split and precision.gather == INT8:
         dtype = precision.computing(w).dtype
@@ -162,7 +170,7 @@ def gather(w: jax.Array, parts: Parts, precision: Precision) -> jax.Array:
         # Without the barrier XLA moves the cast behind the gather, which then sends the wider dtype.
         w = jax.lax.optimization_barrier(precision.crossing(w))
     for dim, axes in split:
-        w = as_rows(functools.partial(hierarchical.gather_local, axes=axes), w, dim)
+        w = as_rows(functools.partial(one, axes=axes), w, dim)
     return precision.computing(w)
 
 

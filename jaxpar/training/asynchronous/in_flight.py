@@ -30,8 +30,9 @@ from jaxpar.sharding.rules import Axes
 from jaxpar.training.microbatches import GradientResult, StepConfig, means_of, unscaled
 from jaxpar.training.model import to_path
 from jaxpar.training.pipeline.gradients import check_trained, head_of
+from jaxpar.training.pipeline.model_split import ModelSplit
 from jaxpar.training.pipeline.stage_functions import check_rows, embed_batch, given_of, layer_input_weights, program_of
-from jaxpar.training.pipeline.transfer import ModelSplit, StageTransfer, row_axes
+from jaxpar.training.pipeline.transfer import StageTransfer, row_axes
 from jaxpar.training.state import TrainState
 
 

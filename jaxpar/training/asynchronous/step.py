@@ -30,7 +30,8 @@ from jaxpar.training.loss import LossFn, Metrics
 from jaxpar.training.microbatches import GradReduction, StepConfig, WeightGather
 from jaxpar.training.model import leaves_with_paths, show
 from jaxpar.training.offload.disk_state import disk_of
-from jaxpar.training.pipeline.transfer import ModelSplit, row_axes
+from jaxpar.training.pipeline.model_split import ModelSplit
+from jaxpar.training.pipeline.transfer import row_axes
 from jaxpar.training.self_reducing import SelfReducing
 from jaxpar.training.state import TrainState
 from jaxpar.training.step import check_same, clipped, place_state, step_config

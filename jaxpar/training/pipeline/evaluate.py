@@ -18,7 +18,8 @@ from jaxpar.training.microbatches import means_of, weighted_sum
 from jaxpar.training.pipeline import stage_functions
 from jaxpar.training.pipeline.adapters import stage_state
 from jaxpar.training.pipeline.gradients import check_pipeline, join
-from jaxpar.training.pipeline.transfer import ModelSplit, StageTransfer
+from jaxpar.training.pipeline.model_split import ModelSplit
+from jaxpar.training.pipeline.transfer import StageTransfer
 from jaxpar.training.state import TrainState
 
 

@@ -20,6 +20,7 @@ from jaxpar.errors import ConfigError, LayoutError, ModelError
 from jaxpar.parallel.batch_rows import batch_rows
 from jaxpar.parallel.collectives.gather_reduce import at_least_fp32, batch_axes, seq_axes
 from jaxpar.parallel.offload.placement import on_host
+from jaxpar.parallel.pipeline.executor.first_ticks import first_ticks
 from jaxpar.parallel.pipeline.executor.frozen import trained_part, with_trained
 from jaxpar.parallel.pipeline.executor.layer_inputs import LayerInputs, LayerScalars
 from jaxpar.parallel.pipeline.executor.layer_placement import AXIS
@@ -29,13 +30,15 @@ from jaxpar.parallel.pipeline.executor.sequence_chunks import SequenceCarry, che
 from jaxpar.parallel.pipeline.options import Asynchronous, Pipeline
 from jaxpar.parallel.pipeline.separate_layers import layer_keys
 from jaxpar.parallel.pipeline.staged_loss import PipelineLoss, with_extras
+from jaxpar.parallel.precision.policy import INT8
 from jaxpar.sharding.layout import Layout
 from jaxpar.training.loss import check_names
 from jaxpar.training.microbatches import GradientResult, StepConfig, counted, means_of, scale_of, unscaled, weighted_sum
 from jaxpar.training.model import leaves_with_paths, show
 from jaxpar.training.pipeline import stage_functions
 from jaxpar.training.pipeline.adapters import adapter_grads, run_adapted, stage_state
-from jaxpar.training.pipeline.transfer import ModelSplit, StageTransfer, check_synchronous
+from jaxpar.training.pipeline.model_split import ModelSplit, check_synchronous
+from jaxpar.training.pipeline.transfer import StageTransfer
 from jaxpar.training.state import TrainState
 
 
@@ -82,6 +85,7 @@ def pipeline_gradients(
         reduce_bucket=transfer.of_one_layer if options.grad_reduction == "per_chunk" else None,
         reduce_beside=transfer.of_one_layer_beside,
         join=join,
+        first_ticks=_first_ticks(transfer, options),
         layer_slots=transfer.residual_slots(options),
         recompute=options.recompute,
         carry=_carry(split, schedule.sequence_chunks),
@@ -192,6 +196,14 @@ def _check_stack(loss_fn: PipelineLoss, state: TrainState) -> None:
             f"Remedy: jp.init(layout, jp.pipeline.stack(make_model, {loss_fn.layers!r}), tx), which leaves the model "
             "as it is."
         )
+
+
+def _first_ticks(transfer: StageTransfer, options: Pipeline) -> int:
+    """Returns the number of ticks that gather weights beside their forwards."""
+    alone = options.executor == "independent" or options.recompute or options.schedule.sequence_chunks > 1
+    if alone or transfer.precision.gather == INT8 or not transfer.gathers_layers:
+        return 0
+    return first_ticks(options.schedule, options.schedule.table(options.activation_checkpointing))
 
 
 def join(sums: Any, extras: LayerScalars) -> Any:

@@ -29,7 +29,8 @@ from jaxpar.training.loss import Metrics, key_of, own_constraints_explained, unp
 from jaxpar.training.microbatches import check_rows_divide, weight_of
 from jaxpar.training.model import Path, leaves_with_paths, show, to_path
 from jaxpar.training.pipeline.adapters import run_adapted
-from jaxpar.training.pipeline.transfer import ModelSplit, StageTransfer, row_axes
+from jaxpar.training.pipeline.model_split import ModelSplit
+from jaxpar.training.pipeline.transfer import StageTransfer, row_axes
 
 
 class Given(NamedTuple):
@@ -58,10 +59,13 @@ def context_of(
     """Returns the program with these ``fields`` on a prepared batch, and the first layer's input ``x`` in the ticks."""
     split, state = transfer.split, transfer.split.state
     given = given_of(batch, split.loss_fn.rows(batch, key_of(state)))
-    weights, (pieces, fed) = transfer.scatter_to_stages(state.params, given, x, schedule.microbatches)
-    program, others = program_of(transfer, schedule=schedule, **fields), split.others(weights)
+    program = program_of(transfer, schedule=schedule, **fields)
+    params, beside = state.params, program.first_ticks > 0
+    params = transfer.with_stage_shards(params) if beside else params
+    weights, (pieces, fed) = transfer.scatter_to_stages(params, given, x, schedule.microbatches, shards=beside)
+    others, shards = split.others(weights), split.stack(params) if beside else None
     read = layer_input_weights(transfer, others, pieces.batch)
-    return TickContext.of(program, fed, split.stack(weights), others, pieces, read), fed
+    return TickContext.of(program, fed, split.stack(weights), others, pieces, read, shards), fed
 
 
 def program_of(transfer: StageTransfer, **fields: Any) -> PipelineProgram:
@@ -78,6 +82,8 @@ def program_of(transfer: StageTransfer, **fields: Any) -> PipelineProgram:
         "counts": layers.counts,
         "starts": layers.starts,
         "weight_specs": transfer.weight_specs,
+        "shard_specs": transfer.shard_specs,
+        "gather_layer": transfer.gather_layer,
     }
     return PipelineProgram(**{**defaults, **fields})
 

@@ -7,7 +7,7 @@ gradients are reduce-scattered and returned to the model's order.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -16,25 +16,22 @@ from jax.sharding import PartitionSpec
 
 from jaxpar.errors import ConfigError, LayoutError, listing
 from jaxpar.parallel.collectives.gather_reduce import Parts, batch_axes, gather, parts_of, reduce, seq_axes, summable
-from jaxpar.parallel.overlap.permute_collectives import ppermute_reduce_scatter, scatter_parts
+from jaxpar.parallel.overlap.permute_collectives import ppermute_all_gather, ppermute_reduce_scatter, scatter_parts
 from jaxpar.parallel.pipeline.executor.frozen import trained_part
 from jaxpar.parallel.pipeline.executor.layer_placement import AXIS, Layers
 from jaxpar.parallel.pipeline.executor.sequence_chunks import in_chunks, joined
 from jaxpar.parallel.pipeline.executor.stage import LayerSlice
 from jaxpar.parallel.pipeline.options import Asynchronous, Pipeline
 from jaxpar.parallel.pipeline.schedules.residual_slots import Kept, kept_of
-from jaxpar.parallel.pipeline.staged_loss import PipelineLoss, stacked_part
 from jaxpar.parallel.precision.policy import INT8, Precision
 from jaxpar.sharding.hardware.links import links_of
-from jaxpar.sharding.layout import Layout, hint, manual_axes
+from jaxpar.sharding.layout import Layout, manual_axes
 from jaxpar.sharding.resolve import Resolved
 from jaxpar.sharding.rules import Axes
 from jaxpar.training.exact_weights import exact_weights
-from jaxpar.training.loss import key_of
 from jaxpar.training.microbatches import pieces_of, resolved_tree
 from jaxpar.training.model import Path, show, to_path
-from jaxpar.training.model.lora import LoraKind
-from jaxpar.training.model.quantized import RoundedKind
+from jaxpar.training.pipeline.model_split import ModelSplit
 from jaxpar.training.state import TrainState
 
 
@@ -116,15 +113,16 @@ class StageTransfer:
         return kept_of(options.schedule, options.recompute, counts) if options.recompute else None
 
     def scatter_to_stages(
-        self, params: Any, batch: Any, x: jax.Array | None, microbatches: int
+        self, params: Any, batch: Any, x: jax.Array | None, microbatches: int, *, shards: bool = False
     ) -> tuple[Any, tuple[Any, Any]]:
         """Moves weights and a batch into the pipeline.
 
         Args:
-          params: the parameters, in the model's order.
+          params: the parameters, in the model's order; with ``shards``, as :meth:`with_stage_shards` returned them.
           batch: arrays ``[rows, ...]``.
           x: the first layer's input ``[rows, ...]``, or ``None``.
           microbatches: number of microbatches; each chunk of a sequence counts as one.
+          shards: gather the layers of each stage's first chunk only, and return zeros for the others.
 
         Returns:
           The weights, with the layers as ``[stages, chunks, layers, ...]``; and ``batch`` and ``x`` as
@@ -133,7 +131,8 @@ class StageTransfer:
 
         def local(params: Any, batch: Any, x: jax.Array | None) -> Any:
             gathered = lambda w, sharding: gather(w, sharding.parts(self.axes), self.precision)
-            weights = self.split.map_parts(params, self.param_shardings, gathered, self._gather_layers)
+            layers = self._gather_first_chunk if shards else self._gather_layers
+            weights = self.split.map_parts(params, self.param_shardings, gathered, layers)
             pieces = in_chunks(pieces_of((batch, x), microbatches // self.chunks, 1, 0), self.chunks)
             return weights, jax.tree.map(lambda x: x[None], pieces)
 
@@ -143,11 +142,33 @@ class StageTransfer:
         weights = self.split.map_parts(self.param_shardings, self.param_shardings, of_other, of_layer)
         rows = lambda x: PartitionSpec(*row_axes(self.layout, x))
         param_specs = jax.tree.map(lambda sharding: sharding.spec(), self.param_shardings)
+        if shards:
+            param_specs = self.split.join(self.shard_specs, self.split.others(param_specs))
         x_in = jax.tree.map(lambda x: self._columns(x, x.ndim, *row_axes(self.layout, x)), x)
         x_out = jax.tree.map(lambda x: self._columns(x, x.ndim + 2, device_axes), x)
         in_specs = param_specs, jax.tree.map(rows, batch), x_in
         out_specs = weights, (jax.tree.map(lambda _: per_device, batch), x_out)
         return self._inside(local, in_specs, out_specs)(params, batch, x)
+
+    @property
+    def gathers_layers(self) -> bool:
+        """Whether a layer's weights are gathered over the devices of a stage."""
+        shardings = jax.tree.leaves(self.split.stack(self.param_shardings))
+        return any(sharding.layer_parts(self.axes).crossed for sharding in shardings)
+
+    def with_stage_shards(self, params: Any) -> Any:
+        """Returns the parameters with the layers moved to their stages, ``[stages, chunks, layers, ...]``, as shards."""
+        stack = self.split.stack(self.param_shardings)
+        local = lambda params: jax.tree.map(lambda w, sharding: self._stage_shards(w, sharding)[None], params, stack)
+        in_specs = (jax.tree.map(lambda sharding: sharding.spec(), stack),)
+        moved = self._inside(local, in_specs, self.shard_specs)(self.split.stack(params))
+        return self.split.join(moved, params)
+
+    @property
+    def shard_specs(self) -> Any:
+        """The specs of the shards of the layers' weights ``[stages, chunks, layers, ...]``, a tree."""
+        spec = lambda sharding: PartitionSpec(AXIS, None, None, *sharding.layer_parts(self.axes).spec)
+        return jax.tree.map(spec, self.split.stack(self.param_shardings))
 
     @property
     def weight_specs(self) -> Any:
@@ -241,25 +262,48 @@ class StageTransfer:
 
     def _ring(self, grad: LayerSlice, parts: Parts) -> jax.Array:
         """Reduce-scatters the gradient of one weight of a layer by permutes."""
-        links = links_of(self.layout.mesh)
-        rings = lambda axes: () if links is None else links.rings(axes)
         if len(parts.crossed) != 1 or len(grad.shape) > 3 or self.precision.reduce == INT8:
-            scatter = lambda g, axes, dim: ppermute_reduce_scatter(g, axes, dim=dim, rings=rings(axes))
+            scatter = lambda g, axes, dim: ppermute_reduce_scatter(g, axes, dim=dim, rings=self._rings(axes))
             return reduce(grad.read(), parts, self.axes, self.precision, scatter)
         ((dim, axes),) = parts.crossed
         part_of = lambda start, size: summable(self.precision.reducing(grad.part(start, size, dim)))
-        own = scatter_parts(part_of, grad.shape[dim], axes, dim=dim, rings=rings(axes))
+        own = scatter_parts(part_of, grad.shape[dim], axes, dim=dim, rings=self._rings(axes))
         others = tuple(axis for axis in self.axes if not any(axis in dim for dim in parts.dims))
         return reduce(own, Parts(()), others, self.precision)
 
-    def _gather_layers(self, w: jax.Array, sharding: LeafSharding) -> jax.Array:
-        """Returns a stage's layers, gathered."""
-        first, *others = sharding.parts(self.axes).dims
+    def gather_layer(self, shards: Any) -> Any:
+        """Returns the weights of one layer from their shards, by permutes, which overlap with compute."""
+
+        def one(w: jax.Array, sharding: LeafSharding) -> jax.Array:
+            ring = lambda w, axes, dim: ppermute_all_gather(w, axes, dim=dim, rings=self._rings(axes))
+            return gather(w, sharding.layer_parts(self.axes), self.precision.for_weight(sharding.exact), ring)
+
+        return jax.tree.map(one, shards, self.split.stack(self.param_shardings))
+
+    def _rings(self, axes: Axes) -> tuple[int, ...]:
+        links = links_of(self.layout.mesh)
+        return () if links is None else links.rings(axes)
+
+    def _stage_shards(self, w: jax.Array, sharding: LeafSharding) -> jax.Array:
+        """Returns a stage's layers [chunks, layers, ...] as they are sharded, in the dtype in which they are sent."""
+        first, *_ = sharding.parts(self.axes).dims
         precision = self.precision.for_weight(sharding.exact)
         w = gather(w, Parts((first,)), precision) if first else w
         # Cast before the transfer to another stage, which then moves fewer bytes.
-        w = self.layers.cut(precision.crossing(w))
-        return gather(w, Parts(((), (), *others), sharding.kept), precision)[None]
+        return self.layers.cut(precision.crossing(w))
+
+    def _gather_layers(self, w: jax.Array, sharding: LeafSharding) -> jax.Array:
+        """Returns a stage's layers [1, chunks, layers, ...], gathered."""
+        return self._gathered(self._stage_shards(w, sharding), sharding)[None]
+
+    def _gather_first_chunk(self, shards: jax.Array, sharding: LeafSharding) -> jax.Array:
+        """Returns a stage's layers [1, chunks, layers, ...], of which only those of the first chunk are gathered."""
+        first = self._gathered(shards[0, :1], sharding)
+        return jnp.concatenate([first, jnp.zeros((shards.shape[1] - 1, *first.shape[1:]), first.dtype)])[None]
+
+    def _gathered(self, shards: jax.Array, sharding: LeafSharding) -> jax.Array:
+        parts = sharding.layer_parts(self.axes)
+        return gather(shards, replace(parts, dims=((), (), *parts.dims)), self.precision.for_weight(sharding.exact))
 
     def _reduce_layers(self, g: jax.Array, sharding: LeafSharding) -> jax.Array:
         """Reduce-scatters a stage's gradients ``[1, 1, chunks, layers, ...]`` into its part of the stack."""
@@ -280,87 +324,6 @@ class StageTransfer:
     def _inside(self, f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         manual = manual_axes(self.layout, (*self.axes, AXIS))
         return jax.shard_map(f, in_specs=in_specs, out_specs=out_specs, axis_names=manual, check_vma=False)
-
-
-def check_synchronous(state: TrainState) -> None:
-    """Raises if the parameters are not those that stages hold: only a pipeline that is flushed prepares them so."""
-    if isinstance(state.metadata.kind, RoundedKind):
-        raise ConfigError(
-            "asynchronous pipeline: weights are rounded once a step (jaxpar.compression.quantize_aware), but this "
-            "pipeline keeps several versions of them. Remedy: jp.train_step with jp.pipeline.schedule('1f1b')."
-        )
-    if isinstance(state.metadata.kind, LoraKind):
-        raise ConfigError(
-            "asynchronous pipeline: the model has adapters (jaxpar.lora.adapt), but this pipeline keeps several "
-            "versions of all weights, also of those that are frozen. Remedy: jp.train_step with "
-            "jp.pipeline.schedule('1f1b')."
-        )
-
-
-class ModelSplit:
-    """A state's parameters, as the stack of layers and all others, and the loss that reads them.
-
-    Those of a model with adapters are nodes; see :func:`jaxpar.training.pipeline.adapters.stage_state`.
-    """
-
-    def __init__(self, state: TrainState, loss_fn: PipelineLoss):
-        check_synchronous(state)
-        self.state, self.loss_fn, self.path = state, loss_fn, loss_fn.path
-        self.shapes = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, w.dtype), state.params)
-        self.model = lambda params: state.metadata.kind.merge(params, state.variables)
-        _, self.block = stacked_part(self.model(self.shapes), self.path)
-        self.names = dict(state.metadata.dims)
-        self.read: dict[str, frozenset[Path]] = {}
-        """What each part of the loss reads; see :func:`jaxpar.training.pipeline.stage_functions.read_by`."""
-
-    def prepare(self, params: Any, batch: Any, precision: Precision) -> Any:
-        """Returns the batch as ``PipelineLoss.prepare`` makes it."""
-        return self.loss_fn.prepare(self.model(jax.tree.map(precision.computing, params)), batch)
-
-    def loss(self, params: Any, batch: Any) -> Any:
-        """Returns the loss without a pipeline, on a batch that :meth:`prepare` returned."""
-        keys = self.loss_fn.rows(batch, key_of(self.state))
-        return self.loss_fn.of_prepared(self.model(params), batch, keys)
-
-    def stack(self, params: Any) -> Any:
-        for name in self.path:
-            params = params[name]
-        return params
-
-    def others(self, params: Any) -> Any:
-        """Returns the parameters outside the layers."""
-        return _replaced(params, self.path, None)
-
-    def constrained(self, others: Any) -> Any:
-        """Constrains gradients of the parameters outside the layers to their rules."""
-
-        def one(keys: Any, grad: jax.Array) -> jax.Array:
-            names = self.names.get(("params", *to_path(keys)))
-            return grad if names is None else hint(grad, *names, role="gradients")
-
-        return jax.tree_util.tree_map_with_path(one, others)
-
-    def join(self, stack: Any, others: Any) -> Any:
-        return _replaced(others, self.path, stack)
-
-    def model_of(self, others: Any) -> Any:
-        """Returns the model with shapes instead of arrays for its layers."""
-        return self.model(self.join(self.stack(self.shapes), others))
-
-    def map_parts(
-        self, tree: Any, other: Any, f: Callable[[Any, Any], Any], of_stack: Callable[[Any, Any], Any]
-    ) -> Any:
-        """Maps ``f(x, y)`` over the parameters outside the layers and ``of_stack(x, y)`` over those of the layers.
-
-        ``y`` is the leaf of ``other`` at the same path.
-        """
-        others = jax.tree.map(f, self.others(tree), self.others(other))
-        return self.join(jax.tree.map(of_stack, self.stack(tree), self.stack(other)), others)
-
-    def add(self, grads: Any, others: Any) -> Any:
-        """Adds ``others`` to the gradients of the parameters outside the layers."""
-        summed = jax.tree.map(jnp.add, self.others(grads), others)
-        return self.join(self.stack(grads), summed)
 
 
 @dataclass(frozen=True)
@@ -439,13 +402,6 @@ def _layers(split: ModelSplit, options: Pipeline | Asynchronous) -> Layers:
             f"{pieces} numbers that sum to {total}."
         )
     return Layers(total, options.schedule.pieces, layers or (total // pieces,) * pieces)
-
-
-def _replaced(tree: Any, path: tuple[str, ...], value: Any) -> Any:
-    if not path:
-        return value
-    inner = tree[path[0]] if tree.get(path[0]) is not None else {}
-    return {**tree, path[0]: _replaced(inner, path[1:], value)}
 
 
 def row_axes(layout: Layout, x: Any) -> tuple[Axes, ...]:

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from profiles import few
 
-from jaxpar.parallel.overlap.permute_collectives import ppermute_all_gather, ppermute_reduce_scatter
+from jaxpar.parallel.overlap.permute_collectives import ppermute_all_gather, ppermute_reduce_scatter, scatter_parts
 
 AXES = ("outer", "inner")
 
@@ -54,6 +54,18 @@ def test_rings_give_what_the_collectives_give(outer: int, inner: int, rings: tup
     results = [over(outer, inner, weighed(f), P(None, None, AXES), P(None, None, AXES))(both) for f in (ours, theirs)]
     np.testing.assert_array_equal(results[0], results[1])
     assert (over(outer, inner, ours, split, P())(x) == x).all()
+
+
+@pytest.mark.parametrize(("outer", "inner", "rings"), few([(1, 4, ()), *CASES, (1, 1, ())], 2, names=3))
+def test_a_summand_read_in_parts_has_the_same_sum(outer: int, inner: int, rings: tuple[int, ...]) -> None:
+    ways = outer * inner
+    x = np.random.default_rng(1).integers(-8, 9, (ways, 3, 5 * ways)).astype(np.float32)
+
+    def ours(x: jax.Array) -> jax.Array:
+        part_of = lambda start, size: jax.lax.dynamic_slice_in_dim(x[0], start, size, 1)
+        return scatter_parts(part_of, 5 * ways, AXES, dim=1, rings=rings)
+
+    np.testing.assert_array_equal(over(outer, inner, ours, P(AXES), P(None, AXES))(x), x.sum(0))
 
 
 @pytest.mark.parametrize(("rings", "hops"), [((8,), {1: 42, -1: 42}), ((4, 2), {1: 12, 2: 36, -2: 36})])

@@ -169,6 +169,39 @@ def test_a_bucket_is_scattered_beside_a_backward(one_device: Any) -> None:
     assert audit.select("collective-permute", "data"), "no permute over data scatters a bucket beside a backward"
 
 
+GATHERED_BESIDE: list[tuple[str, int, int, str, str, tuple[int, ...]]] = [
+    ("interleaved", 2, 2, "none", "per_step", (3, 2, 1, 2)),
+    ("breadth_first", 4, 3, "full", "per_chunk", ()),
+    ("zb_v", 2, 4, "none", "per_microbatch", ()),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", GATHERED_BESIDE, ids=str)
+def test_weights_are_gathered_beside_the_first_forwards(case: Any, one_device: Any) -> None:
+    name, chunks, microbatches, activation_checkpointing, grad_reduction, layers = case
+    zero = jp.Zero(3, min_bytes=0)
+    rules = zero.rules(jp.Rules(**{k: v for k, v in RULES.to_dict().items() if k != "params"}))
+    schedule = jp.pipeline.schedule(name, stages=2, microbatches=microbatches, chunks=chunks)
+    options = jp.Pipeline(
+        schedule,
+        activation_checkpointing=activation_checkpointing,
+        grad_reduction=grad_reduction,
+        layers_per_stage=layers,
+    )
+    batch = {name: x[: 4 * microbatches] for name, x in batch_of().items()}
+    got = run({"pipeline": 2, "data": 4}, options, rules=rules, batch=batch, **zero.step)
+    want = one_device if microbatches == 4 else run({"data": 1}, batch=batch)
+    got[0]["right"] = want[0]["right"]
+    check_same(got, want)
+    layout = layout_of(rules, {"pipeline": 2, "data": 4})
+    with layout:
+        state = jp.abstract_state(layout, make_model, SGD)
+        step = jp.train_step(layout, LOSS, pipeline=options).lower(state, batch)
+    audit = jp.audit(step.compile(compiler_options=QUICK), mesh=layout.mesh)
+    assert any("own_layers/" in c.op_name for c in audit.select("collective-permute", "data"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", few([1, 2, 3], 2))
 def test_every_stage_of_zero_composes_with_stages_and_heads(stage: int, one_device: Any) -> None:

@@ -67,6 +67,11 @@ class PipelineProgram:
       recompute: [stages], the number of layers of each piece that recompute.
       carry: how layers process sequence chunks; ``None`` for full sequences.
       embedding: the embedding, if it runs in the ticks; ``None`` if it ran for the full batch.
+      first_ticks: the number of ticks that gather weights beside their forwards; see
+        :mod:`jaxpar.parallel.pipeline.executor.first_ticks`.
+      gather_layer: gathers the weights of one layer beside compute, if there are such ticks.
+      shard_specs: the specs of their shards [stages, chunks, layers, ...], a tree.
+      ticks: the range of ticks that the current scan runs.
       weight_specs: the specs of the layers' weights [stages, chunks, layers, ...], a tree; ``None`` if all of them are
         sharded over the stages alone.
     """
@@ -89,6 +94,10 @@ class PipelineProgram:
     recompute: tuple[int, ...] = ()
     carry: SequenceCarry | None = None
     embedding: Embedding | None = None
+    first_ticks: int = 0
+    gather_layer: Callable[[Any], Any] | None = None
+    shard_specs: Any = None
+    ticks: tuple[int, int | None] = (0, None)
     weight_specs: Any = None
     table: Table = field(init=False)
     buckets: GradientBuckets | None = field(init=False)
@@ -135,7 +144,7 @@ class PipelineProgram:
         return (total if self.independent else count * most), ticks
 
     def active_ticks(self, name: str) -> tuple[int, int]:
-        """Returns the number of ticks that contain an operation, and the number of ticks.
+        """Returns the number of ticks in the current scan that contain an operation, and the number of its ticks.
 
         With ``independent``, both numbers are summed over stages for operations that stages do on their own.
 
@@ -148,7 +157,7 @@ class PipelineProgram:
         if name == "backward_alone":
             (total, ticks), (beside, _) = self.active_ticks("backward"), self.active_ticks("buckets_beside")
             return total - beside, ticks
-        column = self.rows()[1][:, GLOBAL_FIELDS.index(name)]
+        column = self.rows()[1][slice(*self.ticks), GLOBAL_FIELDS.index(name)]
         return int(column.sum()), len(column)
 
 

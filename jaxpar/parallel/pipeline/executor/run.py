@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -22,6 +22,7 @@ import jax.numpy as jnp
 
 from jaxpar.parallel.pipeline.executor import communicate, compute, embed_head
 from jaxpar.parallel.pipeline.executor.carry import StageCarry, TickCarry, TickInputs, empty_sums, totals
+from jaxpar.parallel.pipeline.executor.first_ticks import run_first_ticks
 from jaxpar.parallel.pipeline.executor.primitives import check_alike, over_stages, pick, put
 from jaxpar.parallel.pipeline.executor.sequence_chunks import Carried
 from jaxpar.parallel.pipeline.executor.stage import Chunk
@@ -216,7 +217,11 @@ def run_ticks(context: TickContext, x: jax.Array | None) -> TickCarry:
     Args:
       context, x: as for :func:`run`. With a forward-only schedule, the program's ``head`` returns no cotangent.
     """
-    tick, program = TickRunner(context), context.program
+    carry, program = TickRunner(context).start(x), context.program
+    if program.first_ticks:
+        carry, weights = run_first_ticks(context, carry)
+        context = replace(context.of_ticks(program.first_ticks, None), weights=weights)
+    tick = TickRunner(context)
     one = lambda carry, rows: (tick(carry, *rows), None)
-    carry, _ = jax.lax.scan(one, tick.start(x), tuple(map(jnp.asarray, program.rows())))
+    carry, _ = jax.lax.scan(one, carry, tuple(jnp.asarray(rows[program.first_ticks :]) for rows in program.rows()))
     return tick.finish(carry, program.table.last, jnp.asarray(program.was_first()[-1]))

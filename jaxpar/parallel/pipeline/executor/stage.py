@@ -23,6 +23,7 @@ from jaxpar.parallel.pipeline.staged_loss import ADDED
 
 type StageLayer = Callable[[Any, jax.Array, Any], jax.Array | tuple[jax.Array, LayerScalars]]
 type Buffers = list[jax.Array]
+type Forward = tuple[jax.Array, Buffers, LayerScalars]
 type Add = Callable[[Any, jax.Array, Any, jax.Array], Any]
 
 
@@ -63,19 +64,42 @@ class Chunk:
           The output, the buffers with the residuals of each layer, and the sums.
         """
 
-        def one(
-            i: jax.Array, carry: tuple[jax.Array, Buffers, LayerScalars]
-        ) -> tuple[jax.Array, Buffers, LayerScalars]:
-            x, buffers, sums = carry
-            if buffers:
-                y, sums, kept = self.passed(x, side, i, sums)
-                buffers = [write(buffer, leaf, slot, i) for buffer, leaf in zip(buffers, kept, strict=True)]
-                return y, buffers, sums
-            y, extras = self._layer(self._weights(i), x, of_number(side, self._number(i)))
-            return self._select(i, y, x), buffers, self._summed(i, sums, extras)
-
         first = (x, buffers, sums or {})
-        return jax.lax.fori_loop(0, self.times, one, first)
+        return jax.lax.fori_loop(0, self.times, lambda i, carry: self._forward_one(i, carry, side, slot), first)
+
+    def forward_beside(
+        self, first: Forward, side: Any, slot: jax.Array, next_layer: Callable[[jax.Array], Any], number: jax.Array
+    ) -> tuple[Forward, Any]:
+        """Runs the forward of all layers, and adds the layers of another chunk to the weights.
+
+        Args:
+          first: the input of the first layer, the buffers and the sums, as for :meth:`forward`.
+          side, slot: as for :meth:`forward`.
+          next_layer: ``next_layer(i)`` returns the weights of layer ``i`` of the other chunk.
+          number: the index of the other chunk.
+
+        Returns:
+          The output, the buffers and the sums, as :meth:`forward` returns them; and the weights.
+        """
+
+        def one(i: jax.Array, carry: tuple[Forward, Any]) -> tuple[Forward, Any]:
+            forward, weights = carry
+            found = next_layer(i)
+            y, *others = replace(self, weights=weights)._forward_one(i, forward, side, slot)
+            # They are written in place once this layer has read its own weights.
+            y, found = jax.lax.optimization_barrier((y, found))
+            return (y, *others), jax.tree.map(lambda have, w: write(have, w, number, i), weights, found)
+
+        return jax.lax.fori_loop(0, self.times, one, (first, self.weights))
+
+    def _forward_one(self, i: jax.Array, carry: Forward, side: Any, slot: jax.Array) -> Forward:
+        """Runs the forward of layer ``i``."""
+        x, buffers, sums = carry
+        if buffers:
+            y, sums, kept = self.passed(x, side, i, sums)
+            return y, [write(buffer, leaf, slot, i) for buffer, leaf in zip(buffers, kept, strict=True)], sums
+        y, extras = self._layer(self._weights(i), x, of_number(side, self._number(i)))
+        return self._select(i, y, x), buffers, self._summed(i, sums, extras)
 
     def backward(
         self, buffers: Buffers, slot: jax.Array, side: Any, cotangent: jax.Array, add: Add, sums: Any

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, ClassVar
 
@@ -79,6 +79,7 @@ class TickContext:
       non_layer_weights: the other weights, which the head and the embedding receive.
       batch: [devices, microbatches, rows, ...].
       side_weights: the weights that ``program.side`` receives.
+      weight_shards: the shards of ``weights``, if the first ticks gather them.
     """
 
     program: PipelineProgram
@@ -87,6 +88,7 @@ class TickContext:
     non_layer_weights: Any
     batch: Any
     side_weights: Any = ()
+    weight_shards: Any = None
 
     @classmethod
     def of(cls, program: PipelineProgram, x: jax.Array | None, *arrays: Any) -> TickContext:
@@ -98,6 +100,15 @@ class TickContext:
         """How the layers' weights are split: one split for all, or a tree of one for each."""
         specs = self.program.weight_specs
         return Split.STAGE if specs is None else jax.tree.map(WeightSplit, specs)
+
+    @property
+    def shard_split(self) -> Any:
+        """How the shards of the layers' weights are split, a tree."""
+        return jax.tree.map(WeightSplit, self.program.shard_specs)
+
+    def of_ticks(self, first: int, end: int | None) -> TickContext:
+        """Returns the context of a scan over the ticks from ``first`` to before ``end``."""
+        return replace(self, program=replace(self.program, ticks=(first, end)))
 
     def per_device(self, f: Callable[..., Any], ins: Any, outs: Any, *, stages: bool = True) -> Callable[..., Any]:
         """Wraps ``f``, a function of per-device arrays, in a ``shard_map`` over the program's axes.
