@@ -11,9 +11,9 @@ from jaxpar.parallel.pipeline.executor.first_ticks import first_ticks
 CASES = [
     ("interleaved", 4, 8, 4, 3),
     ("interleaved", 4, 4, 8, 7),
-    ("interleaved", 1, 2, 3, 0),  # the first backward is in the tick of the last chunk's first forward
+    ("interleaved", 1, 2, 3, 2),
     ("breadth_first", 2, 3, 2, 1),
-    ("breadth_first", 4, 1, 3, 2),
+    ("breadth_first", 4, 4, 3, 2),
     ("zb_v", 4, 6, None, 1),
     ("dualpipe_v", 2, 4, None, 1),
     ("1f1b", 4, 8, 1, 0),
