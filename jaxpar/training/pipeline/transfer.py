@@ -157,7 +157,7 @@ class StageTransfer:
         return any(sharding.layer_parts(self.axes).crossed for sharding in shardings)
 
     def with_stage_shards(self, params: Any) -> Any:
-        """Returns the parameters with the layers moved to their stages, ``[stages, chunks, layers, ...]``, as shards."""
+        """Returns the parameters with the shards of the layers ``[stages, chunks, layers, ...]`` on their stages."""
         stack = self.split.stack(self.param_shardings)
         local = lambda params: jax.tree.map(lambda w, sharding: self._stage_shards(w, sharding)[None], params, stack)
         in_specs = (jax.tree.map(lambda sharding: sharding.spec(), stack),)
@@ -244,7 +244,7 @@ class StageTransfer:
         return jax.tree.map(one, grads, self.split.stack(self.grad_shardings))
 
     def of_one_layer_beside(self, grads: Any) -> Any:
-        """Reduce-scatters one layer's gradients, a tree of :class:`LayerSlice`, by permutes, which overlap with compute.
+        """Reduce-scatters one layer's gradients, a tree of :class:`LayerSlice`, by permutes beside compute.
 
         The weights follow each other: all at the same time would need the memory of a second bucket. They do in the
         reverse order of their names, which is often the order in which a backward computes their gradients. Each of
