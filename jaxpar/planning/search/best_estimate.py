@@ -101,9 +101,13 @@ class _FloorModel(CostModel):
     def _sends_again(self, found: ExpertExchange, back: Backward) -> bool:
         return back.weight_passes > 3.0  # smaller microbatches have fewer pieces
 
+    def _beside_forward(self, plan: Plan, group: WeightGroup) -> float:
+        """With the most chunks, least is gathered before the first forward."""
+        return 1.0 - 1.0 / MOST_VIRTUAL if plan.pipeline > 1 and group.layered else 0.0
+
     def _beside_backward(self, plan: Plan, group: WeightGroup) -> float:
         """With the most chunks, least is scattered after the last backward."""
-        return 1.0 - 1.0 / MOST_VIRTUAL if plan.pipeline > 1 and plan.zero == 3 and group.layered else 0.0
+        return self._beside_forward(plan, group) if plan.zero == 3 else 0.0
 
     def _working(self, plan: Plan) -> dict[str, float]:
         return {}

@@ -13,7 +13,7 @@ from jaxpar.sharding.hardware.topology import Topology
 _HIDDEN = {
     "gather in layer": 1.0, "scatter in layer": 1.0, "gather in outside": 0.3, "scatter in outside": 0.0,
     "gather in step": 0.0, "scatter in step": 0.0, "reduce": 0.0, "tensor": 0.1, "ring": 1.0, "exchange": 0.0,
-    "stages": 0.5, "ends": 0.0, "scatter in chunks": 1.0,
+    "stages": 0.5, "ends": 0.0, "gather in chunks": 1.0, "scatter in chunks": 1.0,
     "gather in experts": 0.15, "scatter in experts": 0.0, "experts": 0.4,
 }  # fmt: skip
 _STALLED = {"gather in layer": 0.2, "scatter in layer": 0.2, "tensor": 0.4}
@@ -83,6 +83,7 @@ class Calibration:
         options, kind = compiler_options.get(topology.platform) or {}, topology.accelerator.kind
         hidden = dict(_HIDDEN)
         if not overlaps_gathers(kind, options):
-            hidden = {what: 0.0 if what.startswith("gather") else share for what, share in _HIDDEN.items()}
+            alone = [what for what in _HIDDEN if what.startswith("gather") and what != "gather in chunks"]  # permutes
+            hidden |= dict.fromkeys(alone, 0.0)
         by_einsum = options.get(_BY_EINSUM) is not False
         return cls(large=_LARGE.get(kind, math.inf), scatters_by_einsum=by_einsum, hidden=hidden)

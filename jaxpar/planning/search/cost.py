@@ -199,13 +199,18 @@ class CostModel:
         where = ("experts" if group.experts else "layer") if group.layered else "outside"
         where = where if in_layers else "step"
         first = axes if in_layers or plan.pipeline > 1 else axes[:1]
-        yield self._transfer(plan, f"gather in {where}", "all-gather", first, size * w.compute_bytes * gathers)
-        beside = self._beside_backward(plan, group)
-        for what, times in ("scatter in chunks", beside), (f"scatter in {where}", runs - beside):
+        early, late = self._beside_forward(plan, group), self._beside_backward(plan, group)
+        for what, times in ("gather in chunks", early), (f"gather in {where}", gathers - early):
+            yield self._transfer(plan, what, "all-gather", first, size * w.compute_bytes * times)
+        for what, times in ("scatter in chunks", late), (f"scatter in {where}", runs - late):
             yield self._transfer(plan, what, "reduce-scatter", first, size * w.reduce_bytes * times)
         yield self._transfer(plan, "reduce", "all-reduce", axes[len(first) :], size * w.reduce_bytes)
         yield self._transfer(plan, "reduce", "all-reduce", group.summed, group.stored * w.reduce_bytes * runs)
         yield self._transfer(plan, "reduce", "all-reduce", across, group.stored * w.reduce_bytes * runs)
+
+    def _beside_forward(self, plan: Plan, group: WeightGroup) -> float:
+        """The part of a group's weights that a pipeline gathers beside a forward: those of all chunks but the first."""
+        return 1.0 - 1.0 / plan.virtual_stages if plan.pipeline > 1 and group.layered else 0.0
 
     def _beside_backward(self, plan: Plan, group: WeightGroup) -> float:
         """How often a pipeline scatters a group's gradients beside a backward: all chunks but the last have one."""
