@@ -17,8 +17,8 @@ from jaxpar.analysis.checkup.imbalance import LoadImbalance, check_factor, load_
 from jaxpar.analysis.compile.ahead_of_time import AheadOfTime, CompilerOptions, aim, compile_for, step_for
 from jaxpar.analysis.compile.warnings import rematerialised
 from jaxpar.analysis.hlo.audit import Audit, audit
-from jaxpar.analysis.hlo.liveness import peak
-from jaxpar.analysis.hlo.parser import parse
+from jaxpar.analysis.hlo.liveness import ON_CHIP, Peak, peak
+from jaxpar.analysis.hlo.parser import Module, parse
 from jaxpar.analysis.roofline import Roofline, roofline, time_each
 from jaxpar.analysis.units import show_bytes, table_lines
 from jaxpar.errors import CompileError
@@ -230,12 +230,20 @@ def examine(
     module = parse(step.text)
     report = _named(audit(step, mesh=sizes), held)
     line = roofline(report, step.topology, tokens=about.tokens or None, model_flops=about.model_flops or None)
-    memory = footprint(peak(module), held, step.memory, sizes, Topology.parse(step.topology).accelerator)
+    memory = footprint(_peak(module, step), held, step.memory, sizes, Topology.parse(step.topology).accelerator)
     warnings = [w for text in step.warnings if (w := rematerialised(text, module)) is not None]
     times = time_each(report, step.topology)
     findings = find(Evidence(report, line, times, memory, held, warnings, about))
     kept = about.reshard_after_forward
     return Checkup(step.topology, sizes, step, report, line, memory, findings, tuple(held), reshard_after_forward=kept)
+
+
+def _peak(module: Module, step: AheadOfTime) -> Peak:
+    """The peak of a program; with that of the memory on the chip, if the compiler's own peak is larger."""
+    found = peak(module)
+    if Topology.parse(step.topology).platform != "tpu" or step.memory.get("peak", 0) <= found.bytes:
+        return found
+    return dataclasses.replace(found, on_chip=peak(module, ON_CHIP).bytes)
 
 
 def too_large(text: str, remat: str = "", held: Sequence[HeldTensor] = ()) -> Finding | None:

@@ -17,7 +17,18 @@ from jaxpar.analysis.units import show_bytes
 from jaxpar.utils.plotting import new_figure
 
 # Okabe and Ito's colours, which most people can tell apart.
-_COLOURS = ("#0072b2", "#56b4e9", "#999999", "#cc79a7", "#d55e00", "#f0e442", "#009e73", "#e69f00", "#dddddd")
+_COLOURS = (
+    "#0072b2",
+    "#56b4e9",
+    "#999999",
+    "#cc79a7",
+    "#d55e00",
+    "#f0e442",
+    "#009e73",
+    "#e69f00",
+    "#8c564b",
+    "#dddddd",
+)
 _RED = "#cc0000"
 
 type Piece = tuple[float, str, str]

@@ -11,7 +11,9 @@ else is classified from the buffers that :func:`jaxpar.analysis.hlo.liveness.pea
   heuristics;
 - **activations**: made in the forward pass (``jvp(``) outside of loops: everything else that it saves for the backward
   pass, including stacks of residuals;
-- **temporaries**: everything else, including activations that the backward pass recomputes, and gathered weights.
+- **temporaries**: everything else, including activations that the backward pass recomputes, and gathered weights;
+- **on-chip memory**: a TPU compiler keeps arrays in the memory on the chip (VMEM), as much as fits, and its own peak
+  counts them too, up to the most that are alive there in the walk. In small programs this is most of the peak.
 
 The sum is that of the walk. If the compiler's own peak differs, the difference is *not attributed*: padding,
 fragmentation, code.
@@ -34,7 +36,11 @@ from jaxpar.sharding.layout import Layout
 from jaxpar.training.model import leaves_with_paths, show
 from jaxpar.training.state import TrainState, place
 
-CATEGORIES = ("parameters", "optimizer", "other state", "batch", "gradients", KEPT, "activations", "temporaries")
+VMEM = "on-chip memory"
+CATEGORIES = (
+    *("parameters", "optimizer", "other state", "batch", "gradients", KEPT, "activations", "temporaries"),
+    VMEM,
+)
 """The uses of memory, in the order in which they are shown."""
 
 
@@ -161,6 +167,8 @@ def footprint(
             found[category] += buffer.bytes
     attributed = sum(found.values())
     total = memory.get("peak") or attributed
+    found[VMEM] = min(peak.on_chip, max(total - attributed, 0))
+    attributed += found[VMEM]
     limit = None if device is None else int(device.hbm_bytes)
     return Footprint(found, total, total - attributed, memory.get("host", 0), limit, named)
 

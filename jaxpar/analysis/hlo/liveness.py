@@ -67,22 +67,40 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Peak:
-    """The moment at which most bytes are alive: the buffers, largest first, and their sum in bytes."""
+    """The moment at which most bytes are alive in main memory.
+
+    Attributes:
+      bytes: the sum of the buffers.
+      buffers: largest first.
+      on_chip: the most bytes that are alive in the memory on the chip, where they are known.
+    """
 
     bytes: int
     buffers: tuple[Buffer, ...]
+    on_chip: int = 0
 
 
-def peak(module: Module) -> Peak:
-    """Returns the buffers that are alive when most bytes are, in the schedule of the program's entry computation."""
+ON_CHIP = 1
+"""The memory space of a TPU's own memory (VMEM) in HLO's layouts; that of main memory is 0."""
+
+
+def peak(module: Module, space: int = 0) -> Peak:
+    """Returns the buffers that are alive when most bytes are, in the schedule of the program's entry computation.
+
+    Args:
+      module: the program.
+      space: the memory space whose buffers count.
+    """
     # The scan keeps sets, whose order changes between processes; buffers of one size are therefore sorted by the rest.
-    buffers = tuple(sorted(_Scan(module).run(module.entry, ""), key=lambda b: (-b.bytes, dataclasses.astuple(b))))
+    buffers = tuple(
+        sorted(_Scan(module, space).run(module.entry, ""), key=lambda b: (-b.bytes, dataclasses.astuple(b)))
+    )
     return Peak(sum(b.bytes for b in buffers), buffers)
 
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """An array in main memory: the instruction that makes it, and the index of the array in its result."""
+    """An array in the scanned memory: the instruction that makes it, and the index of the array in its result."""
 
     maker: str
     leaf: int
@@ -90,12 +108,12 @@ class _Made:
 
 
 _Held = tuple[tuple[_Made, ...], ...]
-"""For each array of a flattened result, the arrays in main memory that it consists of: mostly one or none."""
+"""For each array of a flattened result, the arrays in the scanned memory that it consists of: mostly one or none."""
 
 
 class _Scan:
-    def __init__(self, module: Module):
-        self.module = module
+    def __init__(self, module: Module, space: int):
+        self.module, self._space = module, space
         self._flow = Flow(module)
         self._gathered: set[_Made] = set()
         self._done: dict[str, tuple[Buffer, ...]] = {}
@@ -154,7 +172,7 @@ class _Scan:
         return held
 
     def _new(self, instruction: Instruction, where: Computation, held: dict[str, _Held]) -> _Held:
-        """Returns the arrays of a result: an operand if it is updated in place, else new arrays in main memory."""
+        """Returns the arrays of a result: an operand if it is updated in place, else new arrays in the memory space."""
         target = _updated(instruction, self.module)
         if target is not None and len(instruction.types) == 1:
             return held[instruction.operands[target]]
@@ -164,7 +182,7 @@ class _Scan:
         for leaf, array in enumerate(instruction.types):
             # The tuple of a start repeats its operands, which stay where they are.
             repeated = starts and array in given and (instruction.opcode != "copy-start" or leaf > 0)
-            made.append(() if array.space or repeated else (_Made(instruction.name, leaf, array.bytes),))
+            made.append(() if array.space != self._space or repeated else (_Made(instruction.name, leaf, array.bytes),))
         return tuple(made)
 
     def _describe(self, made: _Made, where: Computation, scope: str) -> Buffer:

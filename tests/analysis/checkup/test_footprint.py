@@ -45,6 +45,16 @@ def test_a_buffer_has_the_category_of_its_maker(buffer: Buffer, category: str) -
     assert sum(found.categories.values()) + found.unattributed == found.total == 10_000
 
 
+@pytest.mark.parametrize(
+    ("total", "on_chip", "rest"), [(10_000, 300, 9_700 - 128), (500, 300, 72), (400, 300, 0), (100, 300, -28)]
+)
+def test_the_compilers_peak_counts_the_memory_on_the_chip(total: int, on_chip: int, rest: int) -> None:
+    found = footprint(Peak(128, (made("f32[8]", ""),), on_chip), (), {"peak": total}, SIZES, None)
+    assert found.categories["temporaries"] == 128 and found.unattributed == rest
+    assert found.categories["on-chip memory"] == total - 128 - rest
+    assert footprint(Peak(128, (), on_chip), (), {}, SIZES, None).categories["on-chip memory"] == 0
+
+
 @pytest.mark.parametrize("name", few(["tpu_fsdp", "tpu_fsdp_tp", "tpu_tp_sp", "tpu_unrolled", "tpu_kept"], 2))
 def test_the_categories_of_a_program_add_up_to_the_walk(name: str) -> None:
     known = facts(name)

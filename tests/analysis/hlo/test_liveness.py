@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from profiles import few
 
-from jaxpar.analysis.hlo.liveness import own_line, peak
+from jaxpar.analysis.hlo.liveness import ON_CHIP, own_line, peak
 from jaxpar.analysis.hlo.parser import Location, parse
 
 CHAIN = """HloModule chain, is_scheduled=true
@@ -31,6 +31,15 @@ def test_a_buffer_lives_until_its_last_reader() -> None:
     assert found.buffers[2].number == 0 and found.buffers[2].op_name == "params['w']"
     # A buffer without a name takes the name of its operand.
     assert found.buffers[0].op_name == "jit(step)/jvp()/mul" and found.buffers[0].opcode == "broadcast"
+
+
+def test_the_memory_on_the_chip_is_counted_apart() -> None:
+    module = parse(
+        CHAIN.replace("f32[512]{0}", "f32[512]{0:T(256)S(1)}").replace("%d = f32[256]{0}", "%d = f32[256]{0:S(1)}")
+    )
+    assert peak(module).bytes == 4 * (256 + 1024)
+    assert peak(module, ON_CHIP).bytes == 4 * 512
+    assert peak(parse(CHAIN), ON_CHIP).bytes == 0
 
 
 IN_PLACE = """HloModule in_place, is_scheduled=true, input_output_alias={ {0}: (0, {}, may-alias) }
