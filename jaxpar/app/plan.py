@@ -94,7 +94,8 @@ def go(config: Path, settings: Sequence[str], topology: str, options: PlanOption
     model = CostModel(planner.workload, parsed)
     space = planner.space(options.max_batch, parsed)
     chosen = chosen_space(planner.request(options.search), planner.trace, model, space)
-    search = SearchOptions(options.objective, at_most=options.programs, given=planner.given(parsed.devices))
+    given, own = planner.given(parsed.devices), planner.own_options(parsed.devices)
+    search = SearchOptions(options.objective, at_most=options.programs, given=given, own_options=own)
     searched = find(model, chosen.space, CompilerMeasures(planner.run_of, parsed), search, progress=say)
     searched.notes = (*chosen.notes, *searched.notes, *planner.notes)
     report = PlanReport(searched, planner)
@@ -243,6 +244,15 @@ class RunPlanner:
             fields["virtual_stages"] = parallel.pipeline.virtual_stages
             fields["checkpoint_stages"] = parallel.pipeline.activation_checkpointing == "full"
         return fields
+
+    def own_options(self, devices: int) -> bool:
+        """Returns whether the run's own layout is a pipeline with options that no plan has."""
+        given, own = self.given(devices), self.loaded.config.parallel.pipeline
+        if not given or own is None:
+            return False
+        names = ("pipeline", "zero", "microbatches", "virtual_stages", "checkpoint_stages")
+        table = pipeline_table(Plan(**{name: given[name] for name in names}))
+        return any(getattr(own, name) != value for name, value in table.items())
 
     def _own_remat(self) -> str:
         """The policy of the run's own layout, for a model of the user's own."""

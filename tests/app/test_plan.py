@@ -138,6 +138,7 @@ def test_the_runs_own_layout_keeps_options_that_no_plan_has() -> None:
     plan = Plan(pipeline=4, data=4, zero=3, remat="full", microbatches=8, virtual_stages=2)
     assert planner.config_of(plan)["parallel"]["pipeline"]["grad_reduction"] == "per_microbatch"
     assert planner.run_of(plan).options["pipeline"] == make_job(planner.loaded).pipeline
+    assert planner.own_options(16) and not planner.own_options(8)
     other = planner.config_of(replace(plan, virtual_stages=1))
     assert other["parallel"]["pipeline"]["grad_reduction"] == "per_step"
 

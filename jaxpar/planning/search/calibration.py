@@ -14,6 +14,7 @@ _HIDDEN = {
     "gather in layer": 1.0, "scatter in layer": 1.0, "gather in outside": 0.3, "scatter in outside": 0.0,
     "gather in step": 0.0, "scatter in step": 0.0, "reduce": 0.0, "tensor": 0.1, "ring": 1.0, "exchange": 0.0,
     "stages": 0.5, "ends": 0.0, "gather in chunks": 1.0, "scatter in chunks": 1.0,
+    "ring in chunks": 0.5, "scatter beside ring": 0.0, "layers": 1.0,
     "gather in experts": 0.15, "scatter in experts": 0.0, "experts": 0.4,
 }  # fmt: skip
 _STALLED = {"gather in layer": 0.2, "scatter in layer": 0.2, "tensor": 0.4}
@@ -37,6 +38,10 @@ class Calibration:
         the forward and in the backward pass. Of DeepSeek's experts under FSDP 8 × EP 2 a device gathers 8.9 GB twice a
         step. In the compiled program the gathers move 24 GB through main memory, the reduce-scatters of the gradients
         10, and copies without a source in the model, around both, 44.
+      chunk_traffic, expert_chunk_traffic: bytes through main memory in each tick for each weight of a chunk, where a
+        stage has several, and in addition for each weight of experts. In a compiled 8B under PP 4 × ring 4 with 8
+        chunks and 32 microbatches, slices of a stage's weights, copies of them, and updates of gradient sums move 1.4
+        of 2.0 TB; in DeepSeek's experts under PP 4 × EP 2 × ring 2 with 4 chunks, 0.3 of 0.7.
       state_traffic: the same for each byte of parameters and optimizer state.
       whole_traffic: bytes sent for each byte of a weight that XLA gathers whole.
       rows_copies: bytes of rows that a layer with experts holds, for each byte of its matmuls' operands and results.
@@ -62,6 +67,8 @@ class Calibration:
     expert_weight_traffic: float = 1.35
     rows_traffic: float = 23.5
     expert_gather_traffic: float = 4.4
+    chunk_traffic: float = 24.0
+    expert_chunk_traffic: float = 32.0
     state_traffic: float = 4.6
     whole_traffic: float = 1.75
     rows_copies: float = 0.9

@@ -25,7 +25,9 @@ from jaxpar.planning.search.workload import Backward, KeptArray, Workload
 from jaxpar.sharding.hardware.links import Links
 from jaxpar.sharding.hardware.topology import Topology
 
-_SCATTERS = ("scatter in layer", "scatter in outside", "scatter in experts", "scatter in chunks")
+_SCATTERS = ("scatter in layer", "scatter in outside", "scatter in experts", "scatter in chunks", "scatter beside ring")
+
+_RINGS = ("ring", "ring in chunks")
 
 
 class CostModel:
@@ -55,14 +57,14 @@ class CostModel:
         state, traffic = self._state(plan), fitted.matmul_traffic * once.traffic * passes * plan.ticks
         kept_traffic = fitted.stash_traffic if plan.pipeline > 1 else fitted.kept_traffic
         traffic += kept_traffic * self._held(plan, plan.remat) + fitted.state_traffic * sum(state.values())
-        traffic += self._gradient_sums(plan) + self._expert_traffic(plan, once, passes)
+        traffic += self._gradient_sums(plan) + self._chunk_traffic(plan) + self._expert_traffic(plan, once, passes)
         traffic += self._large_traffic(plan, passes * plan.ticks)
         compute, hbm = flops / device.rate("bf16"), traffic / device.hbm_bandwidth
         transfers = tuple(self._transfers(plan, once, back))
         exposed = sum(t.seconds * (1.0 - fitted.hidden[t.what]) for t in transfers)
         stalled = sum(t.seconds * fitted.hidden[t.what] * fitted.stalled.get(t.what, 0.0) for t in transfers)
         # A ring's keys travel beside tiles and beside what the compiler schedules around them.
-        around = sum(t.seconds for t in transfers if t.what == "ring")
+        around = sum(t.seconds * fitted.hidden[t.what] for t in transfers if t.what in _RINGS)
         stalled += max(around - fitted.beside_ring * max(compute, hbm), 0.0)
         overlapped = sum(t.seconds * fitted.hidden[t.what] for t in transfers)
         step = exposed + max(max(compute, hbm) + stalled, overlapped)
@@ -141,6 +143,15 @@ class CostModel:
         sums = sum(g.stored if spread else g.elements for g in self._groups(plan) if g.layered)
         return 2.0 * runs * 4 * sums
 
+    def _chunk_traffic(self, plan: Plan) -> float:
+        """Bytes through main memory where a tick takes a chunk's weights from its stage's, and adds its gradients."""
+        if plan.pipeline == 1 or plan.virtual_stages == 1:
+            return 0.0
+        groups, fitted = [group for group in self._groups(plan) if group.layered], self.calibration
+        experts = sum(group.elements for group in groups if group.experts)
+        each = fitted.chunk_traffic * sum(group.elements for group in groups) + fitted.expert_chunk_traffic * experts
+        return plan.microbatches * plan.ticks * each
+
     def _once(self, find: Callable[..., Any], plan: Plan, *more: Any) -> Any:
         """Returns ``find(plan, *more)``, which depends on the plan's mesh and sharded dims alone, computed once."""
         key = find.__name__, plan.mesh_sizes, plan.tensor, plan.sequence_parallel, *more
@@ -164,7 +175,8 @@ class CostModel:
         if plan.context > 1:
             # Keys and values go around in the forward pass; in the backward pass their gradients in fp32 do, too.
             around = once.keys * plan.context * (1.0 + 3.0)
-            yield self._transfer(plan, "ring", "all-gather", ("context",), around)
+            what = "ring in chunks" if plan.virtual_stages > 1 else "ring"
+            yield self._transfer(plan, what, "all-gather", ("context",), around)
         if plan.pipeline > 1:
             runs = plan.ticks * plan.virtual_stages
             shared = plan.model if plan.sequence_parallel else 1
@@ -172,6 +184,10 @@ class CostModel:
                 plan, "stages", "collective-permute", ("pipeline",), 2.0 * once.residual * runs / shared
             )
             yield self._transfer(plan, "ends", "all-reduce", ("pipeline",), 4.0 * once.residual / shared)
+            if plan.virtual_stages > 1:  # a stage stores layers in a row, but runs chunks of other ones
+                stored = sum(group.stored for group in self._groups(plan) if group.layered)
+                moved = stored * (self.workload.compute_bytes + 4)
+                yield self._transfer(plan, "layers", "all-to-all", ("pipeline",), moved)
         for found in self._exchanges(plan):
             sent = found.sent(again=self._sends_again(found, back)) * plan.expert / max(plan.expert - 1, 1)
             yield self._transfer(plan, "experts", found.kind, ("expert",), sent)
@@ -202,7 +218,8 @@ class CostModel:
         early, late = self._beside_forward(plan, group), self._beside_backward(plan, group)
         for what, times in ("gather in chunks", early), (f"gather in {where}", gathers - early):
             yield self._transfer(plan, what, "all-gather", first, size * w.compute_bytes * times)
-        for what, times in ("scatter in chunks", late), (f"scatter in {where}", runs - late):
+        beside = "scatter beside ring" if plan.context > 1 else "scatter in chunks"
+        for what, times in (beside, late), (f"scatter in {where}", runs - late):
             yield self._transfer(plan, what, "reduce-scatter", first, size * w.reduce_bytes * times)
         yield self._transfer(plan, "reduce", "all-reduce", axes[len(first) :], size * w.reduce_bytes)
         yield self._transfer(plan, "reduce", "all-reduce", group.summed, group.stored * w.reduce_bytes * runs)
@@ -234,7 +251,7 @@ class CostModel:
         )
         if n == 1 or not sent:
             return Transfer(what, axes, 0.0, 0.0)
-        seconds, network = self._seconds_per_byte(plan, what if what == "ring" or what in _SCATTERS else kind, axes)
+        seconds, network = self._seconds_per_byte(plan, what if what in (*_RINGS, *_SCATTERS) else kind, axes)
         bandwidth = self.topology.accelerator.network_bandwidth
         return Transfer(what, axes, sent, sent * seconds, sent * network, sent * network * bandwidth)
 
@@ -246,7 +263,7 @@ class CostModel:
                 self._known[plan.mesh_sizes] = Links.of(self.topology, plan.mesh)
             links: Links = self._known[plan.mesh_sizes]
             # All devices of a ring wait for the one that sends furthest: to another slice, or along an open line.
-            ring = kind == "ring"
+            ring = kind in _RINGS
             if kind in _SCATTERS:
                 # XLA:TPU scatters a gradient across slices by a ring of permutes, unlike one that stays in a slice.
                 ring = bool(links.torus) and any(axis in links.crossing for axis in axes)

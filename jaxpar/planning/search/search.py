@@ -35,6 +35,7 @@ class SearchOptions:
       at_most: the largest number of programs.
       traced: the number of the best other plans whose memory is estimated from a trace.
       given: fields of the run's own layout, which is compiled first; empty if it has none.
+      own_options: whether that layout has options that no plan has, so that its figures say nothing of plans.
     """
 
     objective: Objective = "time"
@@ -42,6 +43,7 @@ class SearchOptions:
     at_most: int = 12
     traced: int = 6
     given: Mapping[str, Any] = field(default_factory=dict)
+    own_options: bool = False
 
 
 FASTEST = SearchOptions()
@@ -136,6 +138,7 @@ class Search:
       refused: why meshes are no plans → how many.
       limit: bytes of a device that a program may use.
       notes: which search chose the plans, what it looked at, and what it did not consider.
+      own_options: as for :class:`SearchOptions`.
     """
 
     topology: Topology
@@ -145,6 +148,7 @@ class Search:
     refused: Counter[str]
     limit: float = math.inf
     notes: tuple[str, ...] = ()
+    own_options: bool = False
 
     @property
     def ranked(self) -> list[Candidate]:
@@ -175,7 +179,9 @@ class Search:
 
     def _corrections(self) -> Callable[[Candidate], float]:
         """Compiled by estimated, in plans of the same family if there are any, else in all."""
-        ratios = [(family(done.plan), self._ratio(done)) for done in self.candidates if done.compiled is not None]
+        compiled = [done for done in self.candidates if done.compiled is not None]
+        known = [done for done in compiled if not (done.given and self.own_options)]
+        ratios = [(family(done.plan), self._ratio(done)) for done in known]
         everything, medians = statistics.median([ratio for _, ratio in ratios] or [1.0]), _medians(ratios)
         return lambda candidate: medians.get(family(candidate.plan), everything)
 
@@ -269,6 +275,7 @@ def search(
         else:
             fitting.append(Candidate(plan, cost))
     found = Search(model.topology, options.objective, fitting, too_large, refused, limit)
+    found.own_options = options.own_options
     own = next((c for c in fitting if has_values(c.plan, options.given)), None)
     if options.given and own is None:
         found.notes = ("the run's own layout is none of these plans, so it was not compiled",)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import jaxpar as jp
 from jaxpar.analysis.compile.gathers import GATHER_OPTIONS
+from jaxpar.planning.search.calibration import Calibration
 from jaxpar.planning.search.cost import CostModel
 from jaxpar.planning.search.plan import Plan
 from jaxpar.planning.search.traced import workload
@@ -120,6 +121,19 @@ def test_chunks_scatter_once_for_as_many_microbatches_as_stages_and_all_but_the_
     whole = model().cost(replace(plan, virtual_stages=1))
     assert weights_sent(replace(plan, virtual_stages=1)) == {"gather in step": once, "scatter in step": once}
     assert model().cost(plan).memory["gradients"] < whole.memory["gradients"]
+
+
+def test_chunks_pass_through_main_memory_in_each_tick_and_their_layers_move_to_their_stage() -> None:
+    plan, none = Plan(pipeline=2, data=4, zero=3, microbatches=8, virtual_stages=3), Calibration(chunk_traffic=0.0)
+    costs, plain = model(), CostModel(stack(), model().topology, none)
+    more = (costs.cost(plan).hbm - plain.cost(plan).hbm) * costs.topology.accelerator.hbm_bandwidth
+    assert more == pytest.approx(24 * (8 + 1 / 3) * stack().param_count / 2)  # a third of the weights in 25 ticks
+    whole = replace(plan, virtual_stages=1)
+    assert costs.cost(whole).hbm == plain.cost(whole).hbm
+    moved = {
+        p.virtual_stages: [t.wire_bytes for t in costs.cost(p).transfers if t.what == "layers"] for p in (plan, whole)
+    }
+    assert moved == {3: [pytest.approx(1 / 2 * (4 + 4) * stack().param_count / 8)], 1: []}
 
 
 def attend(model: dict[str, jax.Array], batch: dict[str, jax.Array]) -> jax.Array:

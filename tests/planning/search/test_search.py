@@ -157,6 +157,15 @@ def test_the_runs_own_layout_is_compiled_though_its_estimate_does_not_fit() -> N
     assert compiler.tried == PLANS[:1] and found.ranked[0].given and found.too_large == len(PLANS) - 1
 
 
+def test_a_layout_with_options_of_its_own_corrects_no_estimate() -> None:
+    own, other = (Plan(data=n, replica=8 // n, zero=3) for n in (2, 4))
+    seconds = {own: 1.0, other: 1.0}
+    for own_options, expected in ((False, 2.0), (True, 1.0)):
+        given = {"given": {"data": 2}, "own_options": own_options}
+        found = run(seconds, Compiler({own: 2.0, other: 1.0}), at_least=1, at_most=1, **given)
+        assert found.ranked[0].given and [found.expected(c) for c in found.waiting()] == [expected]
+
+
 def test_a_layout_that_is_no_plan_is_reported() -> None:
     seconds = dict.fromkeys(PLANS[:2], 1.0)
     text = "the run's own layout is none of these plans, so it was not compiled"
