@@ -30,6 +30,7 @@ _PLUMBING = (
     "jaxpar/parallel/experts/experts_local.py",
     "jaxpar/parallel/overlap/permute_collectives.py",
     "jaxpar/parallel/overlap/sequence_dot.py",
+    "jaxpar/parallel/overlap/weight_gradient.py",
     "jaxpar/parallel/precision/fp8_matmul.py",
     "jaxpar/parallel/zero/gather.py",
     "jaxpar/parallel/zero/sharded_matmul.py",

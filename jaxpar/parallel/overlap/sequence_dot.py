@@ -3,7 +3,8 @@
 Under tensor and sequence parallelism, the sequence is gathered before the first matmul of a branch, and the results of
 the last one are summed and scattered along the sequence. Here the sequence moves around the ring of devices in pieces,
 in both directions, while the matmul works on the pieces that have arrived or that leave next. After Wang et al. 2023
-(Overlap communication with dependent computation via decomposition, ASPLOS).
+(Overlap communication with dependent computation via decomposition, ASPLOS). Gradients of weights that are scattered
+over the devices of the batch move in the same way (:mod:`jaxpar.parallel.overlap.weight_gradient`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from jax.sharding import PartitionSpec
 from jaxpar.parallel.collectives.gather_reduce import axes_of, current_precision, is_exact, seq_axes, summing
 from jaxpar.parallel.manual_axes import manual_shard_map
 from jaxpar.parallel.overlap.permute_collectives import Ring
+from jaxpar.parallel.overlap.weight_gradient import MOST_DEVICES, grad_ring, product_in_ring, scattered_weight_grad
 from jaxpar.parallel.precision.fp8_matmul import PRODUCT, input_grad, weight_grad
 from jaxpar.parallel.precision.int8 import Int8
 from jaxpar.parallel.precision.policy import FP8, INT8, Precision
@@ -33,9 +35,6 @@ from jaxpar.sharding.layout import current_layout, hint
 from jaxpar.sharding.resolve import num_shards_over
 from jaxpar.sharding.rules import Axes
 
-MOST_DEVICES = 4
-"""The most devices of a ring. Over more, a smaller piece of a matmul has to hide each hop, and no program was compiled.
-"""
 SEQ = 1
 """The dim of the sequence: arrays are ``[batch, seq, ...]``."""
 _SCATTERED = ("batch", "residual_seq", "embed")
@@ -233,6 +232,9 @@ def _gathered_weights(plan: _Plan, groups: Sequence[Sequence[jax.Array]]) -> lis
 def _weight_grads(plan: _Plan, joined: Joined, x: jax.Array, dy: jax.Array) -> list[jax.Array]:
     """Returns the gradients of the weights that form a matrix, from an input and a gradient with whole sequences."""
     dtype = jnp.result_type(x, dy)
+    ring = grad_ring(joined.dims, x, dy, plan.summed, dtype if plan.wide is None else plan.wide)
+    if ring is not None:
+        return list(split_joined(joined.num_shards, joined.shapes, scattered_weight_grad(ring, x, dy, plan.wide)))
     grad = weight_grad(x, dy, plan.summed, Precision(), plan.wide)
     grad = hint(grad, *joined.dims, role="gradients")
     if plan.wide is not None:
@@ -271,9 +273,7 @@ def _multiply_and_scatter(
 
         def piece(distance: int) -> jax.Array:
             products = [multiply(ring.piece(x, distance, SEQ), w) for x, w in zip(xs, ws, strict=True)]
-            total = functools.reduce(jnp.add, products)
-            # Without the barrier the compiler fuses the product with the addition of the half that is still arriving.
-            return jax.lax.optimization_barrier(total) if distance == (ring.size - 1) // 2 else total
+            return product_in_ring(ring, distance, functools.reduce(jnp.add, products))
 
         return ring.summed(piece, SEQ)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import jax
@@ -26,6 +27,7 @@ RULES = jp.Rules(
     params={"embed": "data"},
 )  # fmt: skip
 TWO_AXES = {"seq": "context", "residual_seq": ("context", "model")}
+TWO_SHARDS = {"embed": ("replica", "data")}
 HEADS = ("embed", "heads", "head_dim")
 
 
@@ -73,7 +75,11 @@ def results(layout: jp.Layout, weights: Any, x: jax.Array) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize(
     ("data", "model", "seq", "embed"),
-    few([(2, 4, 20, 7), (4, 2, 6, 10), (1, 8, 24, 3), (1, 3, 15, 5), (2, 4, 4, 6), (1, 5, 35, 2)], 1, names=4),
+    few(
+        [(2, 4, 20, 6), (2, 4, 20, 7), (4, 2, 6, 12), (1, 8, 24, 3), (1, 3, 15, 5), (2, 4, 4, 6), (1, 5, 35, 2)],
+        1,
+        names=4,
+    ),
 )
 def test_values_and_gradients_equal_one_device(data: int, model: int, seq: int, embed: int, as_on_tpus: None) -> None:
     """Pieces of an even and an odd number of tokens, rings of an even and an odd number of devices."""
@@ -88,6 +94,9 @@ def test_values_and_gradients_equal_one_device(data: int, model: int, seq: int, 
     report = jp.audit(program, mesh=layout.mesh)
     assert report.count("collective-permute", "model") + report.count("all-gather", "model") > 0
     assert "all-gather" not in {c.kind for c in report.select(axis="model") if "ring" not in c.form}, report.table()
+    if embed % data == 0:  # gradients go around a ring
+        reduced = [c for c in report.select(axis="data") if c.kind in ("all-reduce", "reduce-scatter")]
+        assert [c for c in reduced if "ring" not in c.form] == [], report.table()
 
 
 @pytest.mark.parametrize(
@@ -112,6 +121,30 @@ def test_the_ring_is_used_where_the_sequence_and_the_columns_share_an_axis_of_a_
         odd = jax.ShapeDtypeStruct((8, 30, 16), jnp.float32)
         if does:  # 30 tokens cannot be split over 4 devices
             assert sequence_dot._ring_axes(odd, [(w, ("embed", "mlp"))], 1, {}) is None
+
+
+@pytest.mark.parametrize(
+    ("mesh", "changes", "does"),
+    [
+        ({"data": 4, "model": 4}, {}, True),
+        ({"data": 8, "model": 2}, {}, False),
+        ({"data": 4, "model": 4}, {"params": {"embed": None}}, False),
+        ({"data": 4, "model": 4}, {"gradients": {"embed": None}}, False),
+        ({"replica": 2, "data": 2, "model": 4}, {"batch": ("replica", "data")}, False),
+        ({"replica": 2, "data": 2, "model": 4}, {"batch": ("replica", "data"), "params": TWO_SHARDS}, True),
+    ],
+)
+def test_gradients_go_around_a_ring_of_the_devices_of_a_batch(
+    mesh: dict[str, int], changes: dict[str, Any], does: bool
+) -> None:
+    layout = jp.Layout(jp.MeshSpec(**mesh).on("v5e:4x4"), RULES.replace(**changes))
+    w, x = jax.ShapeDtypeStruct((16, 48), jnp.float32), jax.ShapeDtypeStruct((8, 32, 16), jnp.float32)
+    with layout:
+        run = lambda w, x: jp.overlap.gather_dot(x, (w, ("embed", "mlp")))[0].sum()
+        text = str(jax.make_jaxpr(jax.grad(run))(w, x))
+    assert "ppermute" in text
+    axes = set(re.findall(r"ppermute\[\s*axis_name=\(([^)]*)\)", text))
+    assert (len(axes) == 2) is does, axes
 
 
 def test_the_option_of_a_run_sets_that_of_the_model() -> None:
