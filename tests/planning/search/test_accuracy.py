@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.planning import exhaustive
 from jaxpar.app.plan import RunPlanner
-from jaxpar.planning.search.compiled import CompiledPlan
+from jaxpar.planning.search.compiled import CompiledPlan, traced_bytes
 from jaxpar.planning.search.cost import CostModel
 from jaxpar.planning.search.plan import Plan
 from jaxpar.planning.search.search import has_values
@@ -146,6 +146,24 @@ def test_pipelines_of_chunks_as_compiled(config: str, plan: Plan | None, compile
     cost = CostModel(planner.workload, topology).cost(plan or given_plan(planner, topology))
     # The pipeline of experts was compiled when its layers moved to their stages by an all-to-all, which takes 52 ms.
     assert 1e3 * cost.step == pytest.approx(compiled, rel=0.12 if config == "ds_ep4" else 0.06)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("config", "plan", "mebibytes"),
+    [
+        ("1b_fsdp16", Plan(data=16, zero=3, remat="none"), 10_772),
+        ("1b_cp4_ring", Plan(data=4, context=4, zero=3, remat="save_attention"), 3_052),
+        ("8b_fsdp16", Plan(data=16, zero=3, remat="full"), 10_015),
+        ("mix_ep4", Plan(expert=8, context=2, zero=3, remat="dots"), 7_854),
+        ("ds_ep4", Plan(data=4, expert=2, context=2, zero=3, remat="dots"), 12_831),
+        ("1b_pp4_fsdp4", Plan(pipeline=4, data=4, zero=3, remat="full", microbatches=8, virtual_stages=4), 2_545),
+    ],
+)
+def test_traced_memory_is_within_a_tenth_of_compiled(config: str, plan: Plan, mebibytes: float) -> None:
+    """Plans that are shown and were not compiled have the memory of their trace; compiled: docs/measured/plan.md."""
+    traced = traced_bytes(RunPlanner(CONFIGS / f"{config}.yaml").run_of(plan), Topology.parse("v5e:4x4"))
+    assert traced is not None and traced / 2**20 == pytest.approx(mebibytes, rel=0.1)
 
 
 @pytest.mark.slow
