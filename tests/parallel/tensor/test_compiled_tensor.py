@@ -56,5 +56,8 @@ def test_a_compiled_layer_sends_the_bytes_of_the_formulas(kind: Any) -> None:
     program = compile_for(TOPOLOGY, layout, *model, {"x": jp.tag(x, "batch", None, "embed")})
     found = jp.audit(program, mesh=layout.mesh)
     assert found.certain
-    assert found.wire_bytes() == pytest.approx(LAYERS * plan.sent_bytes, rel=0.01), found.table()
+    # In 2.5D the compiler pads the scatters of 2,560 rows, by 1.2 % of all bytes. Of 7,168 rows, as in a 70B, it pads
+    # none (docs/measured/tensor_parallelism.md).
+    bound = 0.015 if kind == "2.5d" else 0.01
+    assert found.wire_bytes() == pytest.approx(LAYERS * plan.sent_bytes, rel=bound), found.table()
     assert "all-reduce + slice" not in {c.form for c in found.collectives}
