@@ -79,6 +79,7 @@ class Workload:
     report: int = 40
     bits: DeltaBits | None = None
     muon: bool = False
+    eval_batches: int = 8  # of the quickstart, for its batch
 
 
 class Search:
@@ -98,6 +99,7 @@ class Search:
         settings = [
             *("cpu_devices=1", "mesh.model=1", f"data.batch={args.batch}", f"data.seq={args.seq}"),
             *(f"train.steps={args.steps}", "train.eval_every=100000"),
+            f"train.eval_batches={args.eval_batches}",
         ]
         servers = ServerConfig(workers=args.workers)
         optimizer = muon_settings(rate) if args.muon else [f"optimizer.learning_rate={rate}"]
@@ -156,8 +158,8 @@ class Search:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("settings", nargs="+")
-    for name in ("steps", "stop", "batch", "seq", "workers"):
-        parser.add_argument(f"--{name}", type=int, default=getattr(Workload, name))
+    for name in ("steps", "stop", "batch", "seq", "workers", "eval_batches"):
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(Workload, name))
     parser.add_argument("--report", type=int, default=Workload.report, help="steps between two lines of a run")
     parser.add_argument("--bits", type=int, choices=(8, 4), help="of each number of a change")
     parser.add_argument("--muon", action="store_true", help="Muon instead of AdamW")
