@@ -123,9 +123,9 @@ def _backward_with_buckets(
     def both(sums: Any, i: jax.Array, grads: Any, exists: jax.Array) -> Any:
         buckets, total = sums
         found = _scattered(reduce, tick, buckets, i)
-        # A gradient is added in place, once the scatter has read that weight's part of the buckets.
-        after = lambda part, grad: jax.lax.optimization_barrier((part, grad))[1]
-        grads = jax.tree.map(after, found, grads)
+        # A gradient is added in place, once the scatter has read that weight's part of the buckets. If the buckets did
+        # not wait as well, XLA:TPU would copy the sum to which it adds.
+        buckets = jax.tree.map(lambda part, bucket: jax.lax.optimization_barrier((part, bucket))[1], found, buckets)
         return add(buckets, i, grads, exists), _with_scattered(tick, total, found, i)
 
     with context.loop_scope("buckets_beside"):
