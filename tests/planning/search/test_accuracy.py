@@ -121,8 +121,8 @@ def test_experts_as_compiled(config: str) -> None:
 @pytest.mark.parametrize(
     ("config", "plan", "compiled"),
     [
-        ("1b_pp4_fsdp4", None, 222),
-        ("8b_pp4_fsdp4_m8_per_chunk", None, 1410),
+        ("1b_pp4_fsdp4", None, 216),
+        ("8b_pp4_fsdp4_m8_per_chunk", None, 1362),
         (
             "8b_pp4_fsdp4_m8",
             Plan(pipeline=8, context=2, zero=3, remat="dots", microbatches=32, virtual_stages=4),
@@ -157,7 +157,7 @@ def test_pipelines_of_chunks_as_compiled(config: str, plan: Plan | None, compile
         ("8b_fsdp16", Plan(data=16, zero=3, remat="full"), 10_015),
         ("mix_ep4", Plan(expert=8, context=2, zero=3, remat="dots"), 7_854),
         ("ds_ep4", Plan(data=4, expert=2, context=2, zero=3, remat="dots"), 12_831),
-        ("1b_pp4_fsdp4", Plan(pipeline=4, data=4, zero=3, remat="full", microbatches=8, virtual_stages=4), 2_545),
+        ("1b_pp4_fsdp4", Plan(pipeline=4, data=4, zero=3, remat="full", microbatches=8, virtual_stages=4), 2_515),
     ],
 )
 def test_traced_memory_is_within_a_tenth_of_compiled(config: str, plan: Plan, mebibytes: float) -> None:
