@@ -21,6 +21,7 @@ import jaxpar as jp
 from jaxpar.models.llama import LlamaConfig, make_llama
 from jaxpar.models.llama.pipeline import staged_next_token_loss
 from jaxpar.models.losses import next_token_loss
+from jaxpar.parallel.overlap import sequence_dot
 
 BOUND = 1e-12
 CONFIG = LlamaConfig(
@@ -43,16 +44,16 @@ def batch_of(rows: int = 8, seq: int = 16) -> dict[str, Any]:
 
 
 def one(sizes: dict[str, int], loss: Any, config: LlamaConfig = CONFIG, rules: jp.Rules = RULES, **options: Any) -> Any:
-    """Returns the loss and the gradients of one step."""
+    """Returns the loss and the gradients of one step, and the step before it is lowered."""
     layout = layout_of(rules, sizes)
     make = MAKE if config is CONFIG else make_llama(config)
     shapes = jp.abstract_state(layout, make, SGD)
     step = jp.train_step(layout, loss, return_grads=True, donate=False, **options)
-    compiled = step.lower(shapes, batch_of()).compile(compiler_options=QUICK)
-    _, metrics = compiled(initial(shapes, make, RULES), batch_of())
+    traced = step.trace(shapes, batch_of())
+    _, metrics = traced.lower().compile(compiler_options=QUICK)(initial(shapes, make, RULES), batch_of())
     grads = jax.device_get(metrics["grads"])
     assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {np.dtype(np.float64)}
-    return float(metrics["loss"]), grads
+    return float(metrics["loss"]), grads, traced.jaxpr
 
 
 @pytest.fixture(scope="module")
@@ -137,6 +138,37 @@ def test_zero(stage: int, want: Any) -> None:
     zero = jp.Zero(stage, min_bytes=0)
     rules = zero.rules(jp.Rules(**{dim: rule for dim, rule in RULES.to_dict().items() if dim != "params"}))
     check(one({"data": 4}, next_token_loss, rules=rules, grad_accum_steps=2, **zero.step), want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_matmuls_beside_their_collectives(remat: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sequence_dot, "platform_of", lambda mesh: "tpu")
+    config = replace(CONFIG, kv_heads=4, remat=remat)
+    want = one({"data": 1}, next_token_loss, config)
+    got = one({"data": 2, "model": 4}, next_token_loss, replace(config, overlap_matmuls=True))
+    check(got, want)
+    assert "ppermute" in str(got[2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("2d", {"x": 2, "y": 4}),
+        ("2d", {"x": 4, "y": 2}),
+        ("2d", {"data": 2, "x": 2, "y": 2}),
+        ("2.5d", {"x": 2, "y": 2, "z": 2}),
+        ("3d", {"x": 2, "y": 2, "z": 2}),
+    ],
+)
+def test_tensor_parallelism_in_several_dimensions(kind: Any, sizes: dict[str, int]) -> None:
+    config = replace(CONFIG, heads=8, kv_heads=4, remat="full")
+    rules = jp.tensor.rules(kind, jp.Rules(**(RULES.to_dict() | {"seq": None, "residual_seq": None, "params": {}})))
+    want = one({"data": 1}, next_token_loss, config)
+    got = one(sizes, next_token_loss, config, rules)
+    check(got, want)
+    assert str(got[2]).count("reduce_scatter") >= 4 * config.layers  # of the results of a layer's four matmuls
 
 
 @pytest.mark.slow
