@@ -141,6 +141,13 @@ def test_zero(stage: int, want: Any) -> None:
 
 
 @pytest.mark.slow
+def test_groups_whose_gradients_and_optimizer_are_sharded_over_all_devices(want: Any) -> None:
+    state = {"embed": ("data", "replica")}
+    rules = RULES.replace(batch=("replica", "data"), params={"embed": "data"}, gradients=state, optimizer=state)
+    check(one({"replica": 2, "data": 4}, next_token_loss, rules=rules), want)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_matmuls_beside_their_collectives(remat: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sequence_dot, "platform_of", lambda mesh: "tpu")
