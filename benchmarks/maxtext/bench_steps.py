@@ -119,16 +119,16 @@ def figures_of(side: str, found: Checkup) -> Figures:
         line.compute,
         line.hbm,
         line.step,
-        waits_of(report, line),
+        waits_of(report, line, found.program.rings),
         "; ".join(line.missing),
         ", ".join(f"{name} {version}" for name, version in found.program.versions.items()),
     )
 
 
-def waits_of(report: Audit, line: Roofline) -> tuple[str, ...]:
+def waits_of(report: Audit, line: Roofline, rings: Sequence[str] = ()) -> tuple[str, ...]:
     """Return what a device waits for in a step, longest first: transfers, from where, and the compute beside them."""
     seconds: dict[tuple[str, str], float] = {}
-    for c, t in zip(report.collectives, time_each(report, line.topology), strict=True):
+    for c, t in zip(report.collectives, time_each(report, line.topology, rings=rings), strict=True):
         name = f"{c.kind}{f' ({c.form})' if c.form else ''} over {'+'.join(c.axes)}, {c.dtype}, from {c.place}"
         longer = f"longer than the {c.beside_flops:.3g} FLOPs beside each"
         for how, time in (("nothing beside it", t.exposed), (longer, t.stalled)):
@@ -160,6 +160,7 @@ def earlier(folder: Path) -> Figures:
         device_kind=result["device_kind"],
         versions=request["versions"],
         cached=True,
+        rings=tuple(request.get("rings", ())),
     )
     return figures_of("jaxpar", examine(program, request["mesh"]))
 

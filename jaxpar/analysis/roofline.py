@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -179,6 +179,7 @@ def roofline(
     tokens: float | None = None,
     model_flops: float | None = None,
     dtype: str = "bf16",
+    rings: Sequence[str] = (),
 ) -> Roofline:
     """Returns an estimate of how long one run of an audited program takes on a topology, and of what bounds it.
 
@@ -192,12 +193,14 @@ def roofline(
       model_flops: FLOPs of one step over all devices that the model needs, without recomputation, for the MFU. By
         default the MFU uses the FLOPs that the program runs.
       dtype: of the matmuls' operands, one of ``jaxpar.sharding.hardware.accelerators.DTYPES``.
+      rings: the mesh axes whose devices form closed rings, as in :class:`jaxpar.Layout`.
 
     Returns:
       The :class:`Roofline` of one step.
 
     Raises:
-      MeshError: the audit's mesh has another size than the topology, or the topology is unknown.
+      MeshError: the audit's mesh has another size than the topology, the topology is unknown, or the devices of one of
+        ``rings`` form no closed ring.
       PlanError: no matmul rate for ``dtype``, or a slice larger than its pod.
 
     >>> report = Audit({"data": 4}, 2 * 1024**3, 0, 6 * 1024**2, (), (), (), (), {})  # a matmul of 1024 × 1024 in bf16
@@ -205,7 +208,7 @@ def roofline(
     step 10.9 µs on v5e:2x2 (4 × TPU v5e), bound by compute; MFU 100.0% (the program's FLOPs, bf16); 93,936,920 tokens/s
     """
     hardware = Topology.parse(str(topology))
-    compute, hbm, timed = _timed(report, hardware, dtype)
+    compute, hbm, timed = _timed(report, hardware, dtype, rings)
     device, flops, work = hardware.accelerator, report.matmul_flops + report.kernel_flops, max(compute, hbm)
     transfers = _by_axes(timed)
     busiest, stalled = _busiest(timed, lambda t: t.hidden + t.stalled), _busiest(timed, lambda t: t.stalled)
@@ -237,7 +240,9 @@ def roofline(
     )
 
 
-def time_each(report: Audit, topology: Topology | str, *, dtype: str = "bf16") -> tuple[Transfers, ...]:
+def time_each(
+    report: Audit, topology: Topology | str, *, dtype: str = "bf16", rings: Sequence[str] = ()
+) -> tuple[Transfers, ...]:
     """Returns the time of each of ``report.collectives`` in one step by the same model, in their order.
 
     Arguments and errors are those of :func:`roofline`.
@@ -245,7 +250,7 @@ def time_each(report: Audit, topology: Topology | str, *, dtype: str = "bf16") -
     >>> time_each(Audit({"data": 4}, 0, 0, 0, (), (), (), (), {}), "v5e:2x2")
     ()
     """
-    return tuple(one.transfers for one in _timed(report, Topology.parse(str(topology)), dtype)[2])
+    return tuple(one.transfers for one in _timed(report, Topology.parse(str(topology)), dtype, rings)[2])
 
 
 @dataclass(frozen=True)
@@ -256,14 +261,14 @@ class _Timed:
     queues: Mapping[str, float]
 
 
-def _timed(report: Audit, hardware: Topology, dtype: str) -> tuple[float, float, list[_Timed]]:
+def _timed(report: Audit, hardware: Topology, dtype: str, rings: Sequence[str]) -> tuple[float, float, list[_Timed]]:
     """Returns the seconds of the FLOPs and of the memory traffic, and the transfers of each collective.
 
     Exposed permutes in flight together take the time of their busiest link.
     """
     flops, device = report.matmul_flops + report.kernel_flops, hardware.accelerator
     compute, hbm = flops / device.rate(dtype), report.hbm_bytes / device.hbm_bandwidth
-    links = Links.of(hardware, report.mesh)
+    links = Links.of(hardware, report.mesh, rings)
     pace = max(compute, hbm) / flops if flops else 0.0
     timed = [_time(c, links, pace) for c in report.collectives]
     flights: dict[int, list[int]] = {}

@@ -384,6 +384,8 @@ class RunConfig:
       layout: a layout file, relative to the run's file, or one that comes with jaxpar (``layouts/tp.yaml``); without
         one, ``mesh`` and ``rules`` are the layout.
       mesh, rules: changes to that layout, key by key.
+      rings: mesh axes whose devices form closed rings of TPU chips where the ends of the torus are not joined, such as
+        ``[model]``; instead of the layout's.
       parallel: parallelism that the layout does not describe.
       precision: a dtype such as ``bf16`` or ``fp8``, or ``{compute, gather, reduce, scale, matmul}``; by default the
         model's dtypes.
@@ -404,6 +406,7 @@ class RunConfig:
     layout: str | None = None
     mesh: dict[str, AxisSize] = field(default_factory=dict)
     rules: dict[str, Any] = field(default_factory=dict)
+    rings: list[str] | None = None
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     precision: str | PrecisionConfig | None = None
     cpu_devices: Annotated[int, Range(1, 2**12)] | None = None
@@ -443,6 +446,8 @@ def load_run(path: str | os.PathLike[str], settings: Sequence[str] = ()) -> Load
         source = find_layout(file, config.layout)
         own = build(LayoutData, {"mesh": None, "rules": None, **load_yaml(source)}, str(source))
     layout = {"mesh": merge(own.mesh or {}, config.mesh), "rules": merge(own.rules or {}, config.rules)}
+    if rings := own.rings if config.rings is None else config.rings:
+        layout["rings"] = rings
     return Loaded(config, layout, file.stem)
 
 

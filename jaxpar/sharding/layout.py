@@ -19,6 +19,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from jaxpar.errors import JaxparError, LayoutError, NoLayoutError, did_you_mean, listing
 from jaxpar.sharding import messages
+from jaxpar.sharding.hardware.rings import check_rings
 from jaxpar.sharding.mesh import ALL_AXES, LayoutData, MeshSpec
 from jaxpar.sharding.resolve import Resolved, resolve
 from jaxpar.sharding.rules import Rules
@@ -43,11 +44,14 @@ class Layout:
       mesh: the mesh.
       rules: the rules; every axis that they name is an axis of the mesh or of :class:`jaxpar.MeshSpec`.
       explicit: whether a mesh whose axes are all Explicit keeps them, for a model that is written for them.
+      rings: the axes whose devices form closed rings of TPU chips, as ``MeshSpec.build(rings=...)`` places them. A
+        program that is compiled ahead of time is placed in the same way, and the roofline counts links accordingly.
       converted: the Explicit axes of the given mesh that are Auto in ``mesh``.
 
     Raises:
       LayoutError: an argument is of another type, the rules name an axis that neither the mesh nor jaxpar knows, or the
         mesh has Manual axes, or axes that are not Explicit although ``explicit`` is set. The error lists all problems.
+      MeshError: one of ``rings`` is no axis of the mesh.
 
     >>> from jaxpar import MeshSpec, Rules
     >>> layout = Layout(MeshSpec(data=4, model=2).abstract(), Rules(batch="data", mlp="model", embed=None))
@@ -58,6 +62,7 @@ class Layout:
     mesh: Mesh | AbstractMesh
     rules: Rules
     explicit: bool = False
+    rings: tuple[str, ...] = ()
     converted: tuple[str, ...] = field(default=(), init=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -67,6 +72,7 @@ class Layout:
                 f"Layout() requires a Mesh and Rules, got {got}. Remedy: use Layout(MeshSpec(...).build(), rules)."
             )
         names = self.mesh.axis_names
+        check_rings(self.rings, names)
         known = tuple(dict.fromkeys([*names, *ALL_AXES]))
         problems = [
             f"the rule for {where!r} names the mesh axis {axis!r}, which does not exist.{did_you_mean(axis, known)} "
@@ -92,7 +98,7 @@ class Layout:
         """Returns a layout from ``{"mesh": {...}, "rules": {...}}``.
 
         Args:
-          data: the sizes of the mesh axes and the rules.
+          data: the sizes of the mesh axes, the rules, and optionally ``rings``, a list of mesh axes.
           devices: the devices of the mesh, by default ``jax.devices()``; an integer makes an abstract mesh of that
             size.
           where: the prefix of error messages.
@@ -104,14 +110,15 @@ class Layout:
         parts = build(LayoutData, data, where)
         try:
             spec = MeshSpec.from_dict(parts.mesh or {})
-            mesh = spec.abstract(devices) if isinstance(devices, int) else spec.build(devices)
-            return cls(mesh, Rules.from_dict(parts.rules or {}))
+            rings = tuple(parts.rings)
+            mesh = spec.abstract(devices) if isinstance(devices, int) else spec.build(devices, rings=rings)
+            return cls(mesh, Rules.from_dict(parts.rules or {}), rings=rings)
         except JaxparError as error:
             raise type(error)(f"{where}: {error}") from error
 
     @classmethod
     def from_yaml(cls, path: str | os.PathLike[str], *, devices: Devices = None) -> Layout:
-        """Returns a layout from a YAML file with the keys ``mesh`` and ``rules``.
+        """Returns a layout from a YAML file with the keys ``mesh``, ``rules`` and optionally ``rings``.
 
         Args:
           path: the file.

@@ -8,8 +8,8 @@ boundary.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from jaxpar.errors import MeshError, did_you_mean, listing
@@ -32,6 +32,7 @@ class LayoutData:
 
     mesh: dict[str, AxisSize] | None
     rules: dict[str, Any] | None
+    rings: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,13 @@ class MeshSpec:
             raise MeshError(_mesh_misfit(given, fixed, devices))
         return {axis: size for axis, size in filled.items() if axis in AXES or size > 1}
 
-    def build(self, devices: Sequence[Any] | None = None, *, axis_type: AxisType | None = None) -> Mesh:
+    def build(
+        self,
+        devices: Sequence[Any] | None = None,
+        *,
+        axis_type: AxisType | None = None,
+        rings: Collection[str] = (),
+    ) -> Mesh:
         """Returns a ``jax.sharding.Mesh`` over ``devices``.
 
         Devices of several slices, or of several hosts without a common interconnect, form an ICI × DCN hybrid
@@ -126,17 +133,19 @@ class MeshSpec:
         Args:
           devices: by default all of ``jax.devices()``.
           axis_type: the type of all axes, by default Auto.
+          rings: the axes whose devices form closed rings of TPU chips, as in :class:`jaxpar.Layout`: a full dim of the
+            torus if its ends are joined, else a block such as 2 × 2 chips. They have no effect on other devices.
 
         Raises:
-          MeshError: the sizes do not fit the number of devices or the slices. For a machine with too few devices, the
-            text says how to simulate enough.
+          MeshError: the sizes do not fit the number of devices or the slices, or the devices of one of ``rings`` form
+            no closed ring. For a machine with too few devices, the text says how to simulate enough.
         """
         import jax
 
         chosen = list(jax.devices() if devices is None else devices)
         sizes = sizes_or_suggestion(self.sizes, len(chosen), vars(self).values())
         return jax.sharding.Mesh(
-            arrange(chosen, sizes), tuple(sizes), axis_types=axis_type and (axis_type,) * len(sizes)
+            arrange(chosen, sizes, rings), tuple(sizes), axis_types=axis_type and (axis_type,) * len(sizes)
         )
 
     def abstract(self, devices: int | None = None, *, axis_type: AxisType | None = None) -> AbstractMesh:

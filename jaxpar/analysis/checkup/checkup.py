@@ -229,11 +229,12 @@ def examine(
     about = about or About()
     module = parse(step.text)
     report = _named(audit(step, mesh=sizes), held)
-    line = roofline(report, step.topology, tokens=about.tokens or None, model_flops=about.model_flops or None)
+    tokens, flops = about.tokens or None, about.model_flops or None
+    line = roofline(report, step.topology, tokens=tokens, model_flops=flops, rings=step.rings)
     memory = footprint(_peak(module, step), held, step.memory, sizes, Topology.parse(step.topology).accelerator)
     warnings = [w for text in step.warnings if (w := rematerialised(text, module)) is not None]
-    times = time_each(report, step.topology)
-    findings = find(Evidence(report, line, times, memory, held, warnings, about))
+    times = time_each(report, step.topology, rings=step.rings)
+    findings = find(Evidence(report, line, times, memory, held, warnings, about, step.rings))
     kept = about.reshard_after_forward
     return Checkup(step.topology, sizes, step, report, line, memory, findings, tuple(held), reshard_after_forward=kept)
 

@@ -17,8 +17,9 @@ from jaxpar.analysis.compile.gathers import GATHER_OPTIONS
 from jaxpar.analysis.compile.warnings import Rematerialised
 from jaxpar.analysis.hlo.audit import Audit
 from jaxpar.analysis.hlo.collectives import Collective, wire_bytes
-from jaxpar.analysis.roofline import Roofline, Transfers, show_time
+from jaxpar.analysis.roofline import Roofline, Transfers, roofline, show_time
 from jaxpar.analysis.units import show_bytes
+from jaxpar.errors import MeshError
 
 MIN_SHARE = 0.005
 """Findings below this share of the step or of the memory are dropped, except for the compiler's own warnings."""
@@ -35,7 +36,7 @@ class Finding:
     """One thing to change.
 
     Attributes:
-      kind: ``does not fit``, ``exposed``, ``all-reduce for a scatter``, ``long ring``,
+      kind: ``does not fit``, ``exposed``, ``all-reduce for a scatter``, ``long ring``, ``open line``,
         ``involuntary rematerialisation``, ``logits``, ``attention scores``, or ``replicated``.
       where: source line, tensor or axes.
       text: what the program does, with sizes.
@@ -89,6 +90,7 @@ class Evidence:
       held: the arrays that the step receives.
       warnings: the compiler's.
       about: facts about the model.
+      rings: the mesh axes whose devices form closed rings.
     """
 
     audit: Audit
@@ -98,6 +100,7 @@ class Evidence:
     held: Sequence[HeldTensor]
     warnings: Sequence[Rematerialised] = ()
     about: About = About()
+    rings: Sequence[str] = ()
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -307,6 +310,28 @@ def _long_rings(e: Evidence) -> Iterator[Finding]:
         yield Finding("long ring", _places(c for c, _, _ in same), text, remedy, seconds, waste, e.of_step(seconds))
 
 
+def _open_lines(e: Evidence) -> Iterator[Finding]:
+    """Find axes whose permutes would have twice the links in a closed ring, by the roofline."""
+    moved: dict[str, float] = {}
+    for c in e.audit.collectives:
+        if c.kind == "collective-permute" and len(c.axes) == 1 and c.axes[0] not in e.rings:
+            moved[c.axes[0]] = moved.get(c.axes[0], 0.0) + c.total_wire_bytes
+    for axis, sent in moved.items():
+        try:
+            rings = (*e.rings, axis)
+            closed = roofline(e.audit, e.roofline.topology, dtype=e.roofline.dtype, rings=rings).step
+        except MeshError:  # the chips that are left to this axis hold no ring
+            continue
+        seconds = e.roofline.step - closed
+        text = (
+            f"the {e.sizes[axis]} devices of {axis} are an open line of chips, and permutes over it share links in both "
+            f"directions: in a closed ring the step would take {show_time(closed)} instead of "
+            f"{show_time(e.roofline.step)}"
+        )
+        remedy = f"place them on a block of chips: rings: [{', '.join(rings)}] beside mesh."
+        yield Finding("open line", axis, text, remedy, seconds, sent, e.of_step(seconds))
+
+
 def _rematerialised(e: Evidence) -> Iterator[Finding]:
     for w in e.warnings:
         moved = [
@@ -362,4 +387,13 @@ def _replicated(e: Evidence) -> Iterator[Finding]:
         yield Finding("replicated", h.path, text, remedy, 0.0, saved, e.of_memory(saved))
 
 
-_FINDERS = (_does_not_fit, _exposed, _all_reduce_for_scatter, _long_rings, _rematerialised, _large_buffers, _replicated)
+_FINDERS = (
+    _does_not_fit,
+    _exposed,
+    _all_reduce_for_scatter,
+    _long_rings,
+    _open_lines,
+    _rematerialised,
+    _large_buffers,
+    _replicated,
+)

@@ -83,7 +83,7 @@ def load_imbalance(step: AheadOfTime, mesh: Mapping[str, int], factor: float) ->
         return LoadImbalance(factor, {})
     imbalances = {"imbalanced": factor, "worst": math.inf}
     reports = {"balanced": balanced} | {key: audit(step, mesh=mesh, imbalance=f) for key, f in imbalances.items()}
-    return LoadImbalance(factor, {key: _load(report, step.topology) for key, report in reports.items()})
+    return LoadImbalance(factor, {key: _load(report, step) for key, report in reports.items()})
 
 
 def check_factor(factor: float, name: str = "imbalance") -> None:
@@ -98,5 +98,6 @@ def check_factor(factor: float, name: str = "imbalance") -> None:
         )
 
 
-def _load(report: Audit, topology: str) -> DeviceLoad:
-    return DeviceLoad(report.matmul_flops, report.wire_bytes(), roofline(report, topology).step)
+def _load(report: Audit, step: AheadOfTime) -> DeviceLoad:
+    line = roofline(report, step.topology, rings=step.rings)
+    return DeviceLoad(report.matmul_flops, report.wire_bytes(), line.step)

@@ -32,6 +32,7 @@ from jaxpar.errors import CompileError, MeshError
 from jaxpar.parallel.collectives.bucketing import CollectiveFusion
 from jaxpar.parallel.offload.placement import KIND
 from jaxpar.parallel.pipeline.options import Asynchronous
+from jaxpar.sharding.hardware.links import Links
 from jaxpar.sharding.hardware.topology import Topology
 from jaxpar.sharding.layout import Layout
 from jaxpar.training.asynchronous.step import pipedream_train_step
@@ -59,6 +60,7 @@ class AheadOfTime:
       versions: of jax, of the compiler, and of the other packages that affect the result.
       cached: whether the result comes from the disk cache.
       warnings: the compiler's warnings of involuntary full rematerialization, verbatim.
+      rings: the mesh axes whose devices form closed rings.
     """
 
     topology: str
@@ -69,6 +71,7 @@ class AheadOfTime:
     versions: dict[str, str]
     cached: bool
     warnings: tuple[str, ...] = ()
+    rings: tuple[str, ...] = ()
 
     def as_text(self) -> str:
         """Returns the optimized HLO, like ``jax.stages.Compiled.as_text``."""
@@ -107,7 +110,8 @@ def compile_for(
       The compiled program.
 
     Raises:
-      MeshError: unknown topology, or a mesh of another size or for another accelerator.
+      MeshError: unknown topology, a mesh of another size or for another accelerator, or devices that form no closed
+        ring (``layout.rings``).
       LayoutError: the layout does not fit the model or the batch.
       ModelError, AnnotationError, ConfigError: as for :func:`jaxpar.init` and the step.
       MissingExtraError: there is no compiler for the topology's devices.
@@ -254,6 +258,9 @@ def compile_program(
         "kept": "text, memory, warnings",  # recompiles cached results that lack one of these
     }
     kinds = [leaf.sharding.memory_kind for leaf in leaves]
+    if layout.rings and topology.accelerator.torus:
+        Links.of(topology, layout.sizes, layout.rings)  # before the compiler is started
+        request["rings"] = list(layout.rings)
     if KIND in kinds:
         request["kinds"] = kinds  # only if present, so that the cache keys of other programs do not change
         if topology.platform == "gpu":
@@ -283,6 +290,7 @@ def _run(compiler: Compiler, program: jax.export.Exported, request: dict[str, An
         versions=request["versions"],
         cached=cached,
         warnings=tuple(result.get("warnings", ())),
+        rings=tuple(request.get("rings", ())),
     )
 
 

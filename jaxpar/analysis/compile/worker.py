@@ -42,7 +42,7 @@ def _compile(root: Path, request: dict[str, Any]) -> dict[str, Any]:
 
     options = dict(request["topology"])
     description = topologies.get_topology_desc(options.pop("topology_name"), **options)
-    devices = _arranged(description.devices, request["mesh"])
+    devices = _arranged(description.devices, request["mesh"], request.get("rings", ()))
     mesh = Mesh(devices, tuple(request["mesh"]), axis_types=(AxisType.Auto,) * len(request["mesh"]))
     program = export.deserialize(bytearray((root / "program.export").read_bytes()))
     specs = [PartitionSpec(*(tuple(axes) or None for axes in spec)) for spec in request["specs"]]
@@ -66,7 +66,7 @@ def _compile(root: Path, request: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _arranged(devices: Sequence[Any], sizes: Mapping[str, int]) -> Any:
+def _arranged(devices: Sequence[Any], sizes: Mapping[str, int], rings: Sequence[str] = ()) -> Any:
     """Returns the devices as an array of the mesh's shape, with the slow links outermost.
 
     Ahead of time, all GPUs report slice 0, although NVLink joins only those of one host. Each host is therefore treated
@@ -75,7 +75,7 @@ def _arranged(devices: Sequence[Any], sizes: Mapping[str, int]) -> Any:
     from jaxpar.sharding.device_order import arrange
 
     if devices[0].platform != "gpu":
-        return arrange(list(devices), sizes)
+        return arrange(list(devices), sizes, rings)
     hosts_as_slices = [
         SimpleNamespace(slice_index=d.process_index, id=d.id, platform=d.platform, device_kind=d.device_kind)
         for d in devices

@@ -125,7 +125,7 @@ def select_impl(
 def select_here(requested: str, q: Any, k: Any, sharding: QKVSharding, **options: Any) -> Choice:
     """Returns :func:`select_impl` for the devices of the ambient layout."""
     layout = current_layout()
-    links = links_of(layout.mesh) if requested == "auto" else None
+    links = links_of(layout.mesh, layout.rings) if requested == "auto" else None
     return select_impl(requested, q, k, sharding, layout.sizes, links=links, **options)
 
 

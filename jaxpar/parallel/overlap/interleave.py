@@ -344,7 +344,7 @@ class _SplitPlan:
 
         Between few devices one product hides all straight pieces. Between many they would congest the links of a torus.
         """
-        links = links_of(self.layout.mesh)
+        links = links_of(self.layout.mesh, self.layout.rings)
         found = () if links is None or links.torus is None else links.rings(self.permute_axes)
         return found if math.prod(found) > MAX_DIRECT else ()
 

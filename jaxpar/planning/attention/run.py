@@ -106,7 +106,7 @@ def _order(found: FoundAttention, q_dims: Names, kv_dims: Names) -> str | None:
     As with the implementation, the time decides if the device's figures are known, and the bytes otherwise.
     """
     layout = current_layout()
-    links = links_of(layout.mesh)
+    links = links_of(layout.mesh, layout.rings)
     q, k = (jax.ShapeDtypeStruct(shape, found.q.var.aval.dtype) for shape in shapes(found))
     sharding = qkv_sharding(q, k, q_dims, kv_dims)
 

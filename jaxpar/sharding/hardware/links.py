@@ -26,14 +26,15 @@ that may cross slices is assumed to cross them.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from jaxpar.errors import MeshError, PlanError
 from jaxpar.sharding.hardware.accelerators import Accelerator, of_device
+from jaxpar.sharding.hardware.rings import check_on_torus, check_rings
 from jaxpar.sharding.hardware.topology import Topology, device_of
-from jaxpar.sharding.hardware.torus import Torus, take
+from jaxpar.sharding.hardware.torus import Link, Torus, take
 
 if TYPE_CHECKING:
     from jax.sharding import AbstractMesh, Mesh
@@ -75,9 +76,22 @@ class Links:
       shape: the shape of a slice in chips, or ``(GPUs of a host,)``.
       pair: jax devices per chip.
       mesh: axis → size, outermost first; the product of the sizes is ``slices · chips · pair``.
+      rings: the axes whose devices form closed rings, as in :class:`jaxpar.MeshSpec`; without a torus they have no
+        effect.
+
+    Raises:
+      MeshError: the devices of one of ``rings`` form no closed ring.
     """
 
-    def __init__(self, accelerator: Accelerator, slices: int, shape: Sequence[int], pair: int, mesh: Mapping[str, int]):
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        slices: int,
+        shape: Sequence[int],
+        pair: int,
+        mesh: Mapping[str, int],
+        rings: Collection[str] = (),
+    ):
         outer = take(mesh, slices, mesh)
         left = {axis: size // outer[axis] for axis, size in mesh.items()}
         inner = take(left, pair, reversed(list(mesh)))
@@ -85,15 +99,25 @@ class Links:
         fabric = "ICI" if accelerator.torus else "NVLink"
         self.accelerator, self.slices, self.shape = accelerator, slices, tuple(shape)
         self.levels = {NETWORK: outer, fabric: middle, "chip": inner}
-        closed = accelerator.wraps(shape)
-        self.torus = Torus.lay(middle, shape, closed, accelerator.link_bandwidth) if accelerator.torus else None
+        self.pair, self.torus = pair, None
+        if accelerator.torus:
+            check_rings(rings, mesh)
+            for axis in rings:
+                check_on_torus(axis, mesh[axis], middle[axis], slices)
+            closed = accelerator.wraps(shape)
+            self.torus = Torus.lay(middle, shape, closed, accelerator.link_bandwidth, rings)
 
     @classmethod
-    def of(cls, topology: Topology, mesh: Mapping[str, int]) -> Links:
+    def of(cls, topology: Topology, mesh: Mapping[str, int], rings: Collection[str] = ()) -> Links:
         """Returns the links of a topology under the mesh of an audited program.
 
+        Args:
+          topology: the topology.
+          mesh: axis → size, outermost first.
+          rings: the axes whose devices form closed rings.
+
         Raises:
-          MeshError: the mesh and the topology differ in size.
+          MeshError: the mesh and the topology differ in size, or the devices of one of ``rings`` form no closed ring.
           PlanError: a slice has more chips than the accelerator allows.
         """
         devices, accelerator = math.prod(mesh.values()), topology.accelerator
@@ -108,7 +132,7 @@ class Links:
                 f"{topology} has {chips} chips in one slice, but {accelerator.name} has at most {accelerator.domain}. "
                 f"Remedy: use more slices of fewer chips."
             )
-        return cls(accelerator, topology.slices, topology.shape, accelerator.chip_devices, mesh)
+        return cls(accelerator, topology.slices, topology.shape, accelerator.chip_devices, mesh, rings)
 
     @property
     def crossing(self) -> dict[str, int]:
@@ -209,7 +233,7 @@ class Links:
         if not (loads := self.torus.loads(axes, moved)):  # no message leaves its chip
             return self._phase("chip", sent)
         speed = self.torus.link * sharers
-        return Phase("ICI", {_queue(*link): sent * load / speed for link, load in loads.items()})
+        return Phase("ICI", {_queue(link): sent * load / speed for link, load in loads.items()})
 
     def _shift(self, axes: Sequence[str]) -> list[tuple[int, int]]:
         """Returns the (source, target) pairs of a permute to the next device along the innermost axis."""
@@ -236,11 +260,12 @@ def _spread(torus: Torus, axes: Sequence[str], kind: str, sent: float, group: in
         seconds = max(held * (chips**2 // 4) / chips / speed for chips, speed in ways.values())
     else:
         seconds = sent / sum(speed for _, speed in ways.values())
-    return Phase("ICI", {_queue(dim, way): seconds for dim in ways for way in (1, -1)})
+    return Phase("ICI", {_queue(link): seconds for dim in ways for link in torus.links(dim)})
 
 
-def _queue(dim: int, way: int) -> str:
-    return f"ICI {dim} {'+' if way > 0 else '-'}"
+def _queue(link: Link) -> str:
+    dim, way, spot = link
+    return f"ICI {dim} {'+' if way > 0 else '-'}" + (f" {spot}" if any(spot) else "")
 
 
 def likely_shape(accelerator: Accelerator, chips: int) -> tuple[int, ...]:
@@ -260,12 +285,12 @@ def likely_shape(accelerator: Accelerator, chips: int) -> tuple[int, ...]:
     return tuple(sorted(shape))
 
 
-def links_of(mesh: Mesh | AbstractMesh) -> Links | None:
+def links_of(mesh: Mesh | AbstractMesh, rings: Collection[str] = ()) -> Links | None:
     """Returns the links of a mesh's devices, or ``None`` if they are unknown, as for CPUs.
 
     Concrete devices report their slice and coordinates. An abstract mesh has only their kind: it is assumed to have as
     few slices as possible, each as near to a square or a cube as possible (or hosts with as many GPUs as a host can
-    have).
+    have). Where such a slice has no closed ring for one of ``rings``, none of them has an effect.
 
     >>> from jaxpar import MeshSpec
     >>> links_of(MeshSpec(data=4, context=4).on("v5e:4x4")).name, links_of(MeshSpec(data=4).abstract())
@@ -277,7 +302,10 @@ def links_of(mesh: Mesh | AbstractMesh) -> Links | None:
         return None
     pair = accelerator.chip_devices if mesh.size % 2 == 0 else 1
     slices, shape = _placed(accelerator, mesh, mesh.size // pair)
-    return Links(accelerator, slices, shape, pair, dict(mesh.shape))
+    try:
+        return Links(accelerator, slices, shape, pair, dict(mesh.shape), rings)
+    except MeshError:  # the slice is a guess; with the real one, the mesh or the compiler raises it
+        return Links(accelerator, slices, shape, pair, dict(mesh.shape))
 
 
 def _placed(accelerator: Accelerator, mesh: Any, chips: int) -> tuple[int, tuple[int, ...]]:

@@ -9,7 +9,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-type Place = tuple[int, ...]
+from jaxpar.sharding.hardware.rings import Place, closed_ring, ring_dims
+
+type Link = tuple[int, int, Place]
+"""A dim, 1 or -1 for the direction, and a place."""
 
 
 @dataclass(frozen=True)
@@ -21,15 +24,24 @@ class Torus:
       closed: whether each dim closes to a ring.
       link: bytes/s of one link in one direction.
       factors: for each dim, the (axis, factor) pairs that it consists of, innermost first.
+      ringed: the axes whose devices follow a closed ring through their chips, instead of one dim after the other.
     """
 
     shape: tuple[int, ...]
     closed: tuple[bool, ...]
     link: float
     factors: tuple[tuple[tuple[str, int], ...], ...]
+    ringed: tuple[str, ...] = ()
 
     @classmethod
-    def lay(cls, sizes: Mapping[str, int], shape: Sequence[int], closed: Sequence[bool], link: float) -> Torus:
+    def lay(
+        cls,
+        sizes: Mapping[str, int],
+        shape: Sequence[int],
+        closed: Sequence[bool],
+        link: float,
+        ringed: Collection[str] = (),
+    ) -> Torus:
         """Returns a torus with mesh axes, outermost first, mapped to its dims.
 
         Args:
@@ -37,18 +49,27 @@ class Torus:
           shape: chips along each dim.
           closed: whether each dim closes to a ring.
           link: bytes/s of one link in one direction.
+          ringed: the axes whose devices form closed rings: a full closed dim, or else a block of chips.
+
+        Raises:
+          MeshError: the chips that inner axes leave hold no closed ring of the size of an axis.
 
         >>> Torus.lay({"data": 4, "model": 16}, (4, 16), (False, True), 5e10).factors
         ((('data', 4),), (('model', 16),))
         >>> Torus.lay({"data": 8, "model": 2}, (4, 4), (False, False), 5e10).factors
         ((('model', 2), ('data', 2)), (('data', 4),))
+        >>> Torus.lay({"data": 4, "model": 4}, (4, 4), (False, False), 5e10, ["model"]).places(["model"])
+        [(0, 0), (1, 0), (1, 1), (0, 1)]
         """
         left, factors = list(shape), [[] for _ in shape]  # type: list[int], list[list[tuple[str, int]]]
         for axis, size in reversed(list(sizes.items())):
-            for dim, factor in _dims_for(size, left, shape):
+            in_ring = axis in ringed and size > 2  # two devices are neighbours wherever they are
+            found = ring_dims(axis, size, left, shape, closed) if in_ring else _dims_for(size, left, shape)
+            for dim, factor in found:
                 factors[dim].append((axis, factor))
                 left[dim] //= factor
-        return cls(tuple(shape), tuple(closed), link, tuple(map(tuple, factors)))
+        rings = tuple(axis for axis in sizes if axis in ringed)
+        return cls(tuple(shape), tuple(closed), link, tuple(map(tuple, factors)), rings)
 
     def ways(self, axes: Collection[str]) -> dict[int, tuple[int, float]]:
         """Returns dim → (chips, bytes/s per device) for each dim on which a group over these axes has several chips."""
@@ -70,10 +91,26 @@ class Torus:
         >>> Torus.lay({"pipeline": 8, "model": 8}, (4, 4, 4), (True,) * 3, 1e11).rings("model")
         (4, 2)
         """
+        if axis in self.ringed:
+            return (math.prod(factor for _, factor, _ in self._digits(axis)),)
         return tuple(factor for factors in self.factors for name, factor in factors if name == axis)
 
-    def loads(self, axes: Sequence[str], pairs: Sequence[tuple[int, int]]) -> dict[tuple[int, int], int]:
-        """Returns (dim, 1 or -1) → the most messages through one link of the dim in that direction.
+    @property
+    def cell(self) -> Place:
+        """The part of the torus in which links are told apart, along each dim: one place unless an axis is ringed.
+
+        A ring sends in both directions of a dim at the same time, over different links. Links at the same place of two
+        cells carry the same.
+        """
+        sides = [1] * len(self.shape)
+        for axis in self.ringed:
+            digits = list(self._digits(axis))
+            for dim, factor, stride in digits if len(digits) > 1 else []:
+                sides[dim] = max(sides[dim], factor * stride)
+        return tuple(sides)
+
+    def loads(self, axes: Sequence[str], pairs: Sequence[tuple[int, int]]) -> dict[Link, int]:
+        """Returns (dim, 1 or -1, place in its cell) → the most messages through one such link in that direction.
 
         All groups over the axes send at the same time. A message travels along one dim after the other, and takes the
         shorter way around a ring.
@@ -85,26 +122,46 @@ class Torus:
         >>> ring = Torus.lay({"data": 4, "model": 4}, (4, 4), (True, True), 5e10)
         >>> pairs, crossing = [(0, 1), (1, 2), (2, 3), (3, 0)], [(0, 2), (1, 3), (2, 0), (3, 1)]
         >>> ring.loads(("model",), pairs), ring.loads(("model",), crossing)
-        ({(0, 1): 1}, {(0, 1): 2})
+        ({(0, 1, (0, 0)): 1}, {(0, 1, (0, 0)): 2})
         """
-        places, used = self._places(axes), Counter[tuple[int, int, Place]]()
+        places, used = self.places(axes), Counter[Link]()
         for a, b in pairs:
             start, end = places[a], places[b]
             for dim in range(len(self.shape)):
-                others = (*end[:dim], -1, *start[dim + 1 :])  # the message has already travelled along earlier dims
                 for offset in self._beside(dim, axes):
                     for at, way in self._links(dim, start[dim] + offset, end[dim] + offset):
-                        used[dim, way, (*others, at)] += 1
-        found: dict[tuple[int, int], int] = {}
-        for (dim, way, _), count in used.items():
-            found[dim, way] = max(found.get((dim, way), 0), count)
+                        # The message has already travelled along earlier dims.
+                        used[dim, way, (*end[:dim], at, *start[dim + 1 :])] += 1
+        found: dict[Link, int] = {}
+        for (dim, way, place), count in used.items():
+            for spot in self._spots(dim, place, axes):
+                found[dim, way, spot] = max(found.get((dim, way, spot), 0), count)
         return found
 
-    def _places(self, axes: Sequence[str]) -> list[Place]:
+    def links(self, dim: int) -> Iterator[Link]:
+        """Yields (dim, 1 or -1, place in its cell) for all links of a dim."""
+        for spot in itertools.product(*map(range, self.cell)):
+            yield from ((dim, way, spot) for way in (1, -1))
+
+    def _spots(self, dim: int, place: Place, axes: Sequence[str]) -> Iterator[Place]:
+        """Yields the places in their cells of a link along a dim, and of the same link of each group beside it."""
+        offsets = [[0] if d == dim else self._beside(d, axes) for d in range(len(self.shape))]
+        sides = self.cell
+        along = [{(at + o) % side for o in some} for at, some, side in zip(place, offsets, sides, strict=True)]
+        yield from itertools.product(*along)
+
+    def places(self, axes: Sequence[str]) -> list[Place]:
         """Returns the torus coordinates of the devices of one group, in their order."""
-        digits = [(dim, factor, stride) for axis in axes for dim, factor, stride in self._digits(axis)]
+        along = [self._along(axis) for axis in axes]
+        return [tuple(map(sum, zip(*parts, strict=True))) for parts in itertools.product(*along)]
+
+    def _along(self, axis: str) -> list[Place]:
+        """Returns the torus coordinates of the devices along one axis."""
+        digits = list(self._digits(axis))
+        factors = [factor for _, factor, _ in digits]
+        in_ring = axis in self.ringed and len(digits) > 1
         found = []
-        for index in itertools.product(*(range(factor) for _, factor, _ in digits)):
+        for index in closed_ring(factors) if in_ring else itertools.product(*map(range, factors)):
             place = [0] * len(self.shape)
             for at, (dim, _, stride) in zip(index, digits, strict=True):
                 place[dim] += at * stride

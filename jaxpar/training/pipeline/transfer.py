@@ -281,7 +281,7 @@ class StageTransfer:
         return jax.tree.map(one, shards, self.split.stack(self.param_shardings))
 
     def _rings(self, axes: Axes) -> tuple[int, ...]:
-        links = links_of(self.layout.mesh)
+        links = links_of(self.layout.mesh, self.layout.rings)
         return () if links is None else links.rings(axes)
 
     def _stage_shards(self, w: jax.Array, sharding: LeafSharding) -> jax.Array:

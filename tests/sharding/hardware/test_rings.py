@@ -1,0 +1,247 @@
+"""Closed rings of chips where the torus has none: places, links, device orders, and meshes that have no ring."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from profiles import examples
+
+import jaxpar as jp
+from jaxpar.errors import MeshError
+from jaxpar.sharding.device_order import arrange
+from jaxpar.sharding.hardware.links import Links, links_of
+from jaxpar.sharding.hardware.topology import Topology
+from jaxpar.sharding.hardware.torus import Torus
+from jaxpar.sharding.mesh import AXES
+
+MESH = {"data": 4, "model": 4}
+
+
+@dataclass(frozen=True)
+class Chip:
+    """The attributes of a TPU device that the order reads."""
+
+    id: int
+    coords: tuple[int, int, int]
+    slice_index: int = 0
+    core_on_chip: int = 0
+    device_kind: str = "TPU v5 lite"
+    platform: str = "tpu"
+    process_index: int = 0
+
+
+def chips(shape: tuple[int, ...], slices: int = 1, cores: int = 1, kind: str = "TPU v5 lite") -> list[Chip]:
+    places = itertools.product(range(slices), *(range(n) for n in reversed((*shape, 1)[:3])), range(cores))
+    return [Chip(i, (x + 2, y, z), at, core, kind) for i, (at, z, y, x, core) in enumerate(places)]
+
+
+def steps(a: tuple[int, ...], b: tuple[int, ...], shape: tuple[int, ...], closed: tuple[bool, ...]) -> int:
+    """Links between two places."""
+    away = [abs(p - q) for p, q in zip(a, b, strict=True)]
+    return sum(min(d, n - d) if ring else d for d, n, ring in zip(away, shape, closed, strict=True))
+
+
+@given(
+    st.lists(st.sampled_from([1, 2, 3, 4, 6, 8]), min_size=1, max_size=3),
+    st.lists(st.booleans(), min_size=3, max_size=3),
+    st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16]),
+)
+@examples(200)
+def test_neighbours_in_a_ring_are_neighbours_on_the_torus(shape: list[int], ends: list[bool], size: int) -> None:
+    count, at, closed = math.prod(shape), tuple(shape), tuple(ends[: len(shape)])
+    assume(count % size == 0)
+    try:
+        torus = Torus.lay({"data": count // size, "model": size}, at, closed, 1.0, ["model"])
+    except MeshError as error:
+        dims = [n for n in shape if n > 1]
+        assert f"the {size} devices of 'model' form no closed ring on {'x'.join(map(str, shape))} chips" in str(error)
+        assert size % 2 or len(dims) < 2 or not any(
+            math.prod(block) == size and size not in block
+            for block in itertools.product(*([f for f in range(1, n + 1) if n % f == 0] for n in shape))
+        )
+        return
+    groups = np.reshape(np.array(torus.places(["data", "model"])), (count // size, size, len(shape)))
+    assert len({tuple(place) for place in groups.reshape(count, -1).tolist()}) == count
+    for group in groups.tolist():
+        for a, b in zip(group, [*group[1:], group[0]], strict=True):
+            assert size == 1 or steps(tuple(a), tuple(b), at, closed) == 1
+
+
+def test_a_ring_of_four_uses_every_link_of_its_square_once() -> None:
+    links = Links.of(Topology.parse("v5e:4x4"), MESH, ["model"])
+    ways = [[(i, (i + step) % 4) for i in range(4)] for step in (1, -1)]
+    there, back = (links.phases("collective-permute", ("model",), 50e9, pairs=pairs)[0].queues for pairs in ways)
+    assert set(there.values()) == set(back.values()) == {1.0}
+    assert not there.keys() & back.keys() and len(there) == len(back) == 4
+    line = Links.of(Topology.parse("v5e:4x4"), MESH)
+    there, back = (line.phases("collective-permute", ("model",), 50e9, pairs=pairs)[0].queues for pairs in ways)
+    assert there == back == {"ICI 0 +": 1.0, "ICI 0 -": 1.0}  # both directions, over the same links
+
+
+def test_the_axis_between_the_squares_shares_its_links_with_one_other_group() -> None:
+    links = Links.of(Topology.parse("v5e:4x4"), MESH, ["model", "data"])
+    pairs = [(i, (i + 1) % 4) for i in range(4)]
+    (phase,) = links.phases("collective-permute", ("data",), 50e9, pairs=pairs)
+    assert phase.seconds == 2.0 and {round(s) for s in phase.queues.values()} == {1, 2}
+    # A gather has the bandwidth of a line over both dims, and twice that of a line within the squares.
+    assert links.seconds("all-gather", ("data",), 50e9) == 1.0
+    assert links.seconds("all-gather", ("model",), 50e9) == 0.5
+    assert links.rings(("data",)) == links.rings(("model",)) == (4,)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "mesh"),
+    [
+        ("v5e", (4, 4), {"data": 4, "model": 4}),
+        ("v5e", (4, 8), {"data": 2, "context": 2, "model": 8}),
+        ("v5e", (2, 4), {"data": 2, "model": 4}),
+        ("v5p", (2, 2, 4), {"data": 2, "model": 8}),
+        ("tpu7x", (4, 4, 2), {"data": 2, "model": 16, "z": 2}),
+    ],
+)
+@pytest.mark.parametrize("slices", [1, 2])
+def test_devices_are_ordered_as_the_model_of_the_links_assumes(
+    kind: str, shape: tuple[int, ...], mesh: dict[str, int], slices: int
+) -> None:
+    topology = Topology(kind, shape, slices)
+    sizes = jp.MeshSpec(**{**mesh, "data": mesh["data"] * slices}).sizes(topology.devices)
+    links = Links.of(topology, sizes, ["model"])
+    given = chips(shape, slices, topology.accelerator.chip_devices, topology.device_kind)
+    placed = arrange(given[::-1], sizes, ["model"])
+    assert placed.shape == tuple(sizes.values()) and {c.id for c in placed.flat} == {c.id for c in given}
+    along = np.moveaxis(placed, list(sizes).index("model"), -1).reshape(-1, sizes["model"])
+    for group in along:
+        assert len({chip.slice_index for chip in group}) == len({chip.core_on_chip for chip in group}) == 1
+        for a, b in zip(group, [*group[1:], group[0]], strict=True):
+            assert sum(abs(p - q) for p, q in zip(a.coords, b.coords, strict=True)) == 1
+    assert links.torus is not None
+    first = [tuple(place) for place in links.torus.places(["model"])]
+    assert [tuple(c - o for c, o in zip(chip.coords, (2, 0, 0), strict=True))[: len(shape)] for chip in along[0]] == first
+
+
+def test_rings_have_no_effect_without_a_torus() -> None:
+    mesh = jp.MeshSpec(data=2, model=4).build(rings=["model"])
+    assert list(mesh.devices.flat) == list(jp.MeshSpec(data=2, model=4).build().devices.flat)
+    assert Links.of(Topology.parse("h100:2x8"), {"data": 4, "model": 4}, ["model"]).torus is None
+
+
+def test_a_guess_at_the_slice_may_have_no_ring() -> None:
+    mesh = jp.MeshSpec(data=3, model=3).on("v5e:1x9")
+    links = links_of(mesh, ["model"])
+    assert links is not None and links.torus is not None and links.torus.ringed == ()
+
+
+REMEDY = "Remedy: use another size of 'model', or leave 'model' out of rings."
+NO_RING = (
+    "It takes a full dim whose ends are joined, or a block of an even number of chips along two dims or more. " + REMEDY
+)
+
+
+@pytest.mark.parametrize(
+    ("topology", "mesh", "rings", "text"),
+    [
+        (
+            "v5e:1x8",
+            {"data": 2, "model": 4},
+            ["model"],
+            f"rings: the 4 devices of 'model' form no closed ring on 1x8 chips. {NO_RING}",
+        ),
+        (
+            "v5e:3x3",
+            {"model": 9},
+            ["model"],
+            f"rings: the 9 devices of 'model' form no closed ring on 3x3 chips. {NO_RING}",
+        ),
+        (
+            "v5e:4x4",
+            {"model": 4, "z": 4},
+            ["model"],
+            "rings: the 4 devices of 'model' form no closed ring on 4x4 chips, of which 1x4 are left beside the axes "
+            f"inside it. {NO_RING}",
+        ),
+        (
+            "v5e:2x2*2",
+            {"model": 8},
+            ["model"],
+            "rings: the 8 devices of 'model' form no ring of chips of one slice, because 2 of them are in other slices, "
+            f"of which there are 2, or share a chip. {REMEDY}",
+        ),
+        ("v5e:4x4", MESH, ["modle"], "rings: unknown mesh axis 'modle'. Did you mean 'model'? The mesh has 'data', 'model'."),
+    ],
+)
+def test_a_ring_that_the_chips_do_not_have_is_refused(
+    topology: str, mesh: dict[str, int], rings: list[str], text: str
+) -> None:
+    target = Topology.parse(topology)
+    for build in (
+        lambda: Links.of(target, mesh, rings),
+        lambda: arrange(chips(target.shape, target.slices), mesh, rings),
+    ):
+        with pytest.raises(MeshError) as caught:
+            build()
+        assert str(caught.value) == text
+
+
+def test_a_ring_takes_full_slices() -> None:
+    with pytest.raises(MeshError) as caught:
+        arrange([chip for chip in chips((4, 4)) if chip.id not in (3, 5)], {"data": 7, "model": 2}, ["model"])
+    assert str(caught.value) == (
+        "rings: the 14 devices of 1 slices are no full boxes of equally many chips. Remedy: pass build() all devices of "
+        "each slice, or leave rings out."
+    )
+
+
+def test_a_layout_carries_its_rings() -> None:
+    data = {"mesh": {"data": 2, "model": 4}, "rules": {"batch": "data", "mlp": "model", "embed": None}}
+    layout = jp.Layout.from_dict({**data, "rings": ["model"]})
+    assert layout.rings == ("model",) and layout != jp.Layout.from_dict(data)
+    assert layout.on_one_device().rings == ("model",)
+    with pytest.raises(MeshError) as caught:
+        jp.Layout(layout.mesh, layout.rules, rings=("modle",))
+    assert str(caught.value) == (
+        f"rings: unknown mesh axis 'modle'. Did you mean 'model'? The mesh has {', '.join(map(repr, AXES))}."
+    )
+    with pytest.raises(MeshError) as caught:
+        jp.Layout.from_dict({**data, "rings": ["seq"]})
+    assert str(caught.value).startswith("layout: rings: unknown mesh axis 'seq'.")
+
+
+def test_a_step_on_devices_in_rings_is_that_of_one_device() -> None:
+    sizes = jp.MeshSpec(data=2, model=4).sizes(8)
+    order = np.vectorize(lambda chip: chip.id)(arrange(chips((2, 4)), sizes, ["model"]))
+    assert order.ravel().tolist() != list(range(8))
+    mesh = jax.sharding.Mesh(np.array(jax.devices())[order], tuple(sizes))
+    rules = jp.Rules(batch="data", embed=None, mlp="model", params={"embed": "data"})
+    layout = jp.Layout(mesh, rules, rings=("model",))
+    x = jax.random.normal(jax.random.key(1), (6, 10))
+
+    def make(key: jax.Array) -> dict[str, Any]:
+        up, down = jax.random.split(key)
+        return {
+            "up": jp.tag(jax.random.normal(up, (10, 12)), "embed", "mlp"),
+            "down": jp.tag(jax.random.normal(down, (12, 10)), "mlp", "embed"),
+        }
+
+    def loss(model: dict[str, jax.Array], batch: jax.Array) -> jax.Array:
+        h = jp.constrain(jax.nn.silu(batch @ model["up"]), "batch", "mlp")
+        return ((h @ model["down"] - batch) ** 2).mean()
+
+    found = []
+    for one in (layout, layout.on_one_device()):
+        state = jp.init(one, make, optax.sgd(0.1))
+        step = jp.train_step(one, loss)
+        for _ in range(2):
+            state, metrics = step(state, jp.shard_array(one, x, "batch", None))
+        found.append((float(metrics["loss"]), jax.device_get(state.params)))
+    (ring, ring_params), (alone, alone_params) = found
+    assert ring == pytest.approx(alone, rel=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), ring_params, alone_params)
