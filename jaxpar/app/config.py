@@ -445,7 +445,7 @@ def load_run(path: str | os.PathLike[str], settings: Sequence[str] = ()) -> Load
     if config.layout is not None:
         source = find_layout(file, config.layout)
         own = build(LayoutData, {"mesh": None, "rules": None, **load_yaml(source)}, str(source))
-    layout = {"mesh": merge(own.mesh or {}, config.mesh), "rules": merge(own.rules or {}, config.rules)}
+    layout: dict[str, Any] = {"mesh": merge(own.mesh or {}, config.mesh), "rules": merge(own.rules or {}, config.rules)}
     if rings := own.rings if config.rings is None else config.rings:
         layout["rings"] = rings
     return Loaded(config, layout, file.stem)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from jaxpar.errors import MeshError, did_you_mean, listing
 from jaxpar.sharding import messages
-from jaxpar.sharding.device_order import arrange
+from jaxpar.sharding.hardware.device_order import arrange
 from jaxpar.sharding.hardware.topology import Topology
 from jaxpar.utils.checks import Range, is_count
 from jaxpar.utils.simulate_devices import sizes_or_suggestion

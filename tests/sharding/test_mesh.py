@@ -20,7 +20,7 @@ from profiles import examples
 
 from jaxpar import MeshSpec
 from jaxpar.errors import MeshError
-from jaxpar.sharding.device_order import arrange
+from jaxpar.sharding.hardware.device_order import arrange
 from jaxpar.sharding.mesh import AXES
 from jaxpar.utils.yaml_config import parse_yaml
 

@@ -324,8 +324,8 @@ def _open_lines(e: Evidence) -> Iterator[Finding]:
             continue
         seconds = e.roofline.step - closed
         text = (
-            f"the {e.sizes[axis]} devices of {axis} are an open line of chips, and permutes over it share links in both "
-            f"directions: in a closed ring the step would take {show_time(closed)} instead of "
+            f"the {e.sizes[axis]} devices of {axis} are an open line of chips, and permutes over it share links in "
+            f"both directions: in a closed ring the step would take {show_time(closed)} instead of "
             f"{show_time(e.roofline.step)}"
         )
         remedy = f"place them on a block of chips: rings: [{', '.join(rings)}] beside mesh."

@@ -72,7 +72,7 @@ def _arranged(devices: Sequence[Any], sizes: Mapping[str, int], rings: Sequence[
     Ahead of time, all GPUs report slice 0, although NVLink joins only those of one host. Each host is therefore treated
     as a slice.
     """
-    from jaxpar.sharding.device_order import arrange
+    from jaxpar.sharding.hardware.device_order import arrange
 
     if devices[0].platform != "gpu":
         return arrange(list(devices), sizes, rings)

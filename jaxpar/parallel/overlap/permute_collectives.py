@@ -179,6 +179,27 @@ class Ring:
         first, second = (jax.lax.split(x, (half, x.shape[dim] - half), dim) for x in (before, after))
         return jnp.concatenate([self.shifted(first[0], 1), self.shifted(second[1], -1)], dim)
 
+    def halves(self, x: jax.Array, dim: int) -> Iterator[tuple[int, int, jax.Array]]:
+        """Yields all pieces in halves as they arrive: one half travels around the ring in each direction.
+
+        A hop takes half as long as one of :meth:`pieces`, and there are twice as many, so that less of the first and of
+        the last is left when the work beside it is done.
+
+        Yields:
+          The number of places that the device of a part is after this one, where the part starts in its piece, and the
+          part. The own piece comes first, as one part.
+        """
+        yield 0, 0, x
+        half = x.shape[dim] // 2
+        if self.size == 2 or half == 0:
+            yield from ((distance, 0, piece) for distance, piece in self.pieces(x, dim) if distance)
+            return
+        before, after = jax.lax.split(x, (half, x.shape[dim] - half), dim)
+        for hop in range(1, self.size):
+            before, after = self.shifted(before, 1), self.shifted(after, -1)
+            yield self.size - hop, 0, before
+            yield hop, half, after
+
     def scattered(self, x: jax.Array, dim: int) -> jax.Array:
         """Returns this device's piece of the sum; two partial sums travel around the ring, one in each direction."""
         return self.summed(lambda distance: self.piece(x, distance, dim), dim)
@@ -206,6 +227,27 @@ class Ring:
             total_down = b + self.shifted(narrow(total_down), -1).astype(wide)
         received = self.shifted(narrow(total_up), 1).astype(wide) + self.shifted(narrow(total_down), -1).astype(wide)
         return narrow(own.astype(wide) + received)
+
+    def summed_halves(self, part_of: Callable[[int, int, int], jax.Array], size: int, dim: int) -> jax.Array:
+        """Returns :meth:`scattered` of summands that are read in parts, of which :meth:`halves` is the reverse.
+
+        Args:
+          part_of: ``part_of(distance, start, size)`` returns ``size`` entries along ``dim``, from ``start``, of the
+            piece of the device ``distance`` places after this one; each is asked for once.
+          size: the size of a piece along ``dim``.
+          dim: the dim along which the result is scattered.
+        """
+        half = size // 2
+        if self.size == 2 or half == 0:
+            return self.summed(lambda distance: part_of(distance, 0, size), dim)
+        up, down = part_of(self.size - 1, 0, half), part_of(1, half, size - half)
+        dtype, wide = up.dtype, jnp.promote_types(up.dtype, jnp.float32)
+        added = lambda received, own: (received.astype(wide) + own.astype(wide)).astype(dtype)
+        for hop in range(1, self.size - 1):
+            own_up, own_down = part_of(self.size - 1 - hop, 0, half), part_of(1 + hop, half, size - half)
+            up, down = added(self.shifted(up, 1), own_up), added(self.shifted(down, -1), own_down)
+        own = part_of(0, 0, size)
+        return added(jnp.concatenate([self.shifted(up, 1), self.shifted(down, -1)], dim), own)
 
 
 def _add_at_end(x: jax.Array, part: jax.Array, dim: int, *, last: bool) -> jax.Array:

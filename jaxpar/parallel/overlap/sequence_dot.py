@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 from jaxpar.parallel.collectives.gather_reduce import axes_of, current_precision, is_exact, seq_axes, summing
 from jaxpar.parallel.manual_axes import manual_shard_map
 from jaxpar.parallel.overlap.permute_collectives import Ring
-from jaxpar.parallel.overlap.weight_gradient import MOST_DEVICES, grad_ring, product_in_ring, scattered_weight_grad
+from jaxpar.parallel.overlap.weight_gradient import MOST_DEVICES, grad_ring, scattered_weight_grad
 from jaxpar.parallel.precision.fp8_matmul import PRODUCT, input_grad, weight_grad
 from jaxpar.parallel.precision.int8 import Int8
 from jaxpar.parallel.precision.policy import FP8, INT8, Precision
@@ -30,13 +30,16 @@ from jaxpar.parallel.tensor.route import WeightDims, is_live
 from jaxpar.parallel.tensor.weights import used_sharding
 from jaxpar.parallel.zero.gather import Joined, ends, gather_joined, joinable, sharded_dot, split_joined
 from jaxpar.parallel.zero.sharded_matmul import GATHERED
-from jaxpar.sharding.hardware.topology import platform_of
+from jaxpar.sharding.hardware.accelerators import of_device
+from jaxpar.sharding.hardware.topology import device_of, platform_of
 from jaxpar.sharding.layout import current_layout, hint
 from jaxpar.sharding.resolve import num_shards_over
 from jaxpar.sharding.rules import Axes
 
 SEQ = 1
 """The dim of the sequence: arrays are ``[batch, seq, ...]``."""
+_ABOUT = 0.75
+"""The least part of the time of a transfer that a product beside it must take to count as hiding it."""
 _SCATTERED = ("batch", "residual_seq", "embed")
 
 type Weight = tuple[jax.Array, WeightDims]
@@ -51,12 +54,14 @@ class _Plan(NamedTuple):
       joined: for each matrix, the weights that form it.
       summed: the number of dims that the product sums over.
       wide: the dtype in which gradients of weights are summed over devices, if it is wider than theirs.
+      grads_last: whether gradients of weights are computed after that of the input has been scattered.
     """
 
     axes: Axes
     joined: tuple[Joined, ...]
     summed: int
     wide: Any
+    grads_last: bool = False
 
 
 def gather_dot(x: jax.Array, *weights: Weight, dtype: Any = None, joined: bool = True, **options: Any) -> Any:
@@ -101,7 +106,8 @@ def gather_dot(x: jax.Array, *weights: Weight, dtype: Any = None, joined: bool =
     dims_of = lambda count, group: (*dims[group[0]][:2], None) if count else dims[group[0]]
     shapes_of = lambda group: tuple(ws[i].shape for i in group)
     matrices = tuple(Joined(dims_of(count, group), count, shapes_of(group), False) for count, group in groups)
-    plan = _Plan(axes, matrices, 1, summing(ws[0].dtype))
+    columns = sum(w.size // w.shape[0] for w in ws) // num_shards_over(axes, current_layout().sizes)
+    plan = _Plan(axes, matrices, 1, summing(ws[0].dtype), _hides_pieces(columns, x.dtype))
     products = _gathered(plan, x, *[[ws[i] for i in group] for _, group in groups])
     results: dict[int, jax.Array] = {}
     for (count, group), matrix, y in zip(groups, matrices, map(_named, products), strict=True):
@@ -180,6 +186,19 @@ def _ring_axes(x: jax.Array, weights: Sequence[Weight], summed: int, options: di
     return axes
 
 
+def _hides_pieces(columns: int, dtype: Any) -> bool:
+    """Returns whether a product with so many columns takes about as long as the piece beside it travels.
+
+    The gradients of its weights are then not needed beside its own scatter, and can be computed beside the next gather,
+    such as that of the output projection of attention, whose products are too short.
+    """
+    device = device_of(current_layout().mesh)
+    found = None if device is None else of_device(device.device_kind)
+    if found is None:
+        return False
+    return 2 * columns * found.link_bandwidth >= _ABOUT * found.bf16 * jnp.dtype(dtype).itemsize
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gathered(plan: _Plan, x: jax.Array, *groups: list[jax.Array]) -> tuple[jax.Array, ...]:
     return _gathered_forward(plan, x, *groups)[0]
@@ -194,6 +213,8 @@ def _gathered_forward(plan: _Plan, x: jax.Array, *groups: list[jax.Array]) -> tu
 def _gathered_backward(plan: _Plan, saved: Any, dys: tuple[jax.Array, ...]) -> tuple[Any, ...]:
     (full, matrices), spec = saved, PartitionSpec(None, plan.axes)
     dx = _multiply_and_scatter(plan, dys, matrices, spec, lambda dy, w: input_grad(dy, w, 1, Precision()))
+    if plan.grads_last:
+        full, dys, dx = jax.lax.optimization_barrier((full, dys, dx))
     grads = [_weight_grads(plan, joined, full, dy) for joined, dy in zip(plan.joined, dys, strict=True)]
     return dx.astype(full.dtype), *grads
 
@@ -249,10 +270,10 @@ def _gather_and_multiply(
 
     def local(x: jax.Array, *ws: jax.Array) -> list[jax.Array]:
         ring, size, whole = Ring.of(plan.axes), x.shape[SEQ], list[jax.Array]()
-        for distance, piece in ring.pieces(x, SEQ):
-            found = [piece, *(multiply(piece, w) for w in ws)]
+        for distance, offset, part in ring.halves(x, SEQ):
+            found = [part, *(multiply(part, w) for w in ws)]
             whole = whole or [jnp.zeros((y.shape[0], size * ring.size, *y.shape[2:]), y.dtype) for y in found]
-            start = (ring.index() + distance) % ring.size * size
+            start = (ring.index() + distance) % ring.size * size + offset
             pairs = zip(whole, found, strict=True)
             whole = [jax.lax.dynamic_update_slice_in_dim(all_of, y, start, SEQ) for all_of, y in pairs]
         return whole
@@ -270,12 +291,16 @@ def _multiply_and_scatter(
 
     def local(xs: Sequence[jax.Array], ws: Sequence[jax.Array]) -> jax.Array:
         ring = Ring.of(plan.axes)
+        piece = xs[0].shape[SEQ] // ring.size
 
-        def piece(distance: int) -> jax.Array:
-            products = [multiply(ring.piece(x, distance, SEQ), w) for x, w in zip(xs, ws, strict=True)]
-            return product_in_ring(ring, distance, functools.reduce(jnp.add, products))
+        def part(distance: int, start: int, size: int) -> jax.Array:
+            at = (ring.index() + distance) % ring.size * piece + start
+            rows = [jax.lax.dynamic_slice_in_dim(x, at, size, SEQ) for x in xs]
+            products = [multiply(x, w) for x, w in zip(rows, ws, strict=True)]
+            # Without the barrier the compiler fuses the product with the addition of a part that is still arriving.
+            return jax.lax.optimization_barrier(functools.reduce(jnp.add, products))
 
-        return ring.summed(piece, SEQ)
+        return ring.summed_halves(part, piece, SEQ)
 
     columns = PartitionSpec(None, None, plan.axes)
     specs = ([columns] * len(xs), [spec] * len(ws))

@@ -52,13 +52,13 @@ def ring_dims(
     for dim, chips in enumerate(shape):
         if closed[dim] and left[dim] == chips == size:
             return [(dim, chips)]
-    sides = ([factor for factor in range(1, n + 1) if n % factor == 0] for n in left)
-    blocks = [block for block in itertools.product(*sides) if math.prod(block) == size and size not in block]
+    factors = ([factor for factor in range(1, n + 1) if n % factor == 0] for n in left)
+    blocks = [block for block in itertools.product(*factors) if math.prod(block) == size and size not in block]
     if size % 2 or not blocks:
-        chips, free = ("x".join(map(str, chips)) for chips in (shape, left))
-        beside = "" if chips == free else f", of which {free} are left beside the axes inside it"
+        full, free = ("x".join(map(str, sides)) for sides in (shape, left))
+        beside = "" if full == free else f", of which {free} are left beside the axes inside it"
         raise MeshError(
-            f"rings: the {size} devices of {axis!r} form no closed ring on {chips} chips{beside}. It takes a full dim "
+            f"rings: the {size} devices of {axis!r} form no closed ring on {full} chips{beside}. It takes a full dim "
             f"whose ends are joined, or a block of an even number of chips along two dims or more. Remedy: use another "
             f"size of {axis!r}, or leave {axis!r} out of rings."
         )
@@ -107,7 +107,7 @@ def check_on_torus(axis: str, size: int, chips: int, slices: int) -> None:
     """
     if size != chips:
         raise MeshError(
-            f"rings: the {size} devices of {axis!r} form no ring of chips of one slice, because {size // chips} of them "
-            f"are in other slices, of which there are {slices}, or share a chip. Remedy: use another size of {axis!r}, "
+            f"rings: the {size} devices of {axis!r} form no ring of chips of one slice, because {size // chips} of "
+            f"them are in other slices, of which there are {slices}, or share a chip. Remedy: use another size of {axis!r}, "
             f"or leave {axis!r} out of rings."
         )

@@ -14,7 +14,12 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from profiles import few
 
-from jaxpar.parallel.overlap.permute_collectives import ppermute_all_gather, ppermute_reduce_scatter, scatter_parts
+from jaxpar.parallel.overlap.permute_collectives import (
+    Ring,
+    ppermute_all_gather,
+    ppermute_reduce_scatter,
+    scatter_parts,
+)
 
 AXES = ("outer", "inner")
 
@@ -85,3 +90,41 @@ def test_sums_are_made_in_fp32() -> None:
     x = jnp.repeat(jnp.array([1, 2**-8, 2**-8], jnp.bfloat16), 3)
     got = over(1, 3, lambda x: ppermute_reduce_scatter(x, AXES, dim=0, rings=(3,)), P(AXES), P(AXES))(x)
     assert got.dtype == jnp.bfloat16 and got.tolist() == [1 + 2**-7] * 3
+
+
+@pytest.mark.parametrize(("size", "rows"), few([(4, 5), (2, 5), (3, 4), (5, 2), (8, 3), (4, 1)], 2, names=2))
+def test_halves_give_what_the_collectives_give(size: int, rows: int) -> None:
+    """Pieces of an even and an odd number of rows, and of one row, which has no halves."""
+    x = np.random.default_rng(2).integers(-8, 9, (size, size * rows, 2)).astype(np.float32)
+
+    def gathered(x: jax.Array) -> jax.Array:
+        ring = Ring.of(AXES)
+        whole = jnp.full((1, size * rows, 2), jnp.nan)
+        for distance, offset, part in ring.halves(x[:, :rows], 1):
+            start = (ring.index() + distance) % size * rows + offset
+            whole = jax.lax.dynamic_update_slice_in_dim(whole, part, start, 1)
+        return whole
+
+    def scattered(x: jax.Array) -> jax.Array:
+        ring = Ring.of(AXES)
+
+        def part_of(distance: int, start: int, count: int) -> jax.Array:
+            return jax.lax.dynamic_slice_in_dim(x, (ring.index() + distance) % size * rows + start, count, 1)
+
+        return ring.summed_halves(part_of, rows, 1)
+
+    found = over(1, size, gathered, P(AXES), P(AXES))(x)
+    np.testing.assert_array_equal(found, np.broadcast_to(x[:, :rows].reshape(1, size * rows, 2), found.shape))
+    np.testing.assert_array_equal(over(1, size, scattered, P(AXES), P(None, AXES))(x), x.sum(0, keepdims=True))
+
+
+def test_a_hop_of_halves_sends_half_a_piece_each_way() -> None:
+    def both(x: jax.Array) -> jax.Array:
+        ring = Ring.of(AXES)
+        parts = {(distance, start): part for distance, start, part in ring.halves(x, 0)}
+        own = lambda distance, start, count: parts[distance, start if distance else 0][:count]
+        return ring.summed_halves(own, x.shape[0], 0)
+
+    text = over(1, 4, both, P(AXES), P(AXES)).lower(jnp.zeros((24, 2))).as_text()
+    sent = re.findall(r"source_target_pairs = dense<\[\[0, (\d)\].*?: \(tensor<(\d+)x2xf32>\) ->", text)
+    assert sorted(sent) == [("1", "3")] * 6 + [("3", "3")] * 6  # three hops each way, of a gather and of a scatter

@@ -17,7 +17,7 @@ from profiles import examples
 
 import jaxpar as jp
 from jaxpar.errors import MeshError
-from jaxpar.sharding.device_order import arrange
+from jaxpar.sharding.hardware.device_order import arrange
 from jaxpar.sharding.hardware.links import Links, links_of
 from jaxpar.sharding.hardware.topology import Topology
 from jaxpar.sharding.hardware.torus import Torus
@@ -64,9 +64,13 @@ def test_neighbours_in_a_ring_are_neighbours_on_the_torus(shape: list[int], ends
     except MeshError as error:
         dims = [n for n in shape if n > 1]
         assert f"the {size} devices of 'model' form no closed ring on {'x'.join(map(str, shape))} chips" in str(error)
-        assert size % 2 or len(dims) < 2 or not any(
-            math.prod(block) == size and size not in block
-            for block in itertools.product(*([f for f in range(1, n + 1) if n % f == 0] for n in shape))
+        assert (
+            size % 2
+            or len(dims) < 2
+            or not any(
+                math.prod(block) == size and size not in block
+                for block in itertools.product(*([f for f in range(1, n + 1) if n % f == 0] for n in shape))
+            )
         )
         return
     groups = np.reshape(np.array(torus.places(["data", "model"])), (count // size, size, len(shape)))
@@ -125,7 +129,9 @@ def test_devices_are_ordered_as_the_model_of_the_links_assumes(
             assert sum(abs(p - q) for p, q in zip(a.coords, b.coords, strict=True)) == 1
     assert links.torus is not None
     first = [tuple(place) for place in links.torus.places(["model"])]
-    assert [tuple(c - o for c, o in zip(chip.coords, (2, 0, 0), strict=True))[: len(shape)] for chip in along[0]] == first
+    assert [
+        tuple(c - o for c, o in zip(chip.coords, (2, 0, 0), strict=True))[: len(shape)] for chip in along[0]
+    ] == first
 
 
 def test_rings_have_no_effect_without_a_torus() -> None:
@@ -165,17 +171,26 @@ NO_RING = (
             "v5e:4x4",
             {"model": 4, "z": 4},
             ["model"],
-            "rings: the 4 devices of 'model' form no closed ring on 4x4 chips, of which 1x4 are left beside the axes "
-            f"inside it. {NO_RING}",
+            (
+                "rings: the 4 devices of 'model' form no closed ring on 4x4 chips, of which 1x4 are left beside the "
+                f"axes inside it. {NO_RING}"
+            ),
         ),
         (
             "v5e:2x2*2",
             {"model": 8},
             ["model"],
-            "rings: the 8 devices of 'model' form no ring of chips of one slice, because 2 of them are in other slices, "
-            f"of which there are 2, or share a chip. {REMEDY}",
+            (
+                "rings: the 8 devices of 'model' form no ring of chips of one slice, because 2 of them are in other "
+                f"slices, of which there are 2, or share a chip. {REMEDY}"
+            ),
         ),
-        ("v5e:4x4", MESH, ["modle"], "rings: unknown mesh axis 'modle'. Did you mean 'model'? The mesh has 'data', 'model'."),
+        (
+            "v5e:4x4",
+            MESH,
+            ["modle"],
+            "rings: unknown mesh axis 'modle'. Did you mean 'model'? The mesh has 'data', 'model'.",
+        ),
     ],
 )
 def test_a_ring_that_the_chips_do_not_have_is_refused(
@@ -195,8 +210,8 @@ def test_a_ring_takes_full_slices() -> None:
     with pytest.raises(MeshError) as caught:
         arrange([chip for chip in chips((4, 4)) if chip.id not in (3, 5)], {"data": 7, "model": 2}, ["model"])
     assert str(caught.value) == (
-        "rings: the 14 devices of 1 slices are no full boxes of equally many chips. Remedy: pass build() all devices of "
-        "each slice, or leave rings out."
+        "rings: the 14 devices of 1 slices are no full boxes of equally many chips. Remedy: pass build() all devices "
+        "of each slice, or leave rings out."
     )
 
 
