@@ -108,6 +108,6 @@ def check_on_torus(axis: str, size: int, chips: int, slices: int) -> None:
     if size != chips:
         raise MeshError(
             f"rings: the {size} devices of {axis!r} form no ring of chips of one slice, because {size // chips} of "
-            f"them are in other slices, of which there are {slices}, or share a chip. Remedy: use another size of {axis!r}, "
-            f"or leave {axis!r} out of rings."
+            f"them are in other slices, of which there are {slices}, or share a chip. Remedy: use another size of "
+            f"{axis!r}, or leave {axis!r} out of rings."
         )

@@ -5,17 +5,21 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import optax
 import pytest
+import yaml
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from profiles import examples
 
 import jaxpar as jp
+from jaxpar.analysis.compile import ahead_of_time
+from jaxpar.app.config import load_run
 from jaxpar.errors import MeshError
 from jaxpar.sharding.hardware.device_order import arrange
 from jaxpar.sharding.hardware.links import Links, links_of
@@ -260,3 +264,40 @@ def test_a_step_on_devices_in_rings_is_that_of_one_device() -> None:
     (ring, ring_params), (alone, alone_params) = found
     assert ring == pytest.approx(alone, rel=1e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), ring_params, alone_params)
+
+
+def test_a_run_and_its_layout_file_name_rings(tmp_path: Path) -> None:
+    """The run's list stands instead of the layout's, and the worker gets it for TPUs only."""
+    run = {"model": {"family": "llama", "preset": "tiny"}, "layout": "layout.yaml", "cpu_devices": 8}
+    rules = {"batch": "data", "embed": None}
+    for own, asked, expected in ((["model"], None, ("model",)), (["model"], [], ()), ([], ["data"], ("data",))):
+        layout = {"mesh": {"data": 2, "model": 4}, "rules": rules} | ({"rings": own} if own else {})
+        (tmp_path / "layout.yaml").write_text(yaml.safe_dump(layout))
+        (tmp_path / "run.yaml").write_text(yaml.safe_dump(run | ({} if asked is None else {"rings": asked})))
+        loaded = load_run(tmp_path / "run.yaml")
+        assert jp.Layout.from_dict(loaded.layout, devices=8).rings == expected
+        assert ("rings" in loaded.layout) is bool(expected)
+
+
+def test_a_program_is_placed_as_its_layout_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def run(compiler: Any, program: Any, request: dict[str, Any]) -> Any:
+        asked.append(request)
+
+    monkeypatch.setattr(ahead_of_time, "_run", run)
+    monkeypatch.setattr(ahead_of_time, "versions_of", lambda compiler: {"jax": "0"})
+    monkeypatch.setattr(ahead_of_time, "description_of", lambda topology, versions: {})
+
+    def compiled(topology: str, rings: tuple[str, ...]) -> None:
+        layout = jp.Layout(jp.MeshSpec(data=2, model=4).on(topology), jp.Rules(batch="data"), rings=rings)
+        x = jax.ShapeDtypeStruct((8, 8), np.float32, sharding=layout.sharding(("batch", None)))
+        ahead_of_time.compile_program(Topology.parse(topology), layout, lambda x: x + 1, (x,))
+
+    compiled("v5e:2x4", ("model",))
+    compiled("v5e:2x4", ())
+    compiled("h100:8", ("model",))
+    assert [request.get("rings") for request in asked] == [["model"], None, None]
+    with pytest.raises(MeshError, match="the 4 devices of 'model' form no closed ring on 1x8 chips"):
+        compiled("v5e:1x8", ("model",))
+    assert len(asked) == 3
