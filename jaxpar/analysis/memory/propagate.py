@@ -167,6 +167,26 @@ def _update(params: Mapping[str, Any], reads: Sequence[_Array], out: _Array, siz
     return reads[0].spec if reads[0].spec is not None else _same_dims(params, reads[:2], out, sizes)
 
 
+def _scatter(params: Mapping[str, Any], reads: Sequence[_Array], out: _Array, sizes: Mapping[str, int]) -> Spec | None:
+    """As :func:`_update`; zeros, as in the gradient of a lookup, are sharded as the places and the rows added to them.
+
+    The gradient of ``jnp.take_along_axis`` has a dim for each of the places' dims, which are the batch.
+    """
+    base, places, rows = reads[:3]
+    numbers = params["dimension_numbers"]
+    if base.spec is not None:
+        return base.spec
+    batch = tuple(getattr(numbers, "operand_batching_dims", ()))
+    dims: list[tuple[str, ...]] = [()] * len(out.shape)
+    for dim, place in zip(batch, getattr(numbers, "scatter_indices_batching_dims", ()), strict=True):
+        dims[dim] = places.spec[place] if places.spec is not None else ()
+    window = (dim for dim in range(len(out.shape)) if dim not in (*batch, *numbers.inserted_window_dims))
+    for dim, row in zip(window, numbers.update_window_dims, strict=True):
+        if rows.spec is not None and rows.shape[row] == out.shape[dim]:
+            dims[dim] = rows.spec[row]
+    return _once(dims)
+
+
 def _reshape(params: Mapping[str, Any], reads: Sequence[_Array], out: _Array, sizes: Mapping[str, int]) -> Spec:
     spec = reads[0].spec or ()
     dims: list[tuple[str, ...]] = [()] * len(out.shape)
@@ -255,9 +275,9 @@ _RULES: dict[str, Any] = {
     "expand_dims": _reshape,
     "reshape": _reshape,
     "gather": _gather,
-    "scatter": _update,
-    "scatter-add": _update,
-    "scatter_add": _update,
+    "scatter": _scatter,
+    "scatter-add": _scatter,
+    "scatter_add": _scatter,
     "dynamic_update_slice": _update,
     "pallas_call": _kernel,
 }

@@ -18,7 +18,7 @@ from jaxpar.planning.search.search import FULL, Candidate, Objective
 from jaxpar.planning.search.shards import WeightGroup
 from jaxpar.planning.search.space import MOST_VIRTUAL, Space, meshes, step_options
 from jaxpar.planning.search.step_cost import StepCost
-from jaxpar.planning.search.workload import Backward
+from jaxpar.planning.search.workload import Backward, OutsideLoops
 from jaxpar.sharding.mesh import AXES
 
 
@@ -70,7 +70,13 @@ class _Floors:
 
     def __init__(self, model: CostModel, space: Space, objective: Objective):
         passes = [*model.workload.backward.values(), *model.workload.in_pieces.values()]
-        least = Backward((), min(b.weight_passes for b in passes), min(b.attention_passes for b in passes))
+        alone = [b.outside_loops for b in passes if b.outside_loops is not None]
+        least = Backward(
+            (),
+            min(b.weight_passes for b in passes),
+            min(b.attention_passes for b in passes),
+            OutsideLoops((), (), any(a.keeps_weights for a in alone)) if alone else None,
+        )
         step = replace(model.workload, backward={"": least}, in_pieces={"": least})
         self._model = _FloorModel(step, model.topology, model.calibration)
         # A fixed option leaves fewer plans, so the floor of all is a floor of them.

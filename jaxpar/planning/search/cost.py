@@ -120,7 +120,7 @@ class CostModel:
         weights = fitted.expert_weight_traffic * once.expert_weights * pieces * steps
         traffic = passes * plan.ticks * (fitted.expert_traffic * once.rows * room + weights)
         shared = (group for group in self._groups(plan) if group.experts and group.others > 1)
-        gathered = sum(group.elements * _gathers(plan, group) for group in shared) * self.workload.compute_bytes
+        gathered = sum(group.elements * self._gathers(plan, group) for group in shared) * self.workload.compute_bytes
         return traffic + fitted.rows_traffic * rows + fitted.expert_gather_traffic * gathered
 
     def _large_traffic(self, plan: Plan, passes: float) -> float:
@@ -211,7 +211,8 @@ class CostModel:
         # gathers them whole, some of them twice, and reduces whole gradients over one axis and then the others.
         whole = plan.model > 1 and (plan.zero < 3 or axes != ("data",)) and not (group.experts and in_layers)
         size = group.elements * (plan.model * self.calibration.whole_traffic if whole else 1.0)
-        runs, gathers = plan.grad_accum_steps if in_layers else _scatters_of_chunks(plan, group), _gathers(plan, group)
+        runs = plan.grad_accum_steps if in_layers else _scatters_of_chunks(plan, group)
+        gathers = self._gathers(plan, group)
         where = ("experts" if group.experts else "layer") if group.layered else "outside"
         where = where if in_layers else "step"
         first = axes if in_layers or plan.pipeline > 1 else axes[:1]
@@ -233,6 +234,17 @@ class CostModel:
         """How often a pipeline scatters a group's gradients beside a backward: all chunks but the last have one."""
         runs = _scatters_of_chunks(plan, group)
         return runs - 1.0 / plan.virtual_stages if plan.scatters_chunks and group.layered else 0.0
+
+    def _gathers(self, plan: Plan, group: WeightGroup) -> int:
+        """How often a step gathers a group's weights: in both passes of each microbatch, if its layers gather them."""
+        if not _gathers_in_layers(plan):
+            return 1
+        return plan.grad_accum_steps * (2 if group.layered and not self._keeps_weights(plan, group) else 1)
+
+    def _keeps_weights(self, plan: Plan, group: WeightGroup) -> bool:
+        """Whether gathered weights of layers stay for the backward pass. Pieces of experts gather theirs again."""
+        alone = self.workload.backward[plan.remat].without_loops(plan)
+        return alone is not None and alone.keeps_weights and not group.experts
 
     def _groups(self, plan: Plan) -> tuple[WeightGroup, ...]:
         """The weights of a plan."""
@@ -290,7 +302,7 @@ class CostModel:
 
     def _kept(self, plan: Plan, remat: str, dim: str | None, pieces: bool, of_rows: bool) -> float:
         """As :meth:`_held`, in rows of experts, or in all other arrays; without room for another routing."""
-        kept = (self.workload.in_pieces if pieces else self.workload.backward)[remat].kept
+        kept = (self.workload.in_pieces if pieces else self.workload.backward)[remat].kept_by(plan)
         chosen = (k for k in kept if k.rows == of_rows and (dim is None or dim in dict(k.factors)))
         return sum(self._kept_bytes(plan, held) for held in chosen)
 
@@ -319,7 +331,9 @@ class CostModel:
         in_flight = min(1.0, (plan.pipeline + 1) / plan.microbatches) if plan.pipeline > 1 else 1.0
         count = self.workload.sizes.get(LAYERS, 1)
         layers = self._held(plan, plan.remat, LAYERS) / (count if plan.checkpoint_stages else 1)
-        outside = self._held(plan, plan.remat) - layers
+        alone = self._backward(plan).without_loops(plan)
+        again = sum(self._kept_bytes(plan, array) for array in (alone.again if alone else ()))
+        outside = self._held(plan, plan.remat) - layers + again
         residual = self._once(self._forward, plan).residual
         gathered = self.calibration.gathered_copies * residual * plan.sequence_parallel
         # Stages hand on what a device has of the residual stream, which sequence parallelism shards.
@@ -352,12 +366,10 @@ class CostModel:
             copies *= self.calibration.step_copies if plan.zero and not in_layers else 1.0
         # A layer's backward pass holds its gathered weights, and their gradients before they are scattered.
         # That of experts adds up the gradients of its pieces.
-        held = (g for g in groups if g.layered and in_layers and (g.others > 1 or g.experts))
-        layer = (
-            sum(group.elements for group in held) / w.sizes.get(LAYERS, 1) * (w.compute_bytes + w.reduce_bytes)
-            if plan.pipeline == 1
-            else 0.0
-        )
+        held = [g for g in groups if g.layered and in_layers and (g.others > 1 or g.experts) and plan.pipeline == 1]
+        count = w.sizes.get(LAYERS, 1)
+        gathered = sum(g.elements / (1 if self._keeps_weights(plan, g) else count) for g in held)
+        layer = gathered * w.compute_bytes + sum(g.elements for g in held) / count * w.reduce_bytes
         return {"weight copies": copies * w.compute_bytes + layer, "gradients": gradients}
 
     @cached_property
@@ -371,12 +383,6 @@ def _exchanged(once: ForwardPass, back: Backward) -> float:
     results, again = once.queries / 2, is_recomputed(back.attention_passes)
     inputs = results + once.keys
     return inputs * (2 + (again or back.weight_passes > 3.0)) + results * (2 + again)
-
-
-def _gathers(plan: Plan, group: WeightGroup) -> int:
-    """How often a step gathers a group's weights: in both passes of each microbatch, if its layers gather them."""
-    in_layers = _gathers_in_layers(plan)
-    return (plan.grad_accum_steps if in_layers else 1) * (2 if group.layered and in_layers else 1)
 
 
 def _scatters_of_chunks(plan: Plan, group: WeightGroup) -> float:

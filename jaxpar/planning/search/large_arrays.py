@@ -87,7 +87,7 @@ def large_arrays(
         return dict(array.factors).get(LAYERS, plan.pipeline) / plan.pipeline
 
     params = ((size(p.factors), p) for p in workload.params if LAYERS in dict(p.factors))
-    held = ((kept_bytes(plan, k), k) for k in workload.backward[plan.remat].kept if not k.rows)
+    held = ((kept_bytes(plan, k), k) for k in workload.backward[plan.remat].kept_by(plan) if not k.rows)
     stored = sum(whole for whole, p in params if whole / layers(p) > limit)
     kept = sum(whole for whole, k in held if whole / (layers(k) * parts) > limit)
     return LargeArrays(activations, weights, stored, scattered, kept)

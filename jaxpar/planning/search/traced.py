@@ -18,8 +18,18 @@ from jaxpar.planning.names.primitive_rules import TracedValue
 from jaxpar.planning.names.program import NamedProgram
 from jaxpar.planning.names.propagate import Visited
 from jaxpar.planning.search.fsdp import StoredArray
+from jaxpar.planning.search.outside_loops import FusedResiduals, opened_calls
 from jaxpar.planning.search.plan import LAYERS
-from jaxpar.planning.search.workload import Backward, ExpertLayers, Factor, Factors, KeptArray, Matmul, Workload
+from jaxpar.planning.search.workload import (
+    Backward,
+    ExpertLayers,
+    Factor,
+    Factors,
+    KeptArray,
+    Matmul,
+    OutsideLoops,
+    Workload,
+)
 from jaxpar.training.loss import LossFn, LossProgram
 from jaxpar.training.model import MakeModel, ModelParts, build_shapes, leaves_with_paths, part_of, show
 from jaxpar.training.remat import RematPolicy
@@ -27,6 +37,7 @@ from jaxpar.utils.arrays import itemsize
 from jaxpar.utils.jaxprs import opened
 
 _PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
+_RECOMPUTED = ("checkpoint", "remat2")
 _ONE_LAYER: Factor = (LAYERS, 1)
 """Marks what is in one of several separate layers."""
 
@@ -291,19 +302,25 @@ def _backward(variant: _Variant, forward: tuple[Matmul, ...]) -> Backward:
     outputs = zip(kept.outputs, kept.jaxpr.out_avals, strict=True)
     # What does not depend on the batch, such as a mask, is computed again or not at all.
     activations = {id(value): (value, aval) for value, aval in outputs if value.data and value.shape}
-    inside = _inside(_layers(kept))
+    layers = _layers(kept)
     layered = {
-        id(value): count for number, count in inside.items() for value in _of_layers(kept.visited[number], count)
+        id(value): count
+        for number, count in _inside(layers).items()
+        for value in _of_layers(kept.visited[number], count)
     }
     rows = _row_atoms(kept)
-    held = tuple(
-        replace(
-            _kept_array(kept, "", value, aval.dtype.itemsize, layers=layered.get(id(value), 0)),
-            rows=any(atom in rows for dim in value.dims for atom in kept.names.classes.flat(dim)),
-        )
-        for value, aval in activations.values()
-    )
+
+    def array(value: TracedValue, size: int) -> KeptArray:
+        found = _kept_array(kept, "", value, size, layers=layered.get(id(value), 0))
+        return replace(found, rows=any(atom in rows for dim in value.dims for atom in kept.names.classes.flat(dim)))
+
+    held = tuple(array(value, aval.dtype.itemsize) for value, aval in activations.values())
     passes = variant.trace(_gradient)
+    alone = None
+    if not any(found.stacked for found in layers):
+        fused = FusedResiduals.of(kept.visited, [value for value, _ in activations.values()])
+        own, again = (tuple(array(*pair) for pair in pairs) for pairs in (fused.kept, fused.again))
+        alone = OutsideLoops(own, again, not _recomputes_weights(passes))
     once, outside, total = ({True: 0.0, False: 0.0} for _ in range(3))
     for one in forward:
         once[one.weight or not one.shared] += one.flops
@@ -314,7 +331,13 @@ def _backward(variant: _Variant, forward: tuple[Matmul, ...]) -> Backward:
     # What is outside of the layers is not recomputed.
     pairs = {kind: (total[kind] - 3.0 * outside[kind], once[kind] - outside[kind]) for kind in total}
     ratio = {kind: more / least if least else 3.0 for kind, (more, least) in pairs.items()}
-    return Backward(held, ratio[True], ratio[False])
+    return Backward(held, ratio[True], ratio[False], alone)
+
+
+def _recomputes_weights(program: NamedProgram) -> bool:
+    """Whether a gradient recomputes anything that reads weights, which XLA keeps apart from the forward pass."""
+    steps = (step for step, _, _ in walk(program, program.visited))
+    return any(step.eqn.primitive.name in _RECOMPUTED and any(x.weight for x in step.reads) for step in steps)
 
 
 def _row_atoms(program: NamedProgram) -> set[int]:
@@ -327,7 +350,7 @@ def _row_atoms(program: NamedProgram) -> set[int]:
 def _of_layers(step: Visited, count: int) -> list[TracedValue]:
     """The results of an equation in a layer; of a scan over layers those that have a row for each."""
     if count == 1:
-        return step.makes
+        return [value for one in opened_calls((step,)) for value in one.makes]
     inner = opened(step.eqn.params["jaxpr"]).outvars
     rank = lambda atom: len(getattr(atom.aval, "shape", ()))
     pairs = zip(step.makes, step.eqn.outvars, inner, strict=True)

@@ -15,7 +15,7 @@ from typing import Any
 from jaxpar.parallel.experts.options import ExpertCall
 from jaxpar.planning.layers.find import RepeatedLayers
 from jaxpar.planning.search.fsdp import StoredArray
-from jaxpar.planning.search.plan import BATCH, SEQ
+from jaxpar.planning.search.plan import BATCH, SEQ, Plan
 
 type Factor = tuple[str | None, int]
 """A factor of a dim: its name, if it has one, and its size."""
@@ -87,18 +87,45 @@ class KeptArray:
 
 
 @dataclass(frozen=True)
+class OutsideLoops:
+    """What the backward pass keeps where no loop runs the layers, and XLA sees both passes of all of them.
+
+    Attributes:
+      kept: the activations that it keeps.
+      again: the largest activation that it computes again from these; empty if there is none.
+      keeps_weights: whether the layers' weights are gathered once for both passes. If layers are recomputed, they are
+        gathered in each.
+    """
+
+    kept: tuple[KeptArray, ...]
+    again: tuple[KeptArray, ...] = ()
+    keeps_weights: bool = False
+
+
+@dataclass(frozen=True)
 class Backward:
     """What the backward pass of one recomputation policy keeps and does.
 
     Attributes:
-      kept: the activations that it keeps.
+      kept: the activations that it keeps, where a loop or the stages of a pipeline store them.
       weight_passes: FLOPs of a whole step divided by those of its forward pass, for the layers' matmuls with weights.
       attention_passes: the same for matmuls of two activations.
+      outside_loops: what it keeps instead where the layers run without a loop; ``None`` if a scan runs them.
     """
 
     kept: tuple[KeptArray, ...]
     weight_passes: float
     attention_passes: float
+    outside_loops: OutsideLoops | None = None
+
+    def without_loops(self, plan: Plan) -> OutsideLoops | None:
+        """Returns what it keeps outside of loops, if a plan runs the layers so; else ``None``."""
+        return self.outside_loops if plan.pipeline == 1 else None
+
+    def kept_by(self, plan: Plan) -> tuple[KeptArray, ...]:
+        """Returns the activations that it keeps under a plan."""
+        alone = self.without_loops(plan)
+        return self.kept if alone is None else alone.kept
 
 
 @dataclass(frozen=True)
@@ -193,12 +220,18 @@ class Workload:
             replace(m, shared=scaled(m.shared), rows=scaled(m.rows), columns=scaled(m.columns), summed=scaled(m.summed))
             for m in self.matmuls
         )
+
+        def arrays(found: tuple[KeptArray, ...]) -> tuple[KeptArray, ...]:
+            return tuple(replace(array, factors=scaled(array.factors)) for array in found)
+
+        def passes(back: Backward) -> Backward:
+            alone = back.outside_loops
+            if alone is not None:
+                alone = replace(alone, kept=arrays(alone.kept), again=arrays(alone.again))
+            return replace(back, kept=arrays(back.kept), outside_loops=alone)
+
         backward, in_pieces = (
-            {
-                name: replace(back, kept=tuple(replace(kept, factors=scaled(kept.factors)) for kept in back.kept))
-                for name, back in table.items()
-            }
-            for table in (self.backward, self.in_pieces)
+            {name: passes(back) for name, back in table.items()} for table in (self.backward, self.in_pieces)
         )
         sizes = {**self.sizes, BATCH: batch}
         return replace(self, matmuls=matmuls, backward=backward, in_pieces=in_pieces, sizes=sizes)

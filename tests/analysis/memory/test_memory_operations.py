@@ -136,6 +136,39 @@ def test_sums_of_gradients_that_a_loop_over_microbatches_carries_are_gradients()
     assert memory is not None and memory.parts["gradients"] == memory.gradients == MIB
 
 
+def lookup(table: jax.Array, places: jax.Array) -> jax.Array:
+    """The gradient of a table whose rows are looked up."""
+    return jax.vjp(lambda t: t[places], table)[1](jnp.ones((*places.shape, *table.shape[1:])))[0]
+
+
+def choice(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """The gradient of logits of which each token's label is taken, as in optax's cross-entropy."""
+    taken = lambda x: jnp.take_along_axis(x, labels[..., None], -1)
+    return jax.vjp(taken, logits)[1](jnp.ones((*labels.shape, 1)))[0]
+
+
+BY_BATCH = (("data",), ())
+
+
+@pytest.mark.parametrize(
+    ("gradient", "shape", "spec", "expected"),
+    [(choice, (8, 16, 64), (*BY_BATCH, ()), (*BY_BATCH, ())), (lookup, (64, 32), ((), ("model",)), ((), ()))],
+)
+def test_gradients_of_lookups_are_sharded_as_their_places(gradient: Any, shape: Any, spec: Any, expected: Any) -> None:
+    args = jax.ShapeDtypeStruct(shape, np.float32), jax.ShapeDtypeStruct((8, 16), np.int32)
+    jaxpr = jax.make_jaxpr(gradient)(*args).jaxpr
+    program = Reader({"data": 4, "model": 2}).read(jaxpr, [spec, BY_BATCH])
+    assert any(op.name == "scatter-add" for op in program.ops)
+    assert [value.spec for value in program.results] == [expected]
+
+
+def test_rows_that_are_added_to_zeros_keep_the_sharding_of_their_columns() -> None:
+    add = lambda rows, places: jnp.zeros((64, 32)).at[places].add(rows)
+    jaxpr = jax.make_jaxpr(add)(np.zeros((8, 16, 32), np.float32), np.zeros((8, 16), np.int32)).jaxpr
+    program = Reader({"data": 4, "model": 2}).read(jaxpr, [(*BY_BATCH, ("model",)), BY_BATCH])
+    assert [value.spec for value in program.results] == [((), ("model",))]
+
+
 def traced() -> Iterator[tuple[str, Any]]:
     """Programs of the public functions of jax.numpy, jax.lax, jax.nn and similar modules on one or two matrices, one
     for each new primitive."""
