@@ -6,10 +6,14 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import jax
+import optax
 import pytest
+from flax import nnx
 
-from benchmarks.planning import exhaustive
+from benchmarks.planning import exhaustive, own_remat
 from jaxpar.app.plan import RunPlanner
+from jaxpar.planning.plan import ModelPlanner
 from jaxpar.planning.search.compiled import CompiledPlan, traced_bytes
 from jaxpar.planning.search.cost import CostModel
 from jaxpar.planning.search.plan import Plan
@@ -164,6 +168,30 @@ def test_traced_memory_is_within_a_tenth_of_compiled(config: str, plan: Plan, me
     """Plans that are shown and were not compiled have the memory of their trace; compiled: docs/measured/plan.md."""
     traced = traced_bytes(RunPlanner(CONFIGS / f"{config}.yaml").run_of(plan), Topology.parse("v5e:4x4"))
     assert traced is not None and traced / 2**20 == pytest.approx(mebibytes, rel=0.1)
+
+
+OWN_GPT = {
+    "list": {"none": (11.56, 1.68), "dots": (10.5, 0.80), "full": (11.98, 0.48)},
+    "scan": {"none": (12.91, 2.38), "dots": (10.81, 0.72), "full": (12.61, 0.47)},
+}
+"""How the layers run → recomputation policy → milliseconds and GiB of the compiled step, from docs/measured/plan.md."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layers", OWN_GPT)
+def test_layers_in_a_list_and_in_a_scan_as_compiled(layers: str) -> None:
+    """In a list XLA keeps fewer activations for the backward pass, and gathers weights once if it recomputes nothing."""
+    batch = {name: jax.ShapeDtypeStruct((own_remat.ROWS, own_remat.SEQ), "int32") for name in ("tokens", "targets")}
+    make_model = lambda key: own_remat.GPT(nnx.Rngs(key), scanned=layers == "scan")
+    planner = ModelPlanner.of(make_model, own_remat.loss_fn, batch, optax.adamw(1e-3))
+    model = CostModel(planner.workload, own_remat.TOPOLOGY)
+    for policy, (step, peak) in OWN_GPT[layers].items():
+        plan = Plan(data=8, zero=3, remat=policy)
+        cost = model.cost(plan)
+        assert 1e3 * cost.step == pytest.approx(step, rel=0.15)
+        assert cost.peak_bytes / 2**30 == pytest.approx(peak, rel=0.2)
+        traced = traced_bytes(planner.run_of(plan), own_remat.TOPOLOGY)
+        assert traced is not None and traced / 2**30 == pytest.approx(peak, rel=0.15)
 
 
 @pytest.mark.slow
