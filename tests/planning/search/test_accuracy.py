@@ -180,7 +180,7 @@ OWN_GPT = {
 @pytest.mark.slow
 @pytest.mark.parametrize("layers", OWN_GPT)
 def test_layers_in_a_list_and_in_a_scan_as_compiled(layers: str) -> None:
-    """In a list XLA keeps fewer activations for the backward pass, and gathers weights once if it recomputes nothing."""
+    """In a list XLA keeps fewer activations, and gathers weights once if it recomputes nothing."""
     batch = {name: jax.ShapeDtypeStruct((own_remat.ROWS, own_remat.SEQ), "int32") for name in ("tokens", "targets")}
     make_model = lambda key: own_remat.GPT(nnx.Rngs(key), scanned=layers == "scan")
     planner = ModelPlanner.of(make_model, own_remat.loss_fn, batch, optax.adamw(1e-3))
