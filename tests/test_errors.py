@@ -386,7 +386,7 @@ CONFIGS = [
     case(
         "unknown key of a layout",
         lambda: Layout.from_dict({"mesh": {}, "rulse": {}}),
-        "layout: unknown key 'rulse'. Did you mean 'rules'? The keys are: mesh, rules.",
+        "layout: unknown key 'rulse'. Did you mean 'rules'? The keys are: mesh, rules, rings.",
     ),
     case(
         "duplicate key",
