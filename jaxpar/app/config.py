@@ -176,7 +176,8 @@ class OverlapConfig:
         :func:`jaxpar.overlap.interleave_batches`.
       dim: ``batch`` splits rows, ``seq`` tokens.
       matmuls: whether matmuls overlap with the gathers and scatters of sequences beside them; see
-        :func:`jaxpar.overlap.gather_dot`.
+        :func:`jaxpar.overlap.gather_dot`. In layers with experts, whether the gathers of their weights and the
+        scatters of the gradients run beside other compute; see :func:`jaxpar.experts`.
     """
 
     ways: int = 1
@@ -201,7 +202,8 @@ class ParallelConfig:
       pipeline: how layers are assigned to stages: ``{schedule: 1f1b, microbatches: 8}``.
       overlap: ``{ways: 2}`` runs the layers on two halves of each device's rows, one communicating while the other
         computes; see :func:`jaxpar.overlap.interleave_batches`. ``{ways: 2, dim: seq}`` halves each sequence, for
-        devices with a single row. ``{matmuls: true}`` overlaps sequence parallelism with the matmuls themselves.
+        devices with a single row. ``{matmuls: true}`` overlaps sequence parallelism with the matmuls themselves,
+        and experts' weights with other compute.
       parameter_server: parameters are on servers, and workers train at their own pace (extra ray).
     """
 

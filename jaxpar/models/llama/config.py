@@ -79,7 +79,8 @@ class LlamaConfig:
       copies: run the layers on this many parts of each device's batch (:func:`jaxpar.overlap.interleave_batches`).
       copies_dim: ``batch`` splits each device's rows into these parts, ``seq`` its tokens.
       overlap_matmuls: the matmuls overlap with the gathers and scatters of sequences beside them, on TPUs and where
-        rules shard ``residual_seq``; see :func:`jaxpar.overlap.gather_dot`.
+        rules shard ``residual_seq``; see :func:`jaxpar.overlap.gather_dot`. In layers with experts, the gathers of
+        their weights and the scatters of the gradients overlap instead; see :func:`jaxpar.experts`.
 
     Raises:
       ConfigError: ``heads`` is not a multiple of ``kv_heads``, ``head_dim`` is odd, ``window_pattern`` has no true,

@@ -109,11 +109,6 @@ class MoEConfig(LlamaConfig):
                 f"moe: overlap.ways is {self.copies}, but layers with experts run on whole batches. Remedy: overlap: "
                 "{ways: 1}."
             )
-        if self.overlap_matmuls:
-            raise ConfigError(
-                "moe: overlap.matmuls is true, but layers with experts gather whole sequences. Remedy: leave "
-                "overlap.matmuls out."
-            )
         if self.latent_attention is not None and self.kv_heads != self.heads:
             raise ConfigError(
                 f"moe: latent attention gives every query head its own key, but heads={self.heads} and kv_heads="

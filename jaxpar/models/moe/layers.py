@@ -62,6 +62,7 @@ class Mixture(nnx.Module):
         routing = c.router(logits_BSX, bias_X)
         weights = ((self.gate, INNER), (self.up, INNER), (self.down, OUTER))
         options: dict[str, Any] = {"dispatch": c.dispatch, "capacity_factor": c.capacity_factor, "pieces": c.pieces}
+        options["overlap"] = c.overlap_matmuls
 
         def cast(w: Any) -> Any:
             w = (w.by_channel([-2]) or w) if isinstance(w, QuantizedArray) else w

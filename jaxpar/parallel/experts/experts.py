@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -19,9 +19,11 @@ from jaxpar.parallel.experts.dispatch import ExpertFn, swiglu
 from jaxpar.parallel.experts.experts_local import Choices, experts_local
 from jaxpar.parallel.experts.options import Dispatch, ExpertCall, name_of_dims
 from jaxpar.parallel.offload.host_weights import to_device
+from jaxpar.parallel.overlap.permute_collectives import ppermute_all_gather, ppermute_reduce_scatter
 from jaxpar.parallel.precision.int8 import Int8
 from jaxpar.parallel.precision.policy import Precision
 from jaxpar.parallel.zero.sharded_matmul import GATHERED
+from jaxpar.sharding.hardware.links import links_of
 from jaxpar.sharding.layout import Layout, current_layout, with_sharding
 from jaxpar.sharding.names import Names
 from jaxpar.sharding.resolve import Resolved, num_shards_over, resolve
@@ -30,8 +32,24 @@ from jaxpar.utils.contexts import experts_traced
 
 X_DIMS = ("batch", "seq", "embed")
 type _Named = tuple[jax.Array, Names]
-type _Gather = tuple[Parts, Any, Precision]
-"""How a weight is gathered: over which axes, in which dtype the compute uses it, and the precision of the step."""
+MOST_DEVICES = 4
+"""The most devices over which weights travel as permutes. Over more, no program was compiled."""
+
+
+class _Gather(NamedTuple):
+    """How a weight is gathered.
+
+    Attributes:
+      parts: over which axes.
+      dtype: the dtype in which the compute uses it.
+      precision: of the step.
+      rings: the rings around which permutes send it, or ``None`` for a collective.
+    """
+
+    parts: Parts
+    dtype: Any
+    precision: Precision
+    rings: tuple[int, ...] | None
 
 
 def experts(
@@ -43,6 +61,7 @@ def experts(
     dispatch: Dispatch = "auto",
     capacity_factor: float | None = None,
     pieces: int | None = None,
+    overlap: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the weighted sum of the results of each token's experts, computed under the ambient layout.
 
@@ -76,6 +95,8 @@ def experts(
       pieces: the number of pieces in which each device processes its tokens, one after the other, each recomputed in
         the backward pass. By default the fewest with which the worst routing needs as much memory as a balanced one
         needs without pieces.
+      overlap: whether weights that are gathered over at most 4 devices, and their gradients, travel as permutes. A TPU
+        overlaps permutes with compute beside this call, such as attention, but none of the collectives.
 
     Returns:
       The results, in the shape, dtype and sharding of ``x``; and the share of all choices that were dropped, an fp32
@@ -108,7 +129,7 @@ def experts(
         count, k, row = arrays[0][0].shape[0], routing.experts.shape[-1], x.shape[-1] * x.dtype.itemsize
         whole, call = functools.partial(run, axis=()), ExpertCall(count, k, row, **options)
         return _unsharded(x, tuple(x_dims), routing, arrays, whole, call)
-    placed = _place(layout, x, arrays, tuple(x_dims))
+    placed = _place(layout, x, arrays, tuple(x_dims), overlap)
     # In a step that sums gradients in fp32, an array in fp32 enters and is rounded inside, so that its gradient leaves
     # in fp32 too.
     wide = [w.astype(summing(w.dtype) or w.dtype) for w, _ in arrays]
@@ -182,7 +203,7 @@ class _Placed:
     out_spec: PartitionSpec
 
 
-def _place(layout: Layout, x: jax.Array, weights: Sequence[Any], x_dims: Names) -> _Placed:
+def _place(layout: Layout, x: jax.Array, weights: Sequence[Any], x_dims: Names, overlap: bool) -> _Placed:
     manual = jax.sharding.get_abstract_mesh().manual_axes
     free = frozenset(axis for axis in layout.mesh.axis_names if axis not in manual)
     _check_weights(weights)
@@ -197,7 +218,7 @@ def _place(layout: Layout, x: jax.Array, weights: Sequence[Any], x_dims: Names) 
     for found, (w, dims) in zip(stored, weights, strict=True):
         axes = tuple(axis for dim in found.axes for axis in dim if axis not in (*expert_axes, *summed))
         parts = gather_reduce.parts_of(found, axes, exact=gather_reduce.is_exact(dims, precision))
-        gathers.append((parts, w.dtype, precision))
+        gathers.append(_Gather(parts, w.dtype, precision, _rings(layout, parts) if overlap else None))
     x_axes = _resolve(layout, x, x_dims, "activations", free).axes
     in_axes = tuple(tuple(axis for axis in dim if axis not in summed) for dim in x_axes)
     tail = next((dim for dim, axes in enumerate(x_axes) if axes and axes[-len(summed) :] == summed), None)
@@ -251,22 +272,32 @@ class _Chosen:
     experts: jax.Array
 
 
+def _rings(layout: Layout, parts: Parts) -> tuple[int, ...] | None:
+    """Returns the rings around which a weight travels, or ``None`` if its gather stays a collective."""
+    axes = tuple(axis for _, axes in parts.crossed for axis in axes)
+    if len(parts.crossed) != 1 or num_shards_over(axes, layout.sizes) > MOST_DEVICES:
+        return None
+    links = links_of(layout.mesh)
+    return (num_shards_over(axes, layout.sizes),) if links is None else links.rings(axes)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gather(how: _Gather, w: jax.Array) -> jax.Array:
     """Returns a gathered weight in the dtype of the compute; its gradient is reduce-scattered in the weight's dtype."""
-    parts, dtype, precision = how
-    if not any(parts.dims):
-        return w.astype(dtype)
-    return gather_reduce.gather(w.astype(dtype), parts, precision).astype(dtype)
+    if not any(how.parts.dims):
+        return w.astype(how.dtype)
+    one: dict[str, Any] = {} if how.rings is None else {"one": functools.partial(ppermute_all_gather, rings=how.rings)}
+    return gather_reduce.gather(w.astype(how.dtype), how.parts, how.precision, **one).astype(how.dtype)
 
 
 def _gather_backward(how: _Gather, like: jax.Array, grad: jax.Array) -> tuple[jax.Array]:
-    parts, _, precision = how
-    if not any(parts.dims):
+    if not any(how.parts.dims):
         return (grad.astype(like.dtype),)
-    axes = tuple(axis for dim in parts.dims for axis in dim)
+    axes = tuple(axis for dim in how.parts.dims for axis in dim)
     wide = jax.lax.optimization_barrier(grad.astype(like.dtype))
-    return (gather_reduce.reduce(wide, parts, axes, precision).astype(like.dtype),)
+    ring = functools.partial(ppermute_reduce_scatter, rings=how.rings)
+    one: dict[str, Any] = {} if how.rings is None else {"scatter": ring}
+    return (gather_reduce.reduce(wide, how.parts, axes, how.precision, **one).astype(like.dtype),)
 
 
 _gather.defvjp(lambda how, w: (_gather(how, w), w[:0]), _gather_backward)

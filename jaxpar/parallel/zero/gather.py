@@ -258,14 +258,24 @@ def _gather_integers(values: jax.Array, dims: WeightDims) -> jax.Array:
 def all_but_gathered(primitive: Any, *_: Any, **parameters: Any) -> bool:
     """A checkpoint policy that saves everything but weights that were gathered or fetched from host memory."""
     if primitive.name == "custom_vjp_call":  # a gather or a fetch, not yet named
-        return not {equation.primitive.name for equation in parameters["call_jaxpr"].eqns} <= _OF_GATHER
+        return not all(_gathers(equation) for equation in parameters["call_jaxpr"].eqns)
     return parameters.get("name") != GATHERED
+
+
+def _gathers(equation: Any) -> bool:
+    """Whether an equation of a function with a gradient of its own may belong to the gather of a weight."""
+    if equation.primitive.name != "custom_vjp_call":
+        return equation.primitive.name in _OF_GATHER
+    names = {inner.primitive.name for inner in equation.params["call_jaxpr"].eqns}
+    return "ppermute" in names and names <= _OF_GATHER | _OF_RING
 
 
 _OF_GATHER = {
     "all_gather", "device_put", "convert_element_type", "sharding_constraint", "reshape", "concatenate",
     "optimization_barrier", "shard_map",
 }  # fmt: skip
+
+_OF_RING = {"ppermute", "axis_index", "add", "mul", "split", "jit"}
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
