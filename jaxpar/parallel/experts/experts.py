@@ -286,8 +286,10 @@ def _gather(how: _Gather, w: jax.Array) -> jax.Array:
     """Returns a gathered weight in the dtype of the compute; its gradient is reduce-scattered in the weight's dtype."""
     if not any(how.parts.dims):
         return w.astype(how.dtype)
-    one: dict[str, Any] = {} if how.rings is None else {"one": functools.partial(ppermute_all_gather, rings=how.rings)}
-    return gather_reduce.gather(w.astype(how.dtype), how.parts, how.precision, **one).astype(how.dtype)
+    if how.rings is None:
+        return gather_reduce.gather(w.astype(how.dtype), how.parts, how.precision).astype(how.dtype)
+    one = functools.partial(ppermute_all_gather, rings=how.rings)
+    return gather_reduce.gather(w.astype(how.dtype), how.parts, how.precision, one).astype(how.dtype)
 
 
 def _gather_backward(how: _Gather, like: jax.Array, grad: jax.Array) -> tuple[jax.Array]:
@@ -295,9 +297,10 @@ def _gather_backward(how: _Gather, like: jax.Array, grad: jax.Array) -> tuple[ja
         return (grad.astype(like.dtype),)
     axes = tuple(axis for dim in how.parts.dims for axis in dim)
     wide = jax.lax.optimization_barrier(grad.astype(like.dtype))
-    ring = functools.partial(ppermute_reduce_scatter, rings=how.rings)
-    one: dict[str, Any] = {} if how.rings is None else {"scatter": ring}
-    return (gather_reduce.reduce(wide, how.parts, axes, how.precision, **one).astype(like.dtype),)
+    if how.rings is None:
+        return (gather_reduce.reduce(wide, how.parts, axes, how.precision).astype(like.dtype),)
+    scatter = functools.partial(ppermute_reduce_scatter, rings=how.rings)
+    return (gather_reduce.reduce(wide, how.parts, axes, how.precision, scatter).astype(like.dtype),)
 
 
 _gather.defvjp(lambda how, w: (_gather(how, w), w[:0]), _gather_backward)
