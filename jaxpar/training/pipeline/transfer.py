@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 
 from jaxpar.errors import ConfigError, LayoutError, listing
 from jaxpar.parallel.collectives.gather_reduce import Parts, batch_axes, gather, parts_of, reduce, seq_axes, summable
+from jaxpar.parallel.collectives.hierarchical import scatter_local
 from jaxpar.parallel.overlap.permute_collectives import ppermute_all_gather, ppermute_reduce_scatter, scatter_parts
 from jaxpar.parallel.pipeline.executor.frozen import trained_part
 from jaxpar.parallel.pipeline.executor.layer_placement import AXIS, Layers
@@ -240,7 +241,7 @@ class StageTransfer:
 
     def of_one_layer(self, grads: Any) -> Any:
         """Reduce-scatters one layer's gradients over the devices."""
-        one = lambda g, sharding: reduce(g, sharding.layer_parts(self.axes), self.axes, self.precision)
+        one = lambda g, sharding: reduce(g, sharding.layer_parts(self.axes), self.axes, self.precision, _scatter_inner)
         return jax.tree.map(one, grads, self.split.stack(self.grad_shardings))
 
     def of_one_layer_beside(self, grads: Any) -> Any:
@@ -324,6 +325,17 @@ class StageTransfer:
     def _inside(self, f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         manual = manual_axes(self.layout, (*self.axes, AXIS))
         return jax.shard_map(f, in_specs=in_specs, out_specs=out_specs, axis_names=manual, check_vma=False)
+
+
+def _scatter_inner(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
+    """Reduce-scatters a gradient; of three dims, such as [embed, heads, head_dim], the first is moved inwards before.
+
+    XLA:TPU tiles a gradient of heads by its first and last dim, but a scatter of the first dim by the last two. The
+    sums of gradients, to which the result is added, would be copied in every tick to change between these tilings.
+    """
+    if x.ndim != 3 or dim != 0:
+        return scatter_local(x, axes=axes, dim=dim)
+    return jnp.swapaxes(scatter_local(jnp.swapaxes(x, 0, 1), axes=axes, dim=1), 0, 1)
 
 
 @dataclass(frozen=True)

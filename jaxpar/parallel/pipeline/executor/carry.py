@@ -46,7 +46,8 @@ class StageCarry(NamedTuple):
       residuals: of layers, [slots, layers, ...], or [slots, 1, ...] if some layers recompute; or
         :class:`jaxpar.parallel.pipeline.executor.sequence_chunks.Pools`.
       sent: the input cotangent of the tick's backward, for the stage that runs the previous chunk.
-      buckets: the gradient sums of chunks that are not reduced yet, [slots, layers, ...].
+      buckets: the gradient sums of the chunk whose gradients are not reduced yet, [1, layers, ...].
+      completed: those of complete buckets that wait for other stages, [slots, layers, ...].
     """
 
     # The order decides which buffers XLA:CPU copies in a tick. Another order took 9 % more memory in one program.
@@ -61,6 +62,7 @@ class StageCarry(NamedTuple):
     residuals: Any = ()
     sent: Any = ()
     buckets: Any = ()
+    completed: Any = ()
 
 
 class HeadGrad(NamedTuple):

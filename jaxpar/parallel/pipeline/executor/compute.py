@@ -13,7 +13,7 @@ from jaxpar.parallel.pipeline.executor import communicate, recompute
 from jaxpar.parallel.pipeline.executor.carry import StageCarry, TickCarry, TickInputs, add_scalars, zeros_of
 from jaxpar.parallel.pipeline.executor.frozen import trained_part
 from jaxpar.parallel.pipeline.executor.layer_placement import AXIS
-from jaxpar.parallel.pipeline.executor.primitives import pick, reader
+from jaxpar.parallel.pipeline.executor.primitives import pick, put, reader
 from jaxpar.parallel.pipeline.executor.program import PipelineProgram, global_field
 from jaxpar.parallel.pipeline.executor.sequence_chunks import slots_of
 from jaxpar.parallel.pipeline.executor.stage import Add, Chunk, LayerSlice, held, read, write
@@ -50,7 +50,7 @@ def forward(
     ins = (Split.STAGE, Split.REPLICATED, context.weight_split, Split.REPLICATED, own, Split.DEVICE)
     call = context.per_device(local, ins, (own, own))
     # The program receives only what a forward reads.
-    given = stage._replace(cotangents=(), split_residuals=(), sent=(), received=(), grads=(), buckets=())
+    given = stage._replace(cotangents=(), split_residuals=(), sent=(), received=(), grads=(), buckets=(), completed=())
     found, y = call(stage_rows, global_row, context.weights, context.side_weights, given, context.batch)
     stage = stage._replace(aux=found.aux, residuals=found.residuals, layer_inputs=found.layer_inputs)
     return carry._replace(stage=stage), y
@@ -122,10 +122,7 @@ def _backward_with_buckets(
 
     def both(sums: Any, i: jax.Array, grads: Any, exists: jax.Array) -> Any:
         buckets, total = sums
-        found = _scattered(reduce, tick, buckets, i)
-        # A gradient is added in place, once the scatter has read that weight's part of the buckets. If the buckets did
-        # not wait as well, XLA:TPU would copy the sum to which it adds.
-        buckets = jax.tree.map(lambda part, bucket: jax.lax.optimization_barrier((part, bucket))[1], found, buckets)
+        found = _scattered(reduce, tick, i)
         return add(buckets, i, grads, exists), _with_scattered(tick, total, found, i)
 
     with context.loop_scope("buckets_beside"):
@@ -134,22 +131,37 @@ def _backward_with_buckets(
     return tick.updated(buckets=buckets, grads=grads, residuals=residuals, sent=context.constrained(sent))
 
 
+def complete_bucket(context: TickContext, tick: TickInputs) -> TickInputs:
+    """Moves a bucket that this tick completes to its slot, so that the next one can begin."""
+    if not jax.tree.leaves(tick.carry.completed):
+        return tick
+
+    def one(run: jax.Array, completed: Any) -> Any:
+        slot = held(tick.field("completed_bucket"), run)
+        return jax.tree.map(lambda slots, bucket: put(slots, bucket[0], slot), completed, tick.carry.buckets)
+
+    with context.loop_scope("bucket_ends"):
+        completed = jax.lax.fori_loop(0, tick.field("bucket_ends"), one, tick.carry.completed)
+    return tick.updated(completed=completed)
+
+
 def flush_bucket(context: TickContext, tick: TickInputs) -> TickInputs:
     """Reduces a bucket that is complete, layer by layer, and adds it to the sums of its chunk."""
     if (reduce := context.program.reduce_bucket) is None:
         return tick
     alone = lambda slices: reduce(jax.tree.map(LayerSlice.read, slices))
-    one = lambda i, sums: _with_scattered(tick, sums, _scattered(alone, tick, tick.carry.buckets, i), i)
+    one = lambda i, sums: _with_scattered(tick, sums, _scattered(alone, tick, i), i)
     layers = jax.tree.leaves(tick.weights)[0].shape[1]
     with context.loop_scope("buckets"):
         times = global_field(tick.global_row, "buckets") * layers
         return tick.updated(grads=jax.lax.fori_loop(0, times, one, tick.carry.grads))
 
 
-def _scattered(reduce: Callable[[Any], Any], tick: TickInputs, buckets: Any, i: jax.Array) -> Any:
+def _scattered(reduce: Callable[[Any], Any], tick: TickInputs, i: jax.Array) -> Any:
     """Returns a layer's gradients in the bucket that this tick scatters, reduced."""
-    slot = held(tick.field("scattered_bucket"), i)
-    return reduce(jax.tree.map(lambda total: LayerSlice(total, slot, i), buckets))
+    slot, carry = held(tick.field("scattered_bucket"), i), tick.carry
+    sums = carry.completed if jax.tree.leaves(carry.completed) else carry.buckets
+    return reduce(jax.tree.map(lambda total: LayerSlice(total, slot, i), sums))
 
 
 def _with_scattered(tick: TickInputs, sums: Any, parts: Any, i: jax.Array) -> Any:
@@ -167,11 +179,10 @@ def empty_grads(program: PipelineProgram, weights: Any, chunks: int) -> Any:
     return jax.tree.map(zeros, weights, found)
 
 
-def empty_buckets(program: PipelineProgram, weights: Any) -> Any:
-    """Returns zeros for the sums [slots, layers, ...] of the current buckets, or an empty list without buckets."""
-    if program.buckets is None:
+def empty_buckets(program: PipelineProgram, weights: Any, slots: int) -> Any:
+    """Returns zeros for the sums [slots, layers, ...] of buckets, or an empty list if there are none."""
+    if program.buckets is None or not slots:
         return []
-    slots = program.buckets.slots
     return jax.tree.map(lambda w: jnp.zeros((slots, *w.shape[1:]), accumulator(w)), trained_part(weights))
 
 
@@ -182,12 +193,12 @@ def _side_of_backward(context: TickContext, tick: TickInputs, microbatch: jax.Ar
 
 
 def _grad_adder(context: TickContext, tick: TickInputs, kind: str) -> Add:
-    """Returns a function that adds a layer's gradients to sums [chunks or slots, layers, ...], in at least fp32."""
+    """Returns a function that adds a layer's gradients to sums [chunks or 1, layers, ...], in at least fp32."""
     reduce, on = context.program.reduce, tick.field(f"{kind}_on")
     if context.program.buckets is None:
         number, begins = tick.field(f"{kind}_chunk"), None
     else:
-        number, begins = tick.field("bucket"), tick.field("bucket_begins")
+        number, begins = jnp.asarray(0), tick.field("bucket_begins")
 
     def add(sums: Any, i: jax.Array, grads: Any, exists: jax.Array) -> Any:
         def one(total: jax.Array, grad: jax.Array) -> jax.Array:

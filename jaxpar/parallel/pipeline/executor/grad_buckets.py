@@ -3,7 +3,10 @@
 A *bucket* has the gradients of consecutive backwards that a stage does for one chunk. All stages scatter a bucket in
 the same tick: beside the first backward after the last stage has completed it, or, where no backward follows, at the
 end of the tick that completes it. Stages that are ahead meanwhile fill the next one. Only the sums of a few chunks are
-therefore unsharded at a time, in *slots*, for any number of chunks.
+therefore unsharded at a time, for any number of chunks.
+
+Backwards add to one array, the bucket that a stage fills. A complete bucket moves to a *slot* of another array, where it
+waits for the other stages. Were all of them slots of one array, XLA:TPU would copy a slot before every addition to it.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import numpy as np
 
 from jaxpar.errors import ConfigError
 from jaxpar.parallel.pipeline.schedules.async_window import AsyncSchedule
-from jaxpar.parallel.pipeline.schedules.buffer_slots import END, FORWARD, Live, allocate, time
+from jaxpar.parallel.pipeline.schedules.buffer_slots import BACKWARD, END, Live, allocate, time
 from jaxpar.parallel.pipeline.schedules.schedule import Schedule
 from jaxpar.parallel.pipeline.schedules.table import Table
 
@@ -25,18 +28,20 @@ class GradientBuckets:
     """The numbers that an executor reads.
 
     Attributes:
-      slots: the number of chunks whose sums are unsharded at a time.
-      rows: int32 [ticks, stages, 4], in the order of ``BUCKET_FIELDS``.
+      completed: the number of slots for complete buckets; 0 if every bucket is scattered before the next one begins.
+      rows: int32 [ticks, stages, 5], in the order of ``BUCKET_FIELDS``.
       scatters: int32 [ticks, 2], whether the stages scatter a bucket at the end of a tick, and beside its backward.
     """
 
-    slots: int
+    completed: int
     rows: np.ndarray
     scatters: np.ndarray
 
 
-BUCKET_FIELDS = ("bucket", "bucket_begins", "scattered_bucket", "bucket_chunk")
-"""The slot to which a tick adds gradients, whether they are its first, the slot to scatter, and that slot's chunk."""
+BUCKET_FIELDS = ("bucket_begins", "bucket_ends", "completed_bucket", "scattered_bucket", "bucket_chunk")
+"""Whether a tick adds the first gradients to a bucket, and whether it adds the last ones and moves the bucket; the slot
+to which it moves; the slot that the tick scatters, and that slot's chunk.
+"""
 
 
 def buckets_of(schedule: Schedule | AsyncSchedule, table: Table) -> GradientBuckets:
@@ -66,19 +71,26 @@ def buckets_of(schedule: Schedule | AsyncSchedule, table: Table) -> GradientBuck
         at.insert(0, end + late)
     beside = [tick > end for tick, end in zip(at, ends, strict=True)]
     rows = np.zeros((*on.shape, len(BUCKET_FIELDS)), np.int32)
-    slots = 0
+    counts = [_fill_rows(rows[:, stage], buckets, at, beside) for stage, buckets in enumerate(each)]
     for stage, buckets in enumerate(each):
-        timed = list(enumerate(zip(buckets, at, strict=True)))
-        count, places = allocate(Live(time(t[0], FORWARD), time(end, END), (number, 0)) for number, (t, end) in timed)
-        slots = max(slots, count)
-        for number, (ticks, end) in timed:
-            slot = places[number, 0]
-            rows[ticks, stage, 0] = slot
-            rows[ticks[0], stage, 1] = 1
-            rows[end, stage, 2:] = slot, chunks[ticks[0], stage]
+        rows[at, stage, -1] = [chunks[ticks[0], stage] for ticks in buckets]
     scatters = np.zeros((len(on), 2), np.int32)
     scatters[at, np.asarray(beside, int)] = 1
-    return GradientBuckets(slots, rows, scatters)
+    waits = any(after[0] <= end for buckets in each for after, end in zip(buckets[1:], at, strict=False))
+    return GradientBuckets(max(counts) if waits else 0, rows, scatters)
+
+
+def _fill_rows(rows: np.ndarray, buckets: list[list[int]], at: list[int], beside: list[bool]) -> int:
+    """Writes all fields of a stage but the chunk, from the ticks of its buckets; returns the number of slots."""
+    parts = [BACKWARD if early else END for early in beside]
+    timed = list(zip(buckets, at, parts, strict=True))
+    count, slots = allocate(
+        Live(time(ticks[-1], END), time(tick, part), number) for number, (ticks, tick, part) in enumerate(timed)
+    )
+    for number, (ticks, tick, _) in enumerate(timed):
+        rows[ticks[0], 0] = rows[ticks[-1], 1] = 1
+        rows[ticks[-1], 2] = rows[tick, 3] = slots[number]
+    return count
 
 
 def _of_stage(on: np.ndarray, chunks: np.ndarray) -> list[list[int]]:

@@ -149,7 +149,8 @@ class PipelineProgram:
         With ``independent``, both numbers are summed over stages for operations that stages do on their own.
 
         Args:
-          name: a field of ``GLOBAL_FIELDS``, or ``backward_alone``: the backwards beside which no bucket is scattered.
+          name: a field of ``GLOBAL_FIELDS``; or ``backward_alone``, the backwards beside which no bucket is scattered; or
+            ``bucket_ends``, of which every stage has equally many.
         """
         if self.independent and name in ("forward", "backward", "weights"):
             each = self.table.column(f"{name[0]}_on")
@@ -157,6 +158,10 @@ class PipelineProgram:
         if name == "backward_alone":
             (total, ticks), (beside, _) = self.active_ticks("backward"), self.active_ticks("buckets_beside")
             return total - beside, ticks
+        if name == "bucket_ends":
+            assert self.buckets is not None
+            rows = self.buckets.rows[slice(*self.ticks), 0]
+            return int(rows[:, BUCKET_FIELDS.index(name)].sum()), len(rows)
         column = self.rows()[1][slice(*self.ticks), GLOBAL_FIELDS.index(name)]
         return int(column.sum()), len(column)
 

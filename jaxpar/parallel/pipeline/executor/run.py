@@ -102,7 +102,10 @@ class TickRunner:
             split_residuals=[empty(k, sizes["own"] + 1, layers) for k in own],
             residuals=chunk.pools(residuals, layers, sizes) if isinstance(chunk, Carried) else residuals,
             sent=jnp.zeros_like(fed),
-            buckets=compute.empty_buckets(program, weights),
+            buckets=compute.empty_buckets(program, weights, 1),
+            completed=compute.empty_buckets(
+                program, weights, 0 if program.buckets is None else program.buckets.completed
+            ),
         )
 
     def __call__(self, carry: TickCarry, stage_rows: jax.Array, global_row: jax.Array) -> TickCarry:
@@ -133,8 +136,8 @@ class TickRunner:
             return on_stages(carry, y, embed_head.store_microbatch_weight, communicate.send)
         if not context.program.independent:
             carry, y = forward_and_head(carry)
-            steps = (communicate.receive, embed_head.apply_head_grad, compute.backward, compute.flush_bucket)
-            carry = on_stages(carry, y, *steps, communicate.send)
+            steps = (communicate.receive, embed_head.apply_head_grad, compute.backward, compute.complete_bucket)
+            carry = on_stages(carry, y, *steps, compute.flush_bucket, communicate.send)
         else:
             # Collectives over `pipeline` synchronize all stages. Except for the head's, they run only at the start and
             # the end of a tick, never between compute.

@@ -282,10 +282,13 @@ class LayerSlice:
 
     def read(self) -> jax.Array:
         """Returns the whole slice."""
-        return read([self.buffer], self.slot, self.i)[0]
+        found = read([self.buffer], self.slot, self.i)[0]
+        # XLA drops the indices of a buffer of a single slice, and with them what the slot depends on.
+        return held(found, self.slot) if self.buffer.shape[:2] == (1, 1) else found
 
     def part(self, start: jax.Array, size: int, dim: int) -> jax.Array:
         """Returns ``size`` entries along ``dim``, from ``start``."""
+        start = held(start, self.slot)  # as in ``read``
         starts = indices(self.slot, self.i, *(start if d == dim else 0 for d in range(len(self.shape))))
         sizes = (1, 1, *(size if d == dim else n for d, n in enumerate(self.shape)))
         return jax.lax.dynamic_slice(self.buffer, starts, sizes, allow_negative_indices=False)[0, 0]

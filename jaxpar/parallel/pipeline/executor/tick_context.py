@@ -166,7 +166,7 @@ class TickContext:
         """Returns a named scope for a loop that some ticks skip; it states the loop's total iterations and the ticks.
 
         Args:
-          name: a field of ``GLOBAL_FIELDS``, ``recompute``, or ``backward_alone``.
+          name: a field of ``GLOBAL_FIELDS``, ``recompute``, ``backward_alone`` or ``bucket_ends``.
         """
         count, ticks = self.program.recomputed_layers() if name == "recompute" else self.program.active_ticks(name)
         layers = jax.tree.leaves(self.weights)[0].shape[2]
