@@ -153,6 +153,7 @@ class PipelineConfig:
       layers_per_stage: the number of layers of each piece, in model order; empty if all pieces are equal.
       recompute: for each stage, how many of its first layers keep only their input, where the stage keeps residuals.
       embedding: ``per_microbatch`` looks up the tokens of one microbatch at a time.
+      head_grad_reduction: ``per_microbatch`` reduces gradients outside the layers for every microbatch.
     """
 
     schedule: str = "1f1b"
@@ -165,6 +166,7 @@ class PipelineConfig:
     layers_per_stage: tuple[int, ...] = ()
     recompute: tuple[int, ...] = ()
     embedding: Literal["per_step", "per_microbatch"] = "per_step"
+    head_grad_reduction: Literal["per_step", "per_microbatch"] = "per_step"
 
 
 @dataclass(frozen=True)

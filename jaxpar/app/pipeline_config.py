@@ -54,7 +54,7 @@ def make_pipeline(
         chunks: dict[str, Any] = {"chunks": config.virtual_stages, "sequence_chunks": config.sequence_chunks}
         schedule = jp.pipeline.schedule(config.schedule, stages, config.microbatches, **chunks)
         _check_layers(config, layers, schedule.pieces.count)
-        own = {name: getattr(config, name) for name in ("executor", "recompute", "embedding")}
+        own = {name: getattr(config, name) for name in ("executor", "recompute", "embedding", "head_grad_reduction")}
         return jp.Pipeline(schedule, **_shared(config), **own)
     except ConfigError:
         raise
@@ -78,7 +78,8 @@ def check_recompute(pipeline: jp.Pipeline | jp.pipeline.Asynchronous | None, rem
 
 def _asynchronous(config: PipelineConfig, stages: int, layers: int) -> jp.pipeline.Asynchronous:
     """The pipeline of a schedule that is not drained between steps."""
-    for name in ("virtual_stages", "sequence_chunks", "executor", "recompute", "embedding"):
+    names = ("virtual_stages", "sequence_chunks", "executor", "recompute", "embedding", "head_grad_reduction")
+    for name in names:
         value = getattr(config, name)
         if value != getattr(PipelineConfig, name):  # the default
             raise ConfigError(

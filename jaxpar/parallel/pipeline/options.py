@@ -50,6 +50,10 @@ class Pipeline:
         sequence chunk) at a time, so nothing is stored for the full batch. The weights that ``embed`` reads are
         gathered for all ticks, and their gradients are summed in fp32. This needs less memory where the batch's
         activations are larger than those weights. ``embed`` then receives one device's rows of a microbatch.
+      head_grad_reduction: when gradients outside the layers are reduced over devices. ``per_step``: each device sums
+        its own over all microbatches, in fp32, unsharded over the axes of the batch, and one reduction follows.
+        ``per_microbatch``: they are reduce-scattered for every microbatch. The sums are then sharded as the gradients
+        are, but the traffic is multiplied by the number of microbatches.
 
     Raises:
       ConfigError: a value is unknown, or two values contradict each other.
@@ -67,12 +71,14 @@ class Pipeline:
     executor: Literal["lockstep", "independent"] = "lockstep"
     recompute: tuple[int, ...] = ()
     embedding: Literal["per_step", "per_microbatch"] = "per_step"
+    head_grad_reduction: Literal["per_step", "per_microbatch"] = "per_step"
 
     def __post_init__(self) -> None:
         _check_choice("pipeline: activation_checkpointing", self.activation_checkpointing, _CHECKPOINTING)
         _check_choice("pipeline: grad_reduction", self.grad_reduction, ("per_step", "per_chunk", "per_microbatch"))
         _check_choice("pipeline: executor", self.executor, ("lockstep", "independent"))
         _check_choice("pipeline: embedding", self.embedding, ("per_step", "per_microbatch"))
+        _check_choice("pipeline: head_grad_reduction", self.head_grad_reduction, ("per_step", "per_microbatch"))
         if self.executor == "independent" and self.grad_reduction != "per_step":
             raise ConfigError(
                 "pipeline: executor is 'independent', which allows no collectives in a stage's layers, but "

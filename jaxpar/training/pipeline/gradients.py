@@ -24,7 +24,7 @@ from jaxpar.parallel.pipeline.executor.first_ticks import first_ticks
 from jaxpar.parallel.pipeline.executor.frozen import trained_part, with_trained
 from jaxpar.parallel.pipeline.executor.layer_inputs import LayerInputs, LayerScalars
 from jaxpar.parallel.pipeline.executor.layer_placement import AXIS
-from jaxpar.parallel.pipeline.executor.program import Head
+from jaxpar.parallel.pipeline.executor.program import Head, TickSums
 from jaxpar.parallel.pipeline.executor.run import run
 from jaxpar.parallel.pipeline.executor.sequence_chunks import SequenceCarry, check_chunks
 from jaxpar.parallel.pipeline.options import Asynchronous, Pipeline
@@ -37,6 +37,7 @@ from jaxpar.training.microbatches import GradientResult, StepConfig, counted, me
 from jaxpar.training.model import leaves_with_paths, show
 from jaxpar.training.pipeline import stage_functions
 from jaxpar.training.pipeline.adapters import adapter_grads, run_adapted, stage_state
+from jaxpar.training.pipeline.head_sums import HeadSums
 from jaxpar.training.pipeline.model_split import ModelSplit, check_synchronous
 from jaxpar.training.pipeline.transfer import StageTransfer
 from jaxpar.training.state import TrainState
@@ -78,12 +79,13 @@ def pipeline_gradients(
         schedule,
         batch,
         None if in_ticks else x,
-        head=head_of(split, scale),
+        head=head_of(split, scale, wide=not transfer.head_parts),
         activation_checkpointing=options.activation_checkpointing,
         independent=options.executor == "independent",
         reduce=transfer.of_one_layer if options.grad_reduction == "per_microbatch" else None,
         reduce_bucket=transfer.of_one_layer if options.grad_reduction == "per_chunk" else None,
         reduce_beside=transfer.of_one_layer_beside,
+        sums=HeadSums(transfer) if transfer.head_parts else TickSums(),
         join=join,
         first_ticks=_first_ticks(transfer, options),
         layer_slots=transfer.residual_slots(options),
@@ -269,8 +271,14 @@ def _carry(split: ModelSplit, chunks: int) -> SequenceCarry | None:
     return SequenceCarry(carried, empty, chunks)
 
 
-def head_of(split: ModelSplit, scale: Any) -> Head:
-    """Returns the head of one microbatch: its contribution to all sums, and the cotangent of its input."""
+def head_of(split: ModelSplit, scale: Any, *, wide: bool = True) -> Head:
+    """Returns the head of one microbatch: its contribution to all sums, and the cotangent of its input.
+
+    Args:
+      split: the parameters and the loss.
+      scale: of the loss, or ``None``.
+      wide: whether gradients are returned in at least fp32, or as they are computed, which needs less memory.
+    """
 
     def loss_of(trained: Any, weights: Any, y: jax.Array, piece: Any) -> tuple[jax.Array, Any]:
         loss, metrics, weight = stage_functions.run_head(split, with_trained(weights, trained), y, piece)
@@ -283,6 +291,7 @@ def head_of(split: ModelSplit, scale: Any) -> Head:
         counts = jnp.stack([weight, weight * (1 if scale is None else scale)])
         grads, cotangent = counted((grads, cotangent), weight, metrics)
         sums = weighted_sum((loss, metrics), weight, metrics)
-        return (sums, weight, split.constrained(jax.tree.map(at_least_fp32, grads))), (cotangent, counts)
+        grads = split.constrained(jax.tree.map(at_least_fp32, grads) if wide else grads)
+        return (sums, weight, grads), (cotangent, counts)
 
     return head

@@ -100,14 +100,13 @@ def embedding_of(split: ModelSplit) -> Embedding:
         with batch_rows(piece.numbers):
             return run_embed(split, weights, piece.batch)
 
-    def add_grads(weights: Any, piece: Any, cotangent: jax.Array, sums: Any) -> Any:
+    def grads(weights: Any, piece: Any, cotangent: jax.Array) -> Any:
         run = lambda trained: forward(with_trained(weights, trained), piece)
         _, pull = jax.vjp(run, trained_part(weights))
         (found,) = pull(cotangent)
-        *others, grads = sums
-        return *others, jax.tree.map(jnp.add, grads, split.constrained(jax.tree.map(at_least_fp32, found)))
+        return split.constrained(jax.tree.map(at_least_fp32, found))
 
-    return Embedding(forward, add_grads)
+    return Embedding(forward, grads)
 
 
 def layer_of(split: ModelSplit) -> StageLayer:

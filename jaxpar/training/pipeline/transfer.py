@@ -31,7 +31,7 @@ from jaxpar.sharding.resolve import Resolved
 from jaxpar.sharding.rules import Axes
 from jaxpar.training.exact_weights import exact_weights
 from jaxpar.training.microbatches import pieces_of, resolved_tree
-from jaxpar.training.model import Path, show, to_path
+from jaxpar.training.model import Path, map_with_paths, show, to_path
 from jaxpar.training.pipeline.model_split import ModelSplit
 from jaxpar.training.state import TrainState
 
@@ -50,6 +50,7 @@ class StageTransfer:
       grad_shardings: the shardings of their gradients, a tree of :class:`LeafSharding`.
       scattered: the layers' gradients leave the ticks already scattered.
       chunks: number of chunks of each sequence.
+      head_parts: the parts of the loss whose gradients also leave the ticks already scattered, such as ``head``.
     """
 
     layout: Layout
@@ -61,6 +62,7 @@ class StageTransfer:
     grad_shardings: Any
     scattered: bool
     chunks: int
+    head_parts: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -95,7 +97,10 @@ class StageTransfer:
                     "set grad_reduction='per_step', or use rules that shard another dim."
                 )
         chunks = options.schedule.sequence_chunks
-        return cls(layout, axes, split, _layers(split, options), precision, params, grads, scattered, chunks)
+        head: tuple[str, ...] = ()
+        if isinstance(options, Pipeline) and options.head_grad_reduction == "per_microbatch":
+            head = ("head", "embed") if options.embedding == "per_microbatch" else ("head",)
+        return cls(layout, axes, split, _layers(split, options), precision, params, grads, scattered, chunks, head)
 
     def residual_slots(self, options: Pipeline) -> Kept | None:
         """Returns the residual slots of each layer, if the first layers of a stage recompute; else ``None``.
@@ -149,7 +154,7 @@ class StageTransfer:
         x_out = jax.tree.map(lambda x: self._columns(x, x.ndim + 2, device_axes), x)
         in_specs = param_specs, jax.tree.map(rows, batch), x_in
         out_specs = weights, (jax.tree.map(lambda _: per_device, batch), x_out)
-        return self._inside(local, in_specs, out_specs)(params, batch, x)
+        return self.inside(local, in_specs, out_specs)(params, batch, x)
 
     @property
     def gathers_layers(self) -> bool:
@@ -162,7 +167,7 @@ class StageTransfer:
         stack = self.split.stack(self.param_shardings)
         local = lambda params: jax.tree.map(lambda w, sharding: self._stage_shards(w, sharding)[None], params, stack)
         in_specs = (jax.tree.map(lambda sharding: sharding.spec(), stack),)
-        moved = self._inside(local, in_specs, self.shard_specs)(self.split.stack(params))
+        moved = self.inside(local, in_specs, self.shard_specs)(self.split.stack(params))
         return self.split.join(moved, params)
 
     @property
@@ -195,35 +200,56 @@ class StageTransfer:
           input.
         """
 
+        shardings = self.split.join(self.split.stack(self.grad_shardings), self.other_grads)
+
         def local(grads: Any, sums: Any, weight: jax.Array, x: jax.Array | None) -> Any:
             sums, weight, x = jax.tree.map(lambda x: x[0], (sums, weight, x))
-            scatter = lambda g, sharding: reduce(g[0], sharding.parts(self.axes), self.axes, self.precision)
-            grads = self.split.map_parts(grads, self.grad_shardings, scatter, self._reduce_layers)
+            grads = self.split.map_parts(grads, shardings, self._reduce_other, self._reduce_layers)
             sums, weight = jax.lax.psum((sums, weight), self.axes) if self.axes else (sums, weight)
             flat = lambda x: x.reshape(-1, *x.shape[2:])
             return sums, weight, grads, jax.tree.map(lambda x: flat(joined(x, self.chunks)), x)
 
         device_axes, per_device = self.axes or None, PartitionSpec(self.axes or None)
-        of_other = lambda _, sharding: sharding.spec((AXIS,), device_axes)
+        of_other = lambda _, sharding: self.sum_spec(sharding)
         of_layers = lambda *_: PartitionSpec(AXIS, device_axes)
-        grads_in = self.split.map_parts(self.grad_shardings, self.grad_shardings, of_other, of_layers)
+        grads_in = self.split.map_parts(shardings, shardings, of_other, of_layers)
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape[3:]), x.dtype), x)
         in_specs = grads_in, per_device, per_device, jax.tree.map(lambda x: self._columns(x, x.ndim, device_axes), x)
         grads_out = jax.tree.map(lambda sharding: sharding.spec(), self.grad_shardings)
         x_out = jax.tree.map(lambda x: self._columns(x, x.ndim, *row_axes(self.layout, x)), like)
         out_specs = PartitionSpec(), PartitionSpec(), grads_out, x_out
-        return self._inside(local, in_specs, out_specs)(grads, sums, weight, x)
+        return self.inside(local, in_specs, out_specs)(grads, sums, weight, x)
+
+    @property
+    def other_grads(self) -> Any:
+        """The shardings of the gradients outside the layers, marked where they leave the ticks already scattered.
+
+        The parts of the loss must have been traced: gradients of parameters that they do not read are 0.
+        """
+        read = frozenset(path for part in self.head_parts for path in self.split.read[part])
+        mark = lambda path, sharding: replace(
+            sharding, scattered=path in read and bool(sharding.parts(self.axes).crossed)
+        )
+        return map_with_paths(mark, self.split.others(self.grad_shardings))
+
+    def own_spec(self, sharding: LeafSharding) -> PartitionSpec:
+        """Returns the spec of each device's own gradient of a parameter outside the layers, [devices, ...]."""
+        return sharding.spec((AXIS,), self.axes or None)
+
+    def sum_spec(self, sharding: LeafSharding) -> PartitionSpec:
+        """Returns the spec of its sum over microbatches: :meth:`own_spec`, or that of the scattered gradient."""
+        return sharding.spec() if sharding.scattered else self.own_spec(sharding)
 
     def summed(self, sums: Any) -> Any:
         """Sums each device's own values ``[1, ...]`` over all devices."""
         if not self.axes:
             return jax.tree.map(lambda x: x[0], sums)
         local = lambda sums: jax.lax.psum(jax.tree.map(lambda x: x[0], sums), self.axes)
-        return self._inside(local, (PartitionSpec(self.axes),), PartitionSpec())(sums)
+        return self.inside(local, (PartitionSpec(self.axes),), PartitionSpec())(sums)
 
     def on_all_stages(self, weights: Any) -> Any:
         """Replicates parameters outside the layers over the stages."""
-        return self._inside(lambda weights: weights, (PartitionSpec(),), PartitionSpec())(weights)
+        return self.inside(lambda weights: weights, (PartitionSpec(),), PartitionSpec())(weights)
 
     def trace_piece(self, f: Callable[[Any], Any], pieces: Any) -> None:
         """Traces ``f(microbatch)`` with the manual axes of a tick, and discards the result.
@@ -237,7 +263,7 @@ class StageTransfer:
             f(jax.tree.map(lambda x: x[0, 0], pieces))
             return ()
 
-        jax.eval_shape(self._inside(local, (PartitionSpec(self.axes or None),), PartitionSpec()), pieces)
+        jax.eval_shape(self.inside(local, (PartitionSpec(self.axes or None),), PartitionSpec()), pieces)
 
     def of_one_layer(self, grads: Any) -> Any:
         """Reduce-scatters one layer's gradients over the devices."""
@@ -306,6 +332,10 @@ class StageTransfer:
         parts = sharding.layer_parts(self.axes)
         return gather(shards, replace(parts, dims=((), (), *parts.dims)), self.precision.for_weight(sharding.exact))
 
+    def _reduce_other(self, g: jax.Array, sharding: LeafSharding) -> jax.Array:
+        """Reduce-scatters a gradient outside the layers, unless it is scattered already."""
+        return g if sharding.scattered else reduce(g[0], sharding.parts(self.axes), self.axes, self.precision)
+
     def _reduce_layers(self, g: jax.Array, sharding: LeafSharding) -> jax.Array:
         """Reduce-scatters a stage's gradients ``[1, 1, chunks, layers, ...]`` into its part of the stack."""
         first, *others = sharding.parts(self.axes).dims
@@ -322,7 +352,8 @@ class StageTransfer:
         last = AXIS if x.shape[-1] % self.layers.pieces.stages == 0 else None
         return PartitionSpec(*lead, *(None,) * (ndim - len(lead) - 1), last)
 
-    def _inside(self, f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    def inside(self, f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        """Wraps ``f``, a function of each device's arrays, in a ``shard_map`` over the axes of batch and stages."""
         manual = manual_axes(self.layout, (*self.axes, AXIS))
         return jax.shard_map(f, in_specs=in_specs, out_specs=out_specs, axis_names=manual, check_vma=False)
 
@@ -343,12 +374,14 @@ class LeafSharding:
     """For each dim of a parameter or its gradient, the batch, sequence and pipeline axes that shard it. A leaf.
 
     ``kept`` are those that stay sharded in the compute, and ``exact`` is whether the parameter is gathered in the
-    compute dtype; see :class:`jaxpar.parallel.collectives.gather_reduce.Parts`.
+    compute dtype; see :class:`jaxpar.parallel.collectives.gather_reduce.Parts`. ``scattered`` is whether a gradient
+    outside the layers leaves the ticks already scattered.
     """
 
     dims: tuple[Axes, ...]
     kept: Axes = ()
     exact: bool = False
+    scattered: bool = False
 
     def parts(self, axes: Axes) -> Parts:
         """Returns the sharding over these axes only."""

@@ -165,6 +165,13 @@ def test_what_comes_before_the_layers_is_done_once_or_each_time() -> None:
         jp.Pipeline(ONE_F_ONE_B, embedding="never")  # type: ignore[arg-type]
 
 
+def test_gradients_of_the_head_are_reduced_once_or_each_time() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^pipeline: head_grad_reduction must be 'per_step' or 'per_microbatch', got 'never'\.$"
+    ):
+        jp.Pipeline(ONE_F_ONE_B, head_grad_reduction="never")  # type: ignore[arg-type]
+
+
 def test_what_is_kept_is_one_of_two_things() -> None:
     with pytest.raises(
         ConfigError, match=r"^pipeline: activation_checkpointing must be 'full' or 'none', got 'all'\.$"

@@ -137,8 +137,12 @@ def complete_bucket(context: TickContext, tick: TickInputs) -> TickInputs:
         return tick
 
     def one(run: jax.Array, completed: Any) -> Any:
-        slot = held(tick.field("completed_bucket"), run)
-        return jax.tree.map(lambda slots, bucket: put(slots, bucket[0], slot), completed, tick.carry.buckets)
+        slot, moves = (held(tick.field(name), run) for name in ("completed_bucket", "bucket_ends"))
+        # Always true, but XLA:TPU selects in place, and would copy a bucket a second time.
+        moved = lambda bucket, have: jnp.where(moves == 1, bucket[0], have)
+        return jax.tree.map(
+            lambda slots, bucket: put(slots, moved(bucket, pick(slots, slot)), slot), completed, tick.carry.buckets
+        )
 
     with context.loop_scope("bucket_ends"):
         completed = jax.lax.fori_loop(0, tick.field("bucket_ends"), one, tick.carry.completed)

@@ -53,18 +53,24 @@ def embed_grad(context: TickContext, carry: TickCarry, global_row: jax.Array) ->
 def add_embed_grad(context: TickContext, embedding: Embedding, sums: Any, x: jax.Array, microbatch: jax.Array) -> Any:
     """Adds the gradients of the embedding to the sums of the head."""
 
-    def local(microbatch: jax.Array, weights: Any, x: jax.Array, batch: Any, sums: Any) -> Any:
-        return embedding.add_grads(weights, pick(batch, microbatch), x[1], sums)
+    def local(microbatch: jax.Array, weights: Any, x: jax.Array, batch: Any) -> Any:
+        return embedding.grads(weights, pick(batch, microbatch), x[1])
 
-    ins = (Split.REPLICATED, Split.REPLICATED, Split.DEVICE, Split.DEVICE, Split.DEVICE)
+    ins = (Split.REPLICATED, Split.REPLICATED, Split.DEVICE, Split.DEVICE)
     call = context.per_device(local, ins, Split.DEVICE, stages=False)
-    return call(microbatch, context.non_layer_weights, x, context.batch, sums)
+    return context.program.sums.add_grads(sums, call(microbatch, context.non_layer_weights, x, context.batch))
 
 
 def run_head(
-    context: TickContext, carry: TickCarry, y: jax.Array, stage_rows: jax.Array, global_row: jax.Array, add: AddSums
+    context: TickContext,
+    carry: TickCarry,
+    y: jax.Array,
+    stage_rows: jax.Array,
+    global_row: jax.Array,
+    add: AddSums | None,
 ) -> TickCarry:
     """Runs the head on the outputs ``y`` for the microbatch that passed the last layer in this tick, if any."""
+    add = add or (lambda sums, found, microbatch: context.program.sums.add(sums, found))
 
     def one(run: jax.Array, found: tuple[Any, Any]) -> tuple[Any, HeadGrad]:
         microbatch = global_field(global_row, "head")
@@ -81,8 +87,8 @@ def empty_head(context: TickContext, x: jax.Array) -> tuple[Any, HeadGrad]:
     """Returns zeros for the sums and the gradient that the head returns, if ``x`` is the input of the first layer."""
     y = jax.ShapeDtypeStruct((context.program.schedule.stages, x.shape[0], *x.shape[2:]), x.dtype)
     stage_rows = jnp.zeros(context.program.rows()[0].shape[1:], jnp.int32)
-    shapes = jax.eval_shape(lambda *args: _head(context, *args), stage_rows, jnp.asarray(0), y)
-    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+    sums, head_grad = jax.eval_shape(lambda *args: _head(context, *args), stage_rows, jnp.asarray(0), y)
+    return context.program.sums.empty(sums), jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), head_grad)
 
 
 def apply_head_grad(context: TickContext, tick: TickInputs) -> TickInputs:

@@ -71,13 +71,20 @@ def buckets_of(schedule: Schedule | AsyncSchedule, table: Table) -> GradientBuck
         at.insert(0, end + late)
     beside = [tick > end for tick, end in zip(at, ends, strict=True)]
     rows = np.zeros((*on.shape, len(BUCKET_FIELDS)), np.int32)
+    rows[:, :, -1] = _chunks_of(chunks, each, at)
     counts = [_fill_rows(rows[:, stage], buckets, at, beside) for stage, buckets in enumerate(each)]
-    for stage, buckets in enumerate(each):
-        rows[at, stage, -1] = [chunks[ticks[0], stage] for ticks in buckets]
     scatters = np.zeros((len(on), 2), np.int32)
     scatters[at, np.asarray(beside, int)] = 1
     waits = any(after[0] <= end for buckets in each for after, end in zip(buckets[1:], at, strict=False))
     return GradientBuckets(max(counts) if waits else 0, rows, scatters)
+
+
+def _chunks_of(chunks: np.ndarray, each: list[list[list[int]]], at: list[int]) -> np.ndarray:
+    """Returns the chunk of the bucket that each stage scatters in each tick, [ticks, stages]; 0 if it scatters none."""
+    found = np.zeros_like(chunks)
+    for stage, buckets in enumerate(each):
+        found[at, stage] = chunks[[ticks[0] for ticks in buckets], stage]
+    return found
 
 
 def _fill_rows(rows: np.ndarray, buckets: list[list[int]], at: list[int], beside: list[bool]) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.parallel.pipeline.executor.grad_buckets import BUCKET_FIELDS, GradientBuckets, buckets_of
@@ -28,12 +29,28 @@ class Embedding:
 
     Attributes:
       forward: ``forward(weights, microbatch) -> x`` computes the input of the first layer.
-      add_grads: ``add_grads(weights, microbatch, cotangent, sums) -> sums`` adds the embedding's gradients to the sums
-        of ``head``.
+      grads: ``grads(weights, microbatch, cotangent) -> gradients`` of the embedding, as ``head`` returns its own.
     """
 
     forward: Callable[[Any, Any], jax.Array]
-    add_grads: Callable[[Any, Any, jax.Array, Any], Any]
+    grads: Callable[[Any, Any, jax.Array], Any]
+
+
+class TickSums:
+    """Sums over microbatches of what the head returns, [devices, ...]; gradients, if any, are its last entry."""
+
+    def empty(self, found: Any) -> Any:
+        """Returns zeros for the sums, from the shapes of what the head returns."""
+        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), found)
+
+    def add(self, sums: Any, found: Any) -> Any:
+        """Adds what the head returned for a microbatch."""
+        return jax.tree.map(jnp.add, sums, found)
+
+    def add_grads(self, sums: Any, grads: Any) -> Any:
+        """Adds gradients of the embedding for a microbatch."""
+        *others, have = sums
+        return *others, jax.tree.map(jnp.add, have, grads)
 
 
 @dataclass(frozen=True)
@@ -48,6 +65,7 @@ class PipelineProgram:
       head: ``head(weights, microbatch, y) -> (sums, (cotangent, counts))``: the microbatch's part of the sums over all
         microbatches, the cotangent of ``y``, and the microbatch's weight in the sums and in the differentiated loss,
         [2].
+      sums: sums what ``head`` returns.
       join: ``join(sums, extras) -> sums`` adds the layers' scalars, which are weighted sums over layers and
         microbatches.
       axes: the mesh axes of the batch and the sequence. Each device along them has its own rows.
@@ -88,6 +106,7 @@ class PipelineProgram:
     reduce_beside: Callable[[Any], Any] | None = None
     counts: np.ndarray | None = None
     starts: np.ndarray | None = None
+    sums: TickSums = field(default_factory=TickSums)
     join: Callable[[Any, LayerScalars], Any] = lambda sums, extras: sums
     dims: tuple[str | None, ...] | None = None
     layer_slots: Kept | None = None

@@ -37,12 +37,12 @@ class TickRunner:
 
     Attributes:
       context: the program and its arrays.
-      add_sums: adds what the head returned for a microbatch to the sums of the ticks.
+      add_sums: adds what the head returned for a microbatch to the sums of the ticks; ``None``: as the program sums it.
       grad_chunks: the number of chunks in the sums of gradients; ``None``: all.
     """
 
     context: TickContext
-    add_sums: embed_head.AddSums = lambda sums, found, microbatch: jax.tree.map(jnp.add, sums, found)
+    add_sums: embed_head.AddSums | None = None
     grad_chunks: int | None = None
 
     def start(self, x: jax.Array | None) -> TickCarry:
