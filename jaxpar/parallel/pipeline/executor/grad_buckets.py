@@ -5,8 +5,8 @@ the same tick: beside the first backward after the last stage has completed it, 
 end of the tick that completes it. Stages that are ahead meanwhile fill the next one. Only the sums of a few chunks are
 therefore unsharded at a time, for any number of chunks.
 
-Backwards add to one array, the bucket that a stage fills. A complete bucket moves to a *slot* of another array, where it
-waits for the other stages. Were all of them slots of one array, XLA:TPU would copy a slot before every addition to it.
+Backwards add to one array, the bucket that a stage fills. A complete bucket moves to a *slot* of another array, where
+it waits for the other stages. Were all of them slots of one array, XLA:TPU would copy a slot before every addition.
 """
 
 from __future__ import annotations

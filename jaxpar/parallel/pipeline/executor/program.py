@@ -168,8 +168,8 @@ class PipelineProgram:
         With ``independent``, both numbers are summed over stages for operations that stages do on their own.
 
         Args:
-          name: a field of ``GLOBAL_FIELDS``; or ``backward_alone``, the backwards beside which no bucket is scattered; or
-            ``bucket_ends``, of which every stage has equally many.
+          name: a field of ``GLOBAL_FIELDS``; or ``backward_alone``, the backwards beside which no bucket is scattered;
+            or ``bucket_ends``, of which every stage has equally many.
         """
         if self.independent and name in ("forward", "backward", "weights"):
             each = self.table.column(f"{name[0]}_on")
