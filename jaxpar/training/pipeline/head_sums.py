@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,14 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.parallel.collectives.gather_reduce import Parts, reduce
+from jaxpar.parallel.pipeline.executor.layer_slice import blocks_of
 from jaxpar.parallel.pipeline.executor.program import TickSums
 from jaxpar.training.pipeline.transfer import LeafSharding, StageTransfer
 from jaxpar.utils.arrays import accumulator
-
-_BLOCK_BYTES = 2**27
-"""A larger gradient is scattered in blocks, one after the other: a scatter needs a copy of its summand in fp32."""
-_TILE = 128
-"""Blocks start at multiples of a TPU's tiles."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +62,7 @@ class HeadSums(TickSums):
     def _scattered(self, total: jax.Array, grad: jax.Array, parts: Parts) -> jax.Array:
         """Adds a gradient's reduce-scattered part to its sum."""
         transfer = self.transfer
-        for dim, start, size in _blocks(grad, parts):
+        for dim, start, size in blocks_of(grad.shape, [dim for dim, _ in parts.crossed]):
             part = jax.lax.slice_in_dim(grad, start, start + size, axis=dim)
             part = reduce(part, parts, transfer.axes, transfer.precision)
             part = part + jax.lax.slice_in_dim(total, start, start + size, axis=dim)
@@ -75,14 +70,3 @@ class HeadSums(TickSums):
             # The next block is read once this one is added.
             total, grad = jax.lax.optimization_barrier((total, grad))
         return total
-
-
-def _blocks(grad: jax.Array, parts: Parts) -> Iterator[tuple[int, int, int]]:
-    """Yields the blocks of a gradient: the dim along which it is split, and each one's start and size."""
-    scattered = [dim for dim, _ in parts.crossed]
-    free = [dim for dim in range(grad.ndim) if dim not in scattered]
-    dim = max(free, key=lambda dim: grad.shape[dim], default=0)
-    count = -(-grad.size * 4 // _BLOCK_BYTES) if free else 1
-    step = -(-grad.shape[dim] // (_TILE * count)) * _TILE if count > 1 else grad.shape[dim]
-    for start in range(0, grad.shape[dim], step):
-        yield dim, start, min(step, grad.shape[dim] - start)

@@ -20,8 +20,8 @@ from jaxpar.parallel.collectives.hierarchical import scatter_local
 from jaxpar.parallel.overlap.permute_collectives import ppermute_all_gather, ppermute_reduce_scatter, scatter_parts
 from jaxpar.parallel.pipeline.executor.frozen import trained_part
 from jaxpar.parallel.pipeline.executor.layer_placement import AXIS, Layers
+from jaxpar.parallel.pipeline.executor.layer_slice import LayerSlice, blocks_of
 from jaxpar.parallel.pipeline.executor.sequence_chunks import in_chunks, joined
-from jaxpar.parallel.pipeline.executor.stage import LayerSlice
 from jaxpar.parallel.pipeline.options import Asynchronous, Pipeline
 from jaxpar.parallel.pipeline.schedules.residual_slots import Kept, kept_of
 from jaxpar.parallel.precision.policy import INT8, Precision
@@ -270,12 +270,20 @@ class StageTransfer:
         one = lambda g, sharding: reduce(g, sharding.layer_parts(self.axes), self.axes, self.precision, _scatter_inner)
         return jax.tree.map(one, grads, self.split.stack(self.grad_shardings))
 
-    def of_one_layer_beside(self, grads: Any) -> Any:
-        """Reduce-scatters one layer's gradients, a tree of :class:`LayerSlice`, by permutes beside compute.
+    def of_bucket(self, grads: Any) -> Any:
+        """Reduce-scatters one layer's gradients in a bucket, a tree of :class:`LayerSlice`."""
+        alone = lambda grad, parts: reduce(grad.read(), parts, self.axes, self.precision, _scatter_inner)
+        return self._in_turn(grads, alone)
 
-        The weights follow each other: all at the same time would need the memory of a second bucket. They do in the
-        reverse order of their names, which is often the order in which a backward computes their gradients. Each of
-        these is added to its sum once the scatter has read that weight's part of the bucket.
+    def of_bucket_beside(self, grads: Any) -> Any:
+        """Reduce-scatters one layer's gradients, a tree of :class:`LayerSlice`, by permutes beside compute."""
+        return self._in_turn(grads, self._ring)
+
+    def _in_turn(self, grads: Any, scatter: Callable[[LayerSlice, Parts], jax.Array]) -> Any:
+        """Reduce-scatters one weight after the other, and large ones in blocks.
+
+        All at the same time would need the memory of a second bucket. The weights follow in the reverse order of their
+        names, which is often the order in which a backward computes their gradients.
         """
         leaves, structure = jax.tree.flatten(grads)
         shardings = jax.tree.leaves(self.split.stack(self.grad_shardings))
@@ -283,8 +291,14 @@ class StageTransfer:
         before: jax.Array | None = None
         for grad, sharding in zip(reversed(leaves), reversed(shardings), strict=True):
             parts = sharding.layer_parts(self.axes)
-            found.append(self._ring(grad if before is None else grad.after(before), parts))
-            before = found[-1] if parts.crossed else before
+            whole = not parts.crossed or self.precision.reduce == INT8  # a scale of int8 spans the whole gradient
+            blocks = [] if whole else blocks_of(grad.shape, [dim for dim, _ in parts.crossed])
+            pieces = list[jax.Array]()
+            for block in blocks if len(blocks) > 1 else [None]:
+                one = replace(grad, block=block)
+                pieces.append(scatter(one if before is None else one.after(before), parts))
+                before = pieces[-1] if parts.crossed else before
+            found.append(pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, blocks[0].dim))
         return jax.tree.unflatten(structure, found[::-1])
 
     def _ring(self, grad: LayerSlice, parts: Parts) -> jax.Array:

@@ -12,8 +12,7 @@ from one_step import SGD, check_same, layout_of
 from small_stages import LOSS, ONE_F_ONE_B, RULES, batch_of, layer, make_model, run
 
 import jaxpar as jp
-from jaxpar.parallel.collectives.gather_reduce import Parts
-from jaxpar.training.pipeline import head_sums
+from jaxpar.parallel.pipeline.executor import layer_slice
 
 ZERO = jp.Zero(3, min_bytes=0)
 
@@ -66,8 +65,8 @@ def test_gradients_are_those_of_one_device(name: str, one_device: Any) -> None:
 
 @pytest.mark.slow
 def test_large_gradients_are_scattered_in_blocks(monkeypatch: pytest.MonkeyPatch, one_device: Any) -> None:
-    monkeypatch.setattr(head_sums, "_BLOCK_BYTES", 100)
-    monkeypatch.setattr(head_sums, "_TILE", 2)
+    monkeypatch.setattr(layer_slice, "BLOCK_BYTES", 100)
+    monkeypatch.setattr(layer_slice, "_TILE", 2)
     layout = layout_of(RULES, {"pipeline": 2, "data": 2})
     with layout:
         state = jp.abstract_state(layout, make_model, SGD)
@@ -80,12 +79,12 @@ def test_large_gradients_are_scattered_in_blocks(monkeypatch: pytest.MonkeyPatch
 
 
 def test_blocks_cover_a_gradient_along_its_largest_unscattered_dim() -> None:
-    grad = jnp.zeros((6, 2**18 + 5), jnp.bfloat16)
-    blocks = list(head_sums._blocks(jax.eval_shape(lambda: jnp.zeros((512, 100_001))), Parts((("data",), ()))))
-    assert [(dim, start) for dim, start, _ in blocks] == [(1, 0), (1, 50048)]
+    blocks = layer_slice.blocks_of((512, 100_001), [0])
+    assert [(dim, start) for dim, start, _ in blocks] == [(1, 0), (1, 25088), (1, 50176), (1, 75264)]
     assert sum(size for *_, size in blocks) == 100_001
-    assert list(head_sums._blocks(grad, Parts((("data",), ())))) == [(1, 0, 2**18 + 5)]
-    assert list(head_sums._blocks(grad, Parts((("data",), ("seq",))))) == [(0, 0, 6)]
+    assert layer_slice.blocks_of((6, 2**18 + 5), [0]) == [(1, 0, 2**18 + 5)]
+    assert layer_slice.blocks_of((6, 2**28), [0, 1]) == [(0, 0, 6)]
+    assert layer_slice.blocks_of((), []) == [(0, 0, 1)]
 
 
 @pytest.mark.slow

@@ -13,10 +13,11 @@ from jaxpar.parallel.pipeline.executor import communicate, recompute
 from jaxpar.parallel.pipeline.executor.carry import StageCarry, TickCarry, TickInputs, add_scalars, zeros_of
 from jaxpar.parallel.pipeline.executor.frozen import trained_part
 from jaxpar.parallel.pipeline.executor.layer_placement import AXIS
+from jaxpar.parallel.pipeline.executor.layer_slice import LayerSlice
 from jaxpar.parallel.pipeline.executor.primitives import pick, put, reader
 from jaxpar.parallel.pipeline.executor.program import PipelineProgram, global_field
 from jaxpar.parallel.pipeline.executor.sequence_chunks import slots_of
-from jaxpar.parallel.pipeline.executor.stage import Add, Chunk, LayerSlice, held, read, write
+from jaxpar.parallel.pipeline.executor.stage import Add, Chunk, held, read, write
 from jaxpar.parallel.pipeline.executor.tick_context import Split, TickContext
 from jaxpar.utils.arrays import accumulator, at_least_fp32
 
@@ -153,8 +154,7 @@ def flush_bucket(context: TickContext, tick: TickInputs) -> TickInputs:
     """Reduces a bucket that is complete, layer by layer, and adds it to the sums of its chunk."""
     if (reduce := context.program.reduce_bucket) is None:
         return tick
-    alone = lambda slices: reduce(jax.tree.map(LayerSlice.read, slices))
-    one = lambda i, sums: _with_scattered(tick, sums, _scattered(alone, tick, i), i)
+    one = lambda i, sums: _with_scattered(tick, sums, _scattered(reduce, tick, i), i)
     layers = jax.tree.leaves(tick.weights)[0].shape[1]
     with context.loop_scope("buckets"):
         times = global_field(tick.global_row, "buckets") * layers
@@ -178,7 +178,9 @@ def empty_grads(program: PipelineProgram, weights: Any, chunks: int) -> Any:
     """Returns zeros for the sums of gradients [chunks, layers, ...], in fp32 or wider."""
     weights = trained_part(weights)
     layer = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape[2:], w.dtype), weights)
-    found = jax.eval_shape(program.reduce_bucket or program.reduce or (lambda grads: grads), layer)
+    slices = lambda grads: jax.tree.map(lambda g: LayerSlice(g[None, None], jnp.int32(0), jnp.int32(0)), grads)
+    reduce, of_slices = program.reduce or (lambda grads: grads), program.reduce_bucket
+    found = jax.eval_shape(reduce if of_slices is None else lambda grads: of_slices(slices(grads)), layer)
     zeros = lambda w, g: jnp.zeros((chunks, w.shape[1], *g.shape), accumulator(g))
     return jax.tree.map(zeros, weights, found)
 

@@ -74,9 +74,10 @@ class PipelineProgram:
       independent: the loops of a stage follow its own row. Otherwise the stages run in lockstep: a loop runs on all
         stages if any of them needs it.
       reduce: reduces the gradients of one layer for every microbatch; ``None`` leaves each device its own gradients.
-      reduce_bucket: reduces the gradients of one layer once a bucket; ``None`` if there are no buckets. See
+      reduce_bucket: reduces the gradients of one layer once a bucket, a tree of
+        :class:`jaxpar.parallel.pipeline.executor.layer_slice.LayerSlice`; ``None`` if there are no buckets. See
         :mod:`jaxpar.parallel.pipeline.executor.grad_buckets`.
-      reduce_beside: the same beside compute, of a tree of :class:`jaxpar.parallel.pipeline.executor.stage.LayerSlice`.
+      reduce_beside: the same beside compute.
       counts: [stages, chunks], the number of layers in each chunk; ``None`` if all are equal.
       starts: [stages, chunks], the index in the model of the first layer of each chunk.
       dims: the logical dims of the activations between layers.

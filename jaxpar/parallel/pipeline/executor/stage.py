@@ -265,39 +265,6 @@ def read(buffers: Sequence[jax.Array], slot: Any, i: Any) -> Buffers:
     return [one(buffer) for buffer in buffers]
 
 
-@dataclass(frozen=True)
-class LayerSlice:
-    """The content of a slot of layer ``i`` in a buffer [slots, layers, ...], which is read in parts.
-
-    A copy of the whole slice would take as much memory again.
-    """
-
-    buffer: jax.Array
-    slot: jax.Array
-    i: jax.Array
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.buffer.shape[2:]
-
-    def read(self) -> jax.Array:
-        """Returns the whole slice."""
-        found = read([self.buffer], self.slot, self.i)[0]
-        # XLA drops the indices of a buffer of a single slice, and with them what the slot depends on.
-        return held(found, self.slot) if self.buffer.shape[:2] == (1, 1) else found
-
-    def part(self, start: jax.Array, size: int, dim: int) -> jax.Array:
-        """Returns ``size`` entries along ``dim``, from ``start``."""
-        start = held(start, self.slot)  # as in ``read``
-        starts = indices(self.slot, self.i, *(start if d == dim else 0 for d in range(len(self.shape))))
-        sizes = (1, 1, *(size if d == dim else n for d, n in enumerate(self.shape)))
-        return jax.lax.dynamic_slice(self.buffer, starts, sizes, allow_negative_indices=False)[0, 0]
-
-    def after(self, x: jax.Array) -> LayerSlice:
-        """Returns the same slice, which is read once ``x`` is computed."""
-        return replace(self, slot=held(self.slot, x))
-
-
 def read_unchanged(buffers: Sequence[jax.Array], slot: Any, i: Any) -> Buffers:
     """Returns what :func:`read` does, in iteration ``i`` of a loop over layers that writes to none of the buffers.
 
