@@ -13,7 +13,7 @@ import jax
 import yaml
 
 from jaxpar.app.arguments import write_text
-from jaxpar.app.config import Loaded, OverlapConfig, RunConfig, load_run
+from jaxpar.app.config import Loaded, OverlapConfig, PipelineConfig, RunConfig, load_run
 from jaxpar.app.factory import FactoryModel
 from jaxpar.app.job import Job, make_job
 from jaxpar.app.model_facts import about
@@ -251,8 +251,7 @@ class RunPlanner:
         if not given or own is None:
             return False
         names = ("pipeline", "zero", "microbatches", "virtual_stages", "checkpoint_stages")
-        table = pipeline_table(Plan(**{name: given[name] for name in names}))
-        return any(getattr(own, name) != value for name, value in table.items())
+        return own != PipelineConfig(**pipeline_table(Plan(**{name: given[name] for name in names})))
 
     def _own_remat(self) -> str:
         """The policy of the run's own layout, for a model of the user's own."""

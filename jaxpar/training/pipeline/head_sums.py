@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.parallel.collectives.gather_reduce import Parts, reduce
-from jaxpar.parallel.pipeline.executor.layer_slice import blocks_of
+from jaxpar.parallel.pipeline.executor import layer_slice
 from jaxpar.parallel.pipeline.executor.program import TickSums
 from jaxpar.training.pipeline.transfer import LeafSharding, StageTransfer
 from jaxpar.utils.arrays import accumulator
@@ -62,7 +62,9 @@ class HeadSums(TickSums):
     def _scattered(self, total: jax.Array, grad: jax.Array, parts: Parts) -> jax.Array:
         """Adds a gradient's reduce-scattered part to its sum."""
         transfer = self.transfer
-        for dim, start, size in blocks_of(grad.shape, [dim for dim, _ in parts.crossed]):
+        for dim, start, size in layer_slice.blocks_of(
+            grad.shape, [dim for dim, _ in parts.crossed], layer_slice.BLOCK_BYTES
+        ):
             part = jax.lax.slice_in_dim(grad, start, start + size, axis=dim)
             part = reduce(part, parts, transfer.axes, transfer.precision)
             part = part + jax.lax.slice_in_dim(total, start, start + size, axis=dim)

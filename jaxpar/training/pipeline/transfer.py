@@ -18,6 +18,7 @@ from jaxpar.errors import ConfigError, LayoutError, listing
 from jaxpar.parallel.collectives.gather_reduce import Parts, batch_axes, gather, parts_of, reduce, seq_axes, summable
 from jaxpar.parallel.collectives.hierarchical import scatter_local
 from jaxpar.parallel.overlap.permute_collectives import ppermute_all_gather, ppermute_reduce_scatter, scatter_parts
+from jaxpar.parallel.pipeline.executor import layer_slice
 from jaxpar.parallel.pipeline.executor.frozen import trained_part
 from jaxpar.parallel.pipeline.executor.layer_placement import AXIS, Layers
 from jaxpar.parallel.pipeline.executor.layer_slice import LayerSlice, blocks_of
@@ -273,18 +274,25 @@ class StageTransfer:
     def of_bucket(self, grads: Any) -> Any:
         """Reduce-scatters one layer's gradients in a bucket, a tree of :class:`LayerSlice`."""
         alone = lambda grad, parts: reduce(grad.read(), parts, self.axes, self.precision, _scatter_inner)
-        return self._in_turn(grads, alone)
+        # No block waits for another: XLA:TPU hoists those that do into every tick.
+        return self._in_blocks(grads, alone, lambda grad, before: grad, layer_slice.BLOCK_BYTES)
 
     def of_bucket_beside(self, grads: Any) -> Any:
-        """Reduce-scatters one layer's gradients, a tree of :class:`LayerSlice`, by permutes beside compute."""
-        return self._in_turn(grads, self._ring)
+        """Reduce-scatters one layer's gradients, a tree of :class:`LayerSlice`, by permutes beside compute.
 
-    def _in_turn(self, grads: Any, scatter: Callable[[LayerSlice, Parts], jax.Array]) -> Any:
-        """Reduce-scatters one weight after the other, and large ones in blocks.
-
-        All at the same time would need the memory of a second bucket. The weights follow in the reverse order of their
-        names, which is often the order in which a backward computes their gradients.
+        The weights follow each other: all at the same time would need the memory of a second bucket. They do in the
+        reverse order of their names, which is often the order in which a backward computes their gradients.
         """
+        return self._in_blocks(grads, self._ring, LayerSlice.after, layer_slice.RING_BLOCK_BYTES)
+
+    def _in_blocks(
+        self,
+        grads: Any,
+        scatter: Callable[[LayerSlice, Parts], jax.Array],
+        after: Callable[[LayerSlice, jax.Array], LayerSlice],
+        most: int,
+    ) -> Any:
+        """Reduce-scatters the weights of a layer, and large ones in blocks."""
         leaves, structure = jax.tree.flatten(grads)
         shardings = jax.tree.leaves(self.split.stack(self.grad_shardings))
         found: list[jax.Array] = []
@@ -292,11 +300,11 @@ class StageTransfer:
         for grad, sharding in zip(reversed(leaves), reversed(shardings), strict=True):
             parts = sharding.layer_parts(self.axes)
             whole = not parts.crossed or self.precision.reduce == INT8  # a scale of int8 spans the whole gradient
-            blocks = [] if whole else blocks_of(grad.shape, [dim for dim, _ in parts.crossed])
+            blocks = [] if whole else blocks_of(grad.shape, [dim for dim, _ in parts.crossed], most)
             pieces = list[jax.Array]()
             for block in blocks if len(blocks) > 1 else [None]:
                 one = replace(grad, block=block)
-                pieces.append(scatter(one if before is None else one.after(before), parts))
+                pieces.append(scatter(one if before is None else after(one, before), parts))
                 before = pieces[-1] if parts.crossed else before
             found.append(pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, blocks[0].dim))
         return jax.tree.unflatten(structure, found[::-1])

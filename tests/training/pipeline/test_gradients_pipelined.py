@@ -160,6 +160,7 @@ def test_a_bucket_is_scattered_beside_a_backward(
     block_bytes: int, one_device: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(layer_slice, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(layer_slice, "RING_BLOCK_BYTES", block_bytes)
     monkeypatch.setattr(layer_slice, "_TILE", 2)
     rules = jp.Zero(3, min_bytes=0).rules(jp.Rules(**{k: v for k, v in RULES.to_dict().items() if k != "params"}))
     schedule = jp.pipeline.schedule("interleaved", stages=2, microbatches=2, chunks=2)

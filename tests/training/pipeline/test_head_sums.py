@@ -79,12 +79,12 @@ def test_large_gradients_are_scattered_in_blocks(monkeypatch: pytest.MonkeyPatch
 
 
 def test_blocks_cover_a_gradient_along_its_largest_unscattered_dim() -> None:
-    blocks = layer_slice.blocks_of((512, 100_001), [0])
+    blocks = layer_slice.blocks_of((512, 100_001), [0], 2**26)
     assert [(dim, start) for dim, start, _ in blocks] == [(1, 0), (1, 25088), (1, 50176), (1, 75264)]
     assert sum(size for *_, size in blocks) == 100_001
-    assert layer_slice.blocks_of((6, 2**18 + 5), [0]) == [(1, 0, 2**18 + 5)]
-    assert layer_slice.blocks_of((6, 2**28), [0, 1]) == [(0, 0, 6)]
-    assert layer_slice.blocks_of((), []) == [(0, 0, 1)]
+    assert layer_slice.blocks_of((6, 2**18 + 5), [0], 2**26) == [(1, 0, 2**18 + 5)]
+    assert layer_slice.blocks_of((6, 2**28), [0, 1], 2**26) == [(0, 0, 6)]
+    assert layer_slice.blocks_of((), [], 2**26) == [(0, 0, 1)]
 
 
 @pytest.mark.slow

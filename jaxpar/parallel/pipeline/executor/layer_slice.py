@@ -5,20 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from jaxpar.parallel.pipeline.executor.stage import held, indices, read
 
 BLOCK_BYTES = 2**26
-"""A gradient whose fp32 sums are larger is reduced in blocks, one after the other: each needs copies of a part of it."""
+"""A gradient whose fp32 sums are larger is reduced in blocks: each needs copies of a part of it."""
+RING_BLOCK_BYTES = 2**27
+"""The same for a gradient that is reduced beside a backward, which hides fewer transfers of more and smaller blocks."""
 _TILE = 128
 """Blocks start at multiples of a TPU's tiles."""
 
 
-class Block(NamedTuple):
+class SumBlock(NamedTuple):
     """The entries ``start`` to ``start + size`` along a dim of an array."""
 
     dim: int
@@ -26,27 +27,27 @@ class Block(NamedTuple):
     size: int
 
 
-def blocks_of(shape: Sequence[int], scattered: Sequence[int]) -> list[Block]:
+def blocks_of(shape: Sequence[int], scattered: Sequence[int], most: int) -> list[SumBlock]:
     """Returns the blocks in which a gradient is reduced.
 
-    They split its largest dim that is not scattered. A gradient of at most ``BLOCK_BYTES``, or all of whose dims are
-    scattered, is one block.
+    They split its largest dim that is not scattered. A gradient of at most ``most`` bytes in fp32, or all of
+    whose dims are scattered, is one block.
 
     Args:
       shape: of the gradient.
       scattered: its dims that are scattered.
+      most: the most bytes of a block.
 
-    >>> blocks_of((512, 100_000), scattered=[0])
-    [Block(dim=1, start=0, size=25088), Block(dim=1, start=25088, size=25088), Block(dim=1, start=50176, size=25088), \
-Block(dim=1, start=75264, size=24736)]
+    >>> [tuple(block) for block in blocks_of((512, 100_000), scattered=[0], most=2**27)]
+    [(1, 0, 50048), (1, 50048, 49952)]
     """
     free = [dim for dim in range(len(shape)) if dim not in scattered]
     dim = max(free, key=lambda dim: shape[dim], default=0)
-    count = -(-math.prod(shape) * 4 // BLOCK_BYTES) if free else 1
+    count = -(-math.prod(shape) * 4 // most) if free else 1
     if count == 1:
-        return [Block(dim, 0, shape[dim] if shape else 1)]
+        return [SumBlock(dim, 0, shape[dim] if shape else 1)]
     step = -(-shape[dim] // (_TILE * count)) * _TILE
-    return [Block(dim, start, min(step, shape[dim] - start)) for start in range(0, shape[dim], step)]
+    return [SumBlock(dim, start, min(step, shape[dim] - start)) for start in range(0, shape[dim], step)]
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class LayerSlice:
     buffer: jax.Array
     slot: jax.Array
     i: jax.Array
-    block: Block | None = None
+    block: SumBlock | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -70,21 +71,21 @@ class LayerSlice:
 
     def read(self) -> jax.Array:
         """Returns all of it."""
-        if self.block is not None:
-            return self._at(indices(*(self.block.start if d == self.block.dim else 0 for d in range(len(self.shape)))))
-        found = read([self.buffer], self.slot, self.i)[0]
+        if self.block is None:
+            found = read([self.buffer], self.slot, self.i)[0]
+        else:
+            found = self._at({self.block.dim: self.block.start}, {})
         # XLA drops the indices of a buffer of a single slice, and with them what the slot depends on.
         return held(found, self.slot) if self.buffer.shape[:2] == (1, 1) else found
 
     def part(self, start: jax.Array, size: int, dim: int) -> jax.Array:
         """Returns ``size`` entries along ``dim``, from ``start``; a block splits another dim."""
         starts = {} if self.block is None else {self.block.dim: self.block.start}
-        return self._at([(starts | {dim: start}).get(d, 0) for d in range(len(self.shape))], {dim: size})
+        return self._at(starts | {dim: held(start, self.slot)}, {dim: size})  # held as in ``read``
 
-    def _at(self, starts: Sequence[jax.Array | int], sizes: dict[int, int] | None = None) -> jax.Array:
-        starts = [held(jnp.asarray(start, jnp.int32), self.slot) for start in starts]  # as in ``read``
-        lengths = (1, 1, *((sizes or {}).get(d, n) for d, n in enumerate(self.shape)))
-        where = (*indices(self.slot, self.i), *starts)
+    def _at(self, starts: dict[int, Any], sizes: dict[int, int]) -> jax.Array:
+        where = indices(self.slot, self.i, *(starts.get(d, 0) for d in range(len(self.shape))))
+        lengths = (1, 1, *(sizes.get(d, n) for d, n in enumerate(self.shape)))
         return jax.lax.dynamic_slice(self.buffer, where, lengths, allow_negative_indices=False)[0, 0]
 
     def after(self, x: jax.Array) -> LayerSlice:
