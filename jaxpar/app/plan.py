@@ -246,12 +246,16 @@ class RunPlanner:
         return fields
 
     def own_options(self, devices: int) -> bool:
-        """Returns whether the run's own layout is a pipeline with options that no plan has."""
-        given, own = self.given(devices), self.loaded.config.parallel.pipeline
-        if not given or own is None:
+        """Returns whether the run's own layout has options that no plan has."""
+        given, config = self.given(devices), self.loaded.config.parallel
+        if not given:
+            return False
+        if self.loaded.layout.get("rings") or config.overlap != OverlapConfig(ways=config.overlap.ways):
+            return True
+        if config.pipeline is None:
             return False
         names = ("pipeline", "zero", "microbatches", "virtual_stages", "checkpoint_stages")
-        return own != PipelineConfig(**pipeline_table(Plan(**{name: given[name] for name in names})))
+        return config.pipeline != PipelineConfig(**pipeline_table(Plan(**{name: given[name] for name in names})))
 
     def _own_remat(self) -> str:
         """The policy of the run's own layout, for a model of the user's own."""

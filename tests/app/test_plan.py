@@ -141,6 +141,9 @@ def test_the_runs_own_layout_keeps_options_that_no_plan_has() -> None:
     assert planner.own_options(16) and not planner.own_options(8)
     head = RunPlanner(ROOT / "configs" / "bench" / "8b_pp4_fsdp4_m8_per_chunk.yaml")  # head_grad_reduction
     assert head.own_options(16) and not RunPlanner(ROOT / "configs" / "bench" / "1b_pp4_fsdp4.yaml").own_options(16)
+    for name in ("ds_ep4_matmuls", "1b_hsdp4x4_sharded"):  # overlap.matmuls, rings
+        assert RunPlanner(ROOT / "configs" / "bench" / f"{name}.yaml").own_options(16), name
+    assert not RunPlanner(ROOT / "configs" / "bench" / "ds_ep4.yaml").own_options(16)
     other = planner.config_of(replace(plan, virtual_stages=1))
     assert other["parallel"]["pipeline"]["grad_reduction"] == "per_step"
 
