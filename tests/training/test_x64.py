@@ -81,6 +81,9 @@ PIPELINES: dict[str, Any] = {
     "interleaved": jp.Pipeline(schedule("interleaved", chunks=2), grad_reduction="per_microbatch"),
     "depth_first": jp.Pipeline(schedule("depth_first", chunks=2)),
     "breadth_first": jp.Pipeline(schedule("breadth_first", chunks=2), grad_reduction="per_chunk"),
+    "head each": jp.Pipeline(
+        schedule("interleaved", chunks=2), grad_reduction="per_chunk", head_grad_reduction="per_microbatch"
+    ),
     "zb_uniform": jp.Pipeline(schedule("zb_uniform")),
     "zb_h1": jp.Pipeline(schedule("zb_h1"), activation_checkpointing="none", executor="independent"),
     "zb_h2": jp.Pipeline(schedule("zb_h2")),
@@ -94,7 +97,8 @@ SLOW = [pytest.param(name, marks=[] if name == "seq1f1b" else pytest.mark.slow) 
 @pytest.mark.parametrize("name", SLOW)
 def test_pipelines(name: str, want: Any) -> None:
     pipeline = PIPELINES[name]
-    sizes = {"pipeline": 2, "data": 2} if pipeline.executor == "independent" else {"pipeline": 2, "model": 2}
+    over_data = pipeline.executor == "independent" or name == "head each"
+    sizes = {"pipeline": 2, "data": 2} if over_data else {"pipeline": 2, "model": 2}
     check(one(sizes, STAGED, pipeline=pipeline), want)
 
 
