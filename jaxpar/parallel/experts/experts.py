@@ -277,7 +277,7 @@ def _rings(layout: Layout, parts: Parts) -> tuple[int, ...] | None:
     axes = tuple(axis for _, axes in parts.crossed for axis in axes)
     if len(parts.crossed) != 1 or num_shards_over(axes, layout.sizes) > MOST_DEVICES:
         return None
-    links = links_of(layout.mesh)
+    links = links_of(layout.mesh, layout.rings)
     return (num_shards_over(axes, layout.sizes),) if links is None else links.rings(axes)
 
 
