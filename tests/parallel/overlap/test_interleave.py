@@ -117,7 +117,7 @@ def test_halves_of_packed_sequences_of_one_row_inside_of_a_pipeline(monkeypatch:
     """As over more devices of a torus: in a ring, pieces from the far end arrive in halves from both sides."""
     monkeypatch.setattr("jaxpar.parallel.overlap.interleave.MAX_DIRECT", 2)
     monkeypatch.setattr(
-        "jaxpar.parallel.overlap.interleave.links_of", lambda mesh: SimpleNamespace(torus=True, rings=lambda axes: (4,))
+        "jaxpar.parallel.overlap.interleave.links_of", lambda *_: SimpleNamespace(torus=True, rings=lambda axes: (4,))
     )
     pipeline = jp.Pipeline(jp.pipeline.schedule("1f1b", stages=2, microbatches=ROWS))
     got = run(
