@@ -72,7 +72,7 @@ def _array(aval: Any) -> Value:
 
 
 def opened_calls(visited: Iterable[Visited]) -> Iterator[Visited]:
-    """Yield the equations of a program in order, those of its calls in the place of the calls."""
+    """Yields the equations of a program in order, with those of its calls instead of the calls."""
     for step in visited:
         if step.inner and step.eqn.primitive.name not in _BODIES:
             for _, _, inner in step.inner:
