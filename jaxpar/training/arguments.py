@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
 from typing import Any
-
-import jax
 
 from jaxpar.errors import LayoutError, ModelError, StateError, listing
 from jaxpar.sharding.layout import Layout
@@ -95,38 +92,3 @@ def check_state(state: Any) -> None:
     kind = type(state)
     name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     raise StateError(f"step: the first argument must be the TrainState that jp.init returned, got {name}. {_MADE}")
-
-
-class DonatedStateGuard:
-    """A jitted step or evaluation that names the mistake if its state was donated to an earlier call of a step.
-
-    All attributes of the jitted function, such as ``lower`` and ``trace``, are those of this object too.
-
-    Args:
-      step: the jitted function of a state and a batch.
-    """
-
-    def __init__(self, step: Any):
-        self._step = step
-        functools.update_wrapper(self, step)
-
-    def __call__(self, state: Any, batch: Any) -> Any:
-        """Run it.
-
-        Raises:
-          StateError: an array of ``state`` was donated to an earlier call.
-        """
-        try:
-            return self._step(state, batch)
-        except RuntimeError as error:
-            gone = [x for x in jax.tree.leaves(state) if isinstance(x, jax.Array) and x.is_deleted()]
-            if not gone:
-                raise
-            raise StateError(
-                f"{self._step.__name__}: {len(gone)} arrays of the state are deleted, because the state was donated to "
-                "an earlier call of the step. Remedy: continue with the state that this call returned: state, metrics "
-                "= step(state, batch); or train_step(donate=False), which keeps both in memory."
-            ) from error
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._step, name)

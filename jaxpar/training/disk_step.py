@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,7 @@ from jaxpar.training.loss import LossFn, Metrics
 from jaxpar.training.offload.disk_state import LeafGroup, MomentLeaf, disk_of, groups_of, is_stored, offered, zeros
 from jaxpar.training.state import TrainState, place
 from jaxpar.training.step import check_same, keep_unless_finite, measure, place_state, step_config
+from jaxpar.training.step_call import StepCall, partitioned
 from jaxpar.utils.arrays import placeholder
 from jaxpar.utils.checks import is_count
 
@@ -57,21 +58,24 @@ def gradient_step(
     config = step_config(skip_nonfinite=skip_nonfinite, **options)
     compiler_options = config.fusion.compiler_options(layout) if isinstance(layout.mesh, Mesh) else {}
 
-    def run(state: TrainState, batch: Any) -> tuple[dict[str, Any], Any, Metrics, jax.Array]:
+    def gradients(state: TrainState, batch: Any) -> tuple[dict[str, Any], Any, Metrics, jax.Array]:
         with tracing_under(layout):
-            batch = without_explicit_axes(layout, batch)
-            found, grads, norm, finite = measure(layout, loss_fn, state, batch, config, clip_norm)
-            new = replace(state, step=state.step + 1, variables=found.variables)
-            kept: Metrics = {}
-            check_same(state, new)
-            if skip_nonfinite:
-                new, kept = keep_unless_finite(state, new, finite, config, ("variables",))
-            new = place_state(layout, new)
-            carried = {"step": new.step, "variables": new.variables, "loss_scale": new.loss_scale}
-            metrics = {"loss": found.loss, "grad_norm": norm, **found.metrics, **kept}
-            return carried, place_gradients(layout, state, grads), metrics, finite | (not skip_nonfinite)
+            return partitioned(layout, run, state, batch)
 
-    return jax.jit(run, compiler_options=compiler_options or None)
+    def run(state: TrainState, batch: Any) -> tuple[dict[str, Any], Any, Metrics, jax.Array]:
+        batch = without_explicit_axes(layout, batch)
+        found, grads, norm, finite = measure(layout, loss_fn, state, batch, config, clip_norm)
+        new = replace(state, step=state.step + 1, variables=found.variables)
+        kept: Metrics = {}
+        check_same(state, new)
+        if skip_nonfinite:
+            new, kept = keep_unless_finite(state, new, finite, config, ("variables",))
+        new = place_state(layout, new)
+        carried = {"step": new.step, "variables": new.variables, "loss_scale": new.loss_scale}
+        metrics = {"loss": found.loss, "grad_norm": norm, **found.metrics, **kept}
+        return carried, place_gradients(layout, state, grads), metrics, finite | (not skip_nonfinite)
+
+    return cast(jax.stages.Wrapped, StepCall(jax.jit(gradients, compiler_options=compiler_options or None)))
 
 
 def disk_offloaded_train_step(

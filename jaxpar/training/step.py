@@ -23,7 +23,7 @@ from jaxpar.parallel.pipeline.options import Asynchronous, Pipeline, pipeline_op
 from jaxpar.parallel.pipeline.schedules.schedule import Schedule
 from jaxpar.parallel.precision.policy import Precision, PrecisionLike
 from jaxpar.sharding.layout import Layout, to_spec, tracing_under, with_sharding
-from jaxpar.training.arguments import DonatedStateGuard, check_layout, check_state
+from jaxpar.training.arguments import check_layout, check_state
 from jaxpar.training.gradients import gradients, rows_apart
 from jaxpar.training.loss import LossFn, Metrics, loss_of
 from jaxpar.training.microbatches import GradientResult, GradReduction, StepConfig, WeightGather
@@ -34,6 +34,7 @@ from jaxpar.training.pipeline.evaluate import evaluate_pipeline
 from jaxpar.training.rounded_weights import with_rounded_weights
 from jaxpar.training.self_reducing import SelfReducing
 from jaxpar.training.state import TrainState, place, problems_of
+from jaxpar.training.step_call import StepCall, partitioned
 from jaxpar.utils.arrays import at_least_fp32, describe
 from jaxpar.utils.checks import is_count
 
@@ -131,38 +132,41 @@ def train_step(
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         check_state(state)
+        with tracing_under(layout):
+            return partitioned(layout, run, state, batch)
+
+    def run(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         tx, step_options = state.metadata.tx, config
         if isinstance(tx, SelfReducing):
             _check_supported(tx, config, clip_norm)
             step_options = replace(config, per_device_grads=True)
-        with tracing_under(layout):
-            batch = without_explicit_axes(layout, batch)
-            found, grads, norm, finite = measure(layout, loss_fn, state, batch, step_options, clip_norm)
-            loss = found.loss
-            extra = {}
-            if return_grads:
-                own = step_options.per_device_grads
-                extra["grads"] = jax.tree.map(lambda g: g.mean(0), grads) if own else found.grads
-            keep = finite if skip_nonfinite else jnp.asarray(True)
-            value = value_of(layout, loss_fn, state, batch, step_options)
-            params, opt_state = _update(layout, state, grads, loss, value, keep)
-            new = TrainState(
-                state.step + 1, params, opt_state, found.variables, state.key, state.metadata, state.loss_scale
-            )
-            check_same(state, new)
-            if skip_nonfinite:
-                # With state in host memory, the streaming update has already selected; selecting here would copy the
-                # old state.
-                selected = any(map(on_host, jax.tree.leaves((new.params, new.opt_state))))
-                parts = ("variables",) if selected else ("params", "opt_state", "variables")
-                new, skip_metrics = keep_unless_finite(state, new, finite, config, parts)
-                extra |= skip_metrics
-            return place_state(layout, new), {"loss": loss, "grad_norm": norm, **found.metrics, **extra}
+        batch = without_explicit_axes(layout, batch)
+        found, grads, norm, finite = measure(layout, loss_fn, state, batch, step_options, clip_norm)
+        loss = found.loss
+        extra = {}
+        if return_grads:
+            own = step_options.per_device_grads
+            extra["grads"] = jax.tree.map(lambda g: g.mean(0), grads) if own else found.grads
+        keep = finite if skip_nonfinite else jnp.asarray(True)
+        value = value_of(layout, loss_fn, state, batch, step_options)
+        params, opt_state = _update(layout, state, grads, loss, value, keep)
+        new = TrainState(
+            state.step + 1, params, opt_state, found.variables, state.key, state.metadata, state.loss_scale
+        )
+        check_same(state, new)
+        if skip_nonfinite:
+            # With state in host memory, the streaming update has already selected; selecting here would copy the
+            # old state.
+            selected = any(map(on_host, jax.tree.leaves((new.params, new.opt_state))))
+            parts = ("variables",) if selected else ("params", "opt_state", "variables")
+            new, skip_metrics = keep_unless_finite(state, new, finite, config, parts)
+            extra |= skip_metrics
+        return place_state(layout, new), {"loss": loss, "grad_norm": norm, **found.metrics, **extra}
 
     # An abstract mesh has no compiler options; code that compiles for a topology passes its own.
     options = options if isinstance(layout.mesh, Mesh) else {}
     jitted = jax.jit(step, donate_argnums=(0,) if donate else (), compiler_options=options or None)
-    return cast(jax.stages.Wrapped, DonatedStateGuard(jitted)) if donate else jitted
+    return cast(jax.stages.Wrapped, StepCall(jitted))
 
 
 def measure(
@@ -313,7 +317,11 @@ def eval_step(
 
     def evaluate(state: TrainState, batch: Any) -> Metrics:
         check_state(state)
-        with tracing_under(layout), precision_scope(policy):
+        with tracing_under(layout):
+            return partitioned(layout, run, state, batch)
+
+    def run(state: TrainState, batch: Any) -> Metrics:
+        with precision_scope(policy):
             batch, state = without_explicit_axes(layout, batch), with_rounded_weights(layout, state)
             if options is not None:
                 return evaluate_pipeline(layout, loss_fn, state, batch, policy, options)
@@ -322,7 +330,7 @@ def eval_step(
             )
             return {"loss": loss, **aux}
 
-    return cast(jax.stages.Wrapped, DonatedStateGuard(jax.jit(evaluate)))
+    return cast(jax.stages.Wrapped, StepCall(jax.jit(evaluate)))
 
 
 def _update(

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import re
 import sys
+from typing import Any
 
 # Frames of these modules are skipped, so that errors and reports name the line of the model.
 _LIBRARIES = re.compile(r"(jaxpar(?!\.models)|jax|flax|functools)(\.|$)")
+
+_LIBRARY_FILES = re.compile(r"/site-packages/|/jaxpar/(?!models/)|/functools\.py$|/contextlib\.py$")
 
 
 def call_site() -> str:
@@ -16,6 +19,15 @@ def call_site() -> str:
     while frame.f_back is not None and _LIBRARIES.match(frame.f_globals.get("__name__", "")):
         frame = frame.f_back
     return f"{short_name(frame.f_code.co_qualname)} ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"
+
+
+def traced_site(traceback: Any) -> str:
+    """Returns the code of a traced equation as :func:`call_site` does, from the traceback of its source information."""
+    frames = [] if traceback is None else traceback.frames
+    own = next((f for f in frames if not _LIBRARY_FILES.search(f.file_name)), frames[0] if frames else None)
+    if own is None:
+        return "(unknown)"
+    return f"{short_name(own.function_name)} ({os.path.basename(own.file_name)}:{own.line_num})"
 
 
 def short_name(qualified: str) -> str:

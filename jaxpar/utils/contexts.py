@@ -20,11 +20,20 @@ hint_observer = jax.make_user_context(None)
 """The callback ``(call_site, dims, x, resolved)`` that receives every ``constrain`` and ``hint``, which then raise
 nothing."""
 
+batch_specs = jax.make_user_context(None)
+"""The ``PartitionSpec`` of each array of the batch that a step is called with, if one shards more than its rows.
+
+Under Auto axes a trace does not know how its arguments are sharded."""
+
 attention_observer = jax.make_user_context(None)
 """The callback ``(call_site, q, k, choice)`` that receives every choice of ``attention(impl="auto")``."""
 
 experts_observer = jax.make_user_context(None)
 """The callback ``(call_site, plan, why)`` that receives how every call of ``experts`` dispatches its rows."""
+
+repair_observer = jax.make_user_context(None)
+"""The callback that receives, as :class:`jaxpar.parallel.partitioner.repair.Repaired`, every operation that XLA's
+partitioner would compute wrongly."""
 
 matmul_observer = jax.make_user_context(None)
 """The callback ``(call_site, x, ws, routes)`` that receives every matmul that is sharded in several dimensions."""

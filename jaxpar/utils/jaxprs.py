@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 
@@ -102,6 +103,24 @@ def with_inlined(x: Any, *, remat: bool = False) -> Any:
     if isinstance(x, Jaxpr):
         return inlined(x, remat=remat)
     return ClosedJaxpr(inlined(x.jaxpr, remat=remat), x.consts) if isinstance(x, ClosedJaxpr) else x
+
+
+def spliced(function: Callable[..., Any], reads: Sequence[Any], source: Any) -> tuple[list[JaxprEqn], list[Any]]:
+    """Returns the equations that compute ``function`` of variables of another program, and those of its results.
+
+    Args:
+      function: a function of arrays that returns an array, or a sequence of them.
+      reads: the variables, and literals, that it is called with.
+      source: the source information of the new equations.
+    """
+    shapes = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in reads]
+    closed = jax.make_jaxpr(function)(*shapes)
+    traced = opened(closed)
+    inside: dict[Any, Any] = dict(zip(traced.invars, reads, strict=True))
+    inside |= {var: Literal(x, var.aval) for var, x in zip(traced.constvars, closed.consts, strict=True)}
+    read = lambda atom: inside.get(atom, atom) if isinstance(atom, Var) else atom
+    eqns = [eqn.replace(invars=[*map(read, eqn.invars)], source_info=source) for eqn in traced.eqns]
+    return eqns, [*map(read, traced.outvars)]
 
 
 def has_checkpoint_name(jaxpr: Jaxpr, name: str) -> bool:

@@ -22,6 +22,7 @@ from jaxpar.analysis.hlo.parser import Module, parse
 from jaxpar.analysis.roofline import Roofline, roofline, time_each
 from jaxpar.analysis.units import show_bytes, table_lines
 from jaxpar.errors import CompileError
+from jaxpar.parallel.partitioner.repair import Repaired, noting_repairs
 from jaxpar.sharding.hardware.topology import Topology
 from jaxpar.sharding.layout import Layout
 from jaxpar.training.model import MakeModel
@@ -197,19 +198,26 @@ def check_up(
     _, state, inputs = step_for(aimed, make_model, tx, loss_fn, batch, **options)
     held = held_by(aimed, state, inputs)
     try:
-        step = compile_for(parsed, layout, make_model, tx, loss_fn, batch, compiler_options=compiler_options, **options)
+        with noting_repairs() as repaired:
+            step = compile_for(
+                parsed, layout, make_model, tx, loss_fn, batch, compiler_options=compiler_options, **options
+            )
     except CompileError as error:
         found = too_large(str(error), (about or About()).remat, held)
         if found is None:
             raise
         return Checkup(str(parsed), layout.sizes, None, None, None, None, (found,), held, str(error))
-    report = examine(step, layout.sizes, held, about)
+    report = examine(step, layout.sizes, held, about, tuple(repaired))
     loads = None if imbalance is None else load_imbalance(step, report.mesh, imbalance)
     return dataclasses.replace(report, imbalance=loads)
 
 
 def examine(
-    step: AheadOfTime, sizes: Mapping[str, int], held: Sequence[HeldTensor] = (), about: About | None = None
+    step: AheadOfTime,
+    sizes: Mapping[str, int],
+    held: Sequence[HeldTensor] = (),
+    about: About | None = None,
+    repaired: Sequence[Repaired] = (),
 ) -> Checkup:
     """Analyze a compiled step.
 
@@ -218,6 +226,7 @@ def examine(
       sizes: mesh axis → size.
       held: the arrays that the step receives, in the order of its arguments.
       about: facts about the model.
+      repaired: operations of the step that XLA's partitioner would compute wrongly.
 
     Returns:
       The checkup.
@@ -234,7 +243,7 @@ def examine(
     memory = footprint(_peak(module, step), held, step.memory, sizes, Topology.parse(step.topology).accelerator)
     warnings = [w for text in step.warnings if (w := rematerialised(text, module)) is not None]
     times = time_each(report, step.topology, rings=step.rings)
-    findings = find(Evidence(report, line, times, memory, held, warnings, about, step.rings))
+    findings = find(Evidence(report, line, times, memory, held, warnings, about, step.rings, repaired))
     kept = about.reshard_after_forward
     return Checkup(step.topology, sizes, step, report, line, memory, findings, tuple(held), reshard_after_forward=kept)
 

@@ -20,6 +20,7 @@ from jaxpar.analysis.hlo.collectives import Collective, wire_bytes
 from jaxpar.analysis.roofline import Roofline, Transfers, roofline, show_time
 from jaxpar.analysis.units import show_bytes
 from jaxpar.errors import MeshError
+from jaxpar.parallel.partitioner.repair import Repaired, by_kind
 
 MIN_SHARE = 0.005
 """Findings below this share of the step or of the memory are dropped, except for the compiler's own warnings."""
@@ -36,7 +37,7 @@ class Finding:
     """One thing to change.
 
     Attributes:
-      kind: ``does not fit``, ``exposed``, ``all-reduce for a scatter``, ``long ring``, ``open line``,
+      kind: ``does not fit``, ``wrong in XLA``, ``exposed``, ``all-reduce for a scatter``, ``long ring``, ``open line``,
         ``involuntary rematerialisation``, ``logits``, ``attention scores``, or ``replicated``.
       where: source line, tensor or axes.
       text: what the program does, with sizes.
@@ -91,6 +92,7 @@ class Evidence:
       warnings: the compiler's.
       about: facts about the model.
       rings: the mesh axes whose devices form closed rings.
+      repaired: operations that XLA's partitioner would compute wrongly.
     """
 
     audit: Audit
@@ -101,6 +103,7 @@ class Evidence:
     warnings: Sequence[Rematerialised] = ()
     about: About = About()
     rings: Sequence[str] = ()
+    repaired: Sequence[Repaired] = ()
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -128,9 +131,9 @@ def find(evidence: Evidence) -> tuple[Finding, ...]:
       '20.00 GiB at the peak, 4.00 GiB more than a device has (16.00 GiB); 20.00 GiB of it is parameters')]
     """
     found = [finding for finder in _FINDERS for finding in finder(evidence)]
-    always_reported = "involuntary rematerialisation"
+    always_reported = ("involuntary rematerialisation", "wrong in XLA")
     return tuple(
-        sorted((f for f in found if f.share >= MIN_SHARE or f.kind == always_reported), key=lambda f: -f.share)
+        sorted((f for f in found if f.share >= MIN_SHARE or f.kind in always_reported), key=lambda f: -f.share)
     )
 
 
@@ -145,6 +148,14 @@ def _does_not_fit(e: Evidence) -> Iterator[Finding]:
     yield Finding(
         "does not fit", largest, text, knob(largest, e.about.remat), 0.0, e.memory.over, e.of_memory(e.memory.total)
     )
+
+
+def _wrongly_partitioned(e: Evidence) -> Iterator[Finding]:
+    """What the step computes in another way; nothing else warns of it in programs that are no steps of jaxpar."""
+    for fault, how, ones in by_kind(e.repaired):
+        text = f"{fault.name}: {fault.what} if {fault.when}. The step {how}, and is right"
+        remedy = f"{fault.remedy}. In a program of your own, call jp.assert_matches_single_device"
+        yield Finding("wrong in XLA", "; ".join(map(str, ones)), text, remedy, 0.0, 0, 0.0)
 
 
 def knob(category: str, remat: str = "") -> str:
@@ -389,6 +400,7 @@ def _replicated(e: Evidence) -> Iterator[Finding]:
 
 _FINDERS = (
     _does_not_fit,
+    _wrongly_partitioned,
     _exposed,
     _all_reduce_for_scatter,
     _long_rings,

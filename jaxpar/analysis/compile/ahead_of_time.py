@@ -41,6 +41,8 @@ from jaxpar.training.model import MakeModel, Tagged
 from jaxpar.training.offload.disk_state import disk_of
 from jaxpar.training.state import TrainState, abstract_state
 from jaxpar.training.step import train_step
+from jaxpar.training.step_call import specs_of
+from jaxpar.utils.contexts import batch_specs
 from jaxpar.utils.extras import import_extra
 
 CompilerOptions = Mapping[str, str | int | float | bool]
@@ -154,7 +156,13 @@ def step_for(
     if isinstance(options.get("pipeline"), Asynchronous):
         pipelined = pipedream_train_step(layout, loss_fn, **options)
         return pipelined, pipelined.abstract(state, inputs), inputs
-    return (gradient_step if disk_of(state) is not None else train_step)(layout, loss_fn, **options), state, inputs
+    step = (gradient_step if disk_of(state) is not None else train_step)(layout, loss_fn, **options)
+
+    def call(state: Any, batch: Any) -> Any:
+        with batch_specs(specs_of(inputs)):  # the arrays that compile_program passes do not say
+            return step(state, batch)
+
+    return call, state, inputs
 
 
 def aim(layout: Layout, topology: Topology) -> Layout:

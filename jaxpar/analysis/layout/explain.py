@@ -18,6 +18,7 @@ from jaxpar.analysis.layout.notes import (
     narrow_sums,
     unequal_initial_values,
     with_reason,
+    wrongly_partitioned,
 )
 from jaxpar.analysis.layout.report import Report
 from jaxpar.analysis.layout.rows import Row
@@ -28,6 +29,7 @@ from jaxpar.parallel.attention.select import Choice
 from jaxpar.parallel.collectives.gather_reduce import precision_scope
 from jaxpar.parallel.experts.options import DispatchPlan
 from jaxpar.parallel.offload.placement import no_layers
+from jaxpar.parallel.partitioner.repair import noting_repairs
 from jaxpar.parallel.pipeline.staged_loss import PipelineLoss
 from jaxpar.parallel.precision.policy import INT8, Precision
 from jaxpar.parallel.tensor.route import MatmulRoute
@@ -122,7 +124,9 @@ def explain(
     notes += _converted(layout)
     memory = None if loss is None else Memory("", {}, ("the layout has problems",))
     if loss is not None and not problems:
-        memory = estimate(layout, loss, state, plain_batch, [*tensors, *inputs], **step)
+        with noting_repairs() as repaired:  # the estimate traces the step
+            memory = estimate(layout, loss, state, plain_batch, [*tensors, *inputs], **step)
+        notes += wrongly_partitioned(repaired)
         notes += gathered_exactly(rows, precision.gather, _exact(layout, loss, state, plain_batch, step))
         notes += narrow_sums(rows, memory.narrow, precision.reduce == INT8) + assumed_replicated(memory.assumed)
     notes += unequal_initial_values(unordered)

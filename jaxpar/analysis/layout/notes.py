@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from jaxpar.analysis.layout.rows import Row
 from jaxpar.analysis.units import show_bytes
 from jaxpar.errors import listing
+from jaxpar.parallel.partitioner.repair import Repaired, by_kind
 from jaxpar.training.exact_weights import ExactWeights
 from jaxpar.training.model import show
+
+
+def wrongly_partitioned(repaired: Iterable[Repaired]) -> tuple[str, ...]:
+    """Returns a note for each kind of operation that XLA's partitioner would compute wrongly.
+
+    Args:
+      repaired: the operations of the step.
+    """
+    return tuple(
+        f"wrong in XLA, right here: {fault.name}: {fault.what} if {fault.when}. The step {how}: "
+        f"{listing(dict.fromkeys(f'{one.site} over {"+".join(one.axes)}' for one in ones))}"
+        for fault, how, ones in by_kind(repaired)
+    )
 
 
 def narrow_sums(rows: Sequence[Row], paths: Sequence[str], int8_reduced: bool) -> tuple[str, ...]:

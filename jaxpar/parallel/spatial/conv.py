@@ -49,8 +49,10 @@ class Convolution:
         )
         return cls(numbers, windows, named)
 
-    def __call__(self, lhs: jax.Array, rhs: jax.Array, paddings: Sequence[tuple[int, int]]) -> jax.Array:
-        """Returns the result with the given padding in place of that of the windows."""
+    def __call__(
+        self, lhs: jax.Array, rhs: jax.Array, paddings: Sequence[tuple[int, int]], **options: Any
+    ) -> jax.Array:
+        """Returns the result with the given padding in place of that of the windows, and these options."""
         result: jax.Array = jax.lax.conv_general_dilated(
             lhs,
             rhs,
@@ -59,7 +61,7 @@ class Convolution:
             [w.input_spread for w in self.windows],
             [w.spread for w in self.windows],
             self.numbers,
-            **self.options,
+            **{**self.options, **options},
         )
         return result
 

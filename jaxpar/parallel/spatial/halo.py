@@ -128,6 +128,36 @@ class Window:
         held = (-before * self.input_spread, (local - 1 + after) * self.input_spread)
         return Halo(before, after, (held[0] - first, last - held[1]))
 
+    def halo_of_parts(self, size: int, slices: int) -> Halo:
+        """Returns what a slice reads of its neighbours if each device holds a part of the window, and not windows.
+
+        This is the gradient of a kernel: the window is the gradient of the result, as large as the image, and each
+        device sums over its part of it.
+
+        Args:
+          size: numbers along the whole dim.
+          slices: the number of slices, which divides ``size``.
+
+        Raises:
+          LayoutError: the parts of the window do not begin where slices begin.
+
+        >>> Window(32, padding=(1, 1)).halo_of_parts(32, 4)  # of a kernel of 3
+        Halo(before=1, after=1, padding=(0, 0))
+        """
+        local, part = size // slices, self.size // slices
+        if self.size % slices or part * self.spread != local or self.input_spread != 1:
+            raise LayoutError(
+                f"{self.size} numbers of a window, {self.spread} apart, do not line up with {slices} slices of {local} "
+                "rows. Remedy: do not shard this dim."
+            )
+        first, last = -self.padding[0], (part - 1) * self.spread + self._reach(size) - self.padding[0]
+        before, after = max(0, -first), max(0, last - (local - 1))
+        return Halo(before, after, (-before - first, last - (local - 1 + after)))
+
+    def _reach(self, size: int) -> int:
+        """The distance from the first to the last position of the window."""
+        return (self.length(size) - 1) * self.stride
+
 
 @dataclass(frozen=True)
 class Halo:

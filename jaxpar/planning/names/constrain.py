@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jax.sharding import AxisType, PartitionSpec
 
 from jaxpar.parallel.zero.gather import gather_weight, sharded_dot
@@ -19,7 +19,7 @@ from jaxpar.sharding.layout import current_layout, with_sharding
 from jaxpar.sharding.names import Names
 from jaxpar.sharding.resolve import resolve
 from jaxpar.utils.contexts import hint_observer
-from jaxpar.utils.jaxprs import opened
+from jaxpar.utils.jaxprs import opened, spliced
 
 MATMULS = frozenset(("dot_general", "conv_general_dilated", "ragged_dot_general", "gather"))
 """Primitives that read weights; of ``gather`` those that look up rows of a table."""
@@ -155,15 +155,9 @@ class _Body:
 
     def _insert(self, function: Callable[..., Any], reads: Sequence[Any], step: Visited) -> list[Any]:
         """Add the equations of ``function(*reads)``, and return the variables of its results."""
-        shapes = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in reads]
-        closed = jax.make_jaxpr(function)(*shapes)
-        traced = opened(closed)
-        inside: dict[Any, Any] = dict(zip(traced.invars, reads, strict=True))
-        inside |= {var: Literal(x, var.aval) for var, x in zip(traced.constvars, closed.consts, strict=True)}
-        new = lambda atom: inside.get(atom, atom) if isinstance(atom, Var) else atom
-        source = step.eqn.source_info
-        self.eqns += [eqn.replace(invars=[*map(new, eqn.invars)], source_info=source) for eqn in traced.eqns]
-        return [new(atom) for atom in traced.outvars]
+        eqns, results = spliced(function, reads, step.eqn.source_info)
+        self.eqns += eqns
+        return results
 
 
 def _attention_dims(site: AttentionSite) -> tuple[FoundAttention, Names, Names]:

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 
 from jaxpar.analysis.units import axes_of_dims, device_bytes, shard_count
 from jaxpar.errors import LayoutError
+from jaxpar.parallel.partitioner.repair import avoid_faults
 from jaxpar.planning.names.program import NamedProgram
 from jaxpar.planning.script.naming import BATCH, NamedStep
 from jaxpar.planning.script.trace import is_typed_key
@@ -79,7 +80,18 @@ class PlacedStep:
         outputs: list[Any] = [None] * len(step.trace.jaxpr.out_avals)
         for i, j in updates.items():
             outputs[j] = self.shardings[i]
-        self.run = jax.jit(_flat(step, program, layout), out_shardings=outputs, donate_argnums=tuple(updates) * donate)
+        self.run = jax.jit(self._flat(program), out_shardings=outputs, donate_argnums=tuple(updates) * donate)
+
+    def _flat(self, program: NamedProgram) -> Callable[..., Any]:
+        compute = lambda *arrays: program.run_constrained(self.step.parts(arrays), with_gradients=True)
+        correct = avoid_faults(compute, [sharding.spec for sharding in self.shardings])
+
+        def train_step(*arrays: Any) -> Sequence[Any]:
+            with tracing_under(self.layout):
+                made: Sequence[Any] = correct(*arrays)
+                return made
+
+        return train_step
 
     def put(self, i: int, x: Any) -> jax.Array:
         """Returns an array of the arguments on its devices; a process gives its own part of a NumPy array."""
@@ -113,11 +125,3 @@ class PlacedStep:
                 f"Remedy: pass batches of a multiple of {count} rows: drop a last batch that is smaller "
                 "(drop_remainder=True), or pad it and mask the padding out of the loss."
             )
-
-
-def _flat(step: NamedStep, program: NamedProgram, layout: Layout) -> Callable[..., Any]:
-    def train_step(*arrays: Any) -> Sequence[Any]:
-        with tracing_under(layout):
-            return program.run_constrained(step.parts(arrays), with_gradients=True)
-
-    return train_step

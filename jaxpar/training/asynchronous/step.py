@@ -20,6 +20,7 @@ from jaxpar.parallel.collectives.bucketing import CollectiveFusion
 from jaxpar.parallel.collectives.gather_reduce import precision_scope
 from jaxpar.parallel.explicit_axes import without_explicit_axes
 from jaxpar.parallel.offload.placement import on_host
+from jaxpar.parallel.partitioner.repair import avoid_faults
 from jaxpar.parallel.pipeline.options import Asynchronous
 from jaxpar.parallel.pipeline.staged_loss import PipelineLoss
 from jaxpar.parallel.precision.policy import PrecisionLike
@@ -220,25 +221,28 @@ class PipedreamStep:
             if batch is not None:
                 self._check_batch(state, batch, split)
         with tracing_under(self.layout):
-            batch = without_explicit_axes(self.layout, batch)
-            if self.pipeline.name == "pipedream":
-                return self._every_microbatch(state, batch)
-            with precision_scope(self.config.precision):
-                found, flight = in_flight.two_versions(self._call(state, batch), batch)
-            grads, norm = clipped(found.grads, self.clip_norm)
-            finite = jnp.isfinite(norm)
-            ready = state.flight["pending"] == 1
-            updates, opt_state = state.metadata.tx.update(grads, state.opt_state, state.params)
-            updated = ready & finite if self.skip_nonfinite else ready
-            params = optax.apply_updates(state.params, updates)
-            keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(updated, a, b), new, old)
-            new = replace(state.landed, params=keep(params, state.params), opt_state=keep(opt_state, state.opt_state))
-            new = replace(new, step=state.step + (batch is not None))
-            check_same(state.landed, new)
-            new = place_state(self.layout, new)
-            skip_metric = {"skipped": ready & ~finite} if self.skip_nonfinite else {}
-            metrics = {"loss": found.loss, "grad_norm": norm, "updated": updated, **found.metrics, **skip_metric}
-            return InFlight(**vars(new), flight=flight), metrics
+            return avoid_faults(self._computed)(state, batch)
+
+    def _computed(self, state: InFlight, batch: Any) -> tuple[InFlight, Metrics]:
+        batch = without_explicit_axes(self.layout, batch)
+        if self.pipeline.name == "pipedream":
+            return self._every_microbatch(state, batch)
+        with precision_scope(self.config.precision):
+            found, flight = in_flight.two_versions(self._call(state, batch), batch)
+        grads, norm = clipped(found.grads, self.clip_norm)
+        finite = jnp.isfinite(norm)
+        ready = state.flight["pending"] == 1
+        updates, opt_state = state.metadata.tx.update(grads, state.opt_state, state.params)
+        updated = ready & finite if self.skip_nonfinite else ready
+        params = optax.apply_updates(state.params, updates)
+        keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(updated, a, b), new, old)
+        new = replace(state.landed, params=keep(params, state.params), opt_state=keep(opt_state, state.opt_state))
+        new = replace(new, step=state.step + (batch is not None))
+        check_same(state.landed, new)
+        new = place_state(self.layout, new)
+        skip_metric = {"skipped": ready & ~finite} if self.skip_nonfinite else {}
+        metrics = {"loss": found.loss, "grad_norm": norm, "updated": updated, **found.metrics, **skip_metric}
+        return InFlight(**vars(new), flight=flight), metrics
 
     def _every_microbatch(self, state: InFlight, batch: Any) -> tuple[InFlight, Metrics]:
         with precision_scope(self.config.precision):

@@ -1,0 +1,1 @@
+"""Operations that XLA's partitioner computes wrongly: which, under which shardings, and how a step avoids them."""
