@@ -29,6 +29,11 @@ def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
             yield from equations(opened(inner))
 
 
+def sizes_of(atom: Any) -> tuple[int, ...]:
+    """Returns the sizes of the dims of a variable or literal; none for what is no array."""
+    return tuple(getattr(atom.aval, "shape", ()))
+
+
 def opened(jaxpr: Jaxpr | ClosedJaxpr) -> Jaxpr:
     """Returns a jaxpr without its constants."""
     return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
@@ -169,7 +174,7 @@ def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
     All others are stacked: they have one more leading dim outside of the scan than inside.
     """
     body = opened(eqn.params["jaxpr"])
-    rank = lambda atom: len(getattr(atom.aval, "shape", ()))
+    rank = lambda atom: len(sizes_of(atom))
     carries = sum(rank(a) == rank(b) for a, b in zip(eqn.outvars, body.outvars, strict=True))
     return sum(rank(a) == rank(b) for a, b in zip(eqn.invars, body.invars, strict=True)) - carries, carries
 

@@ -19,9 +19,9 @@ def wrongly_partitioned(repaired: Iterable[Repaired]) -> tuple[str, ...]:
     Args:
       repaired: the operations of the step.
     """
+    places = lambda ones: ", ".join(dict.fromkeys(f"{one.site} over {'+'.join(one.axes)}" for one in ones))
     return tuple(
-        f"wrong in XLA, right here: {fault.name}: {fault.what} if {fault.when}. The step {how}: "
-        f"{listing(dict.fromkeys(f'{one.site} over {"+".join(one.axes)}' for one in ones))}"
+        f"wrong in XLA, right here: {fault.name}: {fault.what} if {fault.when}. The step {how}: {places(ones)}"
         for fault, how, ones in by_kind(repaired)
     )
 

@@ -64,6 +64,7 @@ def examine(*, timeout: float = 60.0) -> list[MachineCheck]:
         *extras(requirements, installed),
         *compilers(),
         devices(timeout),
+        partitioner(timeout),
         *environment(os.environ),
         cache(Path(os.environ.get("JAXPAR_CACHE", Path.home() / ".cache" / "jaxpar"))),
         coordinator(os.environ),
@@ -174,6 +175,26 @@ def devices(timeout: float, python: str = sys.executable) -> MachineCheck:
         memory = "" if limit is None else f", {limit / 2**30:.1f} GiB each"
         texts.append(f"{count} × {kind} ({platform}{memory})")
     return MachineCheck("devices", "ok", ", ".join(texts))
+
+
+def partitioner(timeout: float) -> MachineCheck:
+    """Say what the installed XLA computes wrongly of what jaxpar's steps avoid, on simulated devices."""
+    from jaxpar.parallel.partitioner.programs import PROGRAMS, present
+
+    name, remedy = (
+        "XLA partitioner",
+        "in programs of your own, compare with one device: jp.assert_matches_single_device",
+    )
+    try:
+        results = present(timeout)
+    except subprocess.TimeoutExpired:
+        return MachineCheck(name, "warn", f"not examined: its programs took more than {timeout:g} s", "--timeout 600")
+    faults: dict[str, list[str]] = {}
+    for number, result in sorted(results.items()):
+        faults.setdefault(result, []).append(PROGRAMS[number].fault.name)
+    found = [f"{result}: {', '.join(dict.fromkeys(names))}" for result, names in faults.items() if result != "right"]
+    right = f"{len(faults.get('right', ()))} of {len(PROGRAMS)} known faults are mended"
+    return MachineCheck(name, "ok", "; ".join([*found, right, "jaxpar's steps avoid them all"]), remedy)
 
 
 def environment(variables: Mapping[str, str]) -> list[MachineCheck]:

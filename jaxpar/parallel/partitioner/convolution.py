@@ -44,7 +44,8 @@ class SlicedConvolution:
     @classmethod
     def of(cls, eqn: JaxprEqn, *args: Any) -> SlicedConvolution:
         """Returns the convolution of an equation; further arguments are the attributes after ``shapes``."""
-        lhs, rhs, out = (jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in (*eqn.invars, *eqn.outvars))
+        avals: list[Any] = [atom.aval for atom in (*eqn.invars, *eqn.outvars)]
+        lhs, rhs, out = (jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals)
         options = {name: value for name, value in eqn.params.items() if name != "out_sharding"}
         conv = Convolution.of(lhs, rhs, **options)
         return cls(conv, (lhs.shape, rhs.shape, out.shape), *args)

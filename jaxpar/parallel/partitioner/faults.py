@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxpar.parallel.partitioner.convolution import SlicedConvolution
 from jaxpar.parallel.partitioner.shards import MayShard
 from jaxpar.sharding.rules import Axes, Sizes
+from jaxpar.utils.jaxprs import sizes_of
 
 type Dims = Mapping[int, frozenset[Axes]]
 """Dims of an operand or result → the axes that may shard them."""
@@ -150,35 +151,35 @@ def _gathered(fault: Fault, eqn: JaxprEqn, axes: frozenset[str], dims: Sequence[
 
 def _convolution(eqn: JaxprEqn, shards: MayShard, live: Sizes) -> Repair | None:
     """Where both operands are sharded, partial sums are added over all devices, also those that have the same ones."""
-    lhs, rhs, out = (*eqn.invars, *eqn.outvars)
+    (lhs, rhs), (out,) = eqn.invars, eqn.outvars
     numbers, groups = eqn.params["dimension_numbers"], eqn.params["batch_group_count"] > 1
     grouped = groups or eqn.params["feature_group_count"] > 1
     over = functools.partial(_over, shards, live=live)
     spatial = list(zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:], strict=True))
     space = tuple(over(lhs, i) | over(rhs, j) | over(out, k) for i, j, k in spatial)
-    by_kernel = tuple(bool(over(rhs, j)) and rhs.aval.shape[j] > out.aval.shape[k] for _, j, k in spatial)
+    by_kernel = tuple(bool(over(rhs, j)) and sizes_of(rhs)[j] > sizes_of(out)[k] for _, j, k in spatial)
     backward = groups or any(by_kernel)
     rows = over(lhs, numbers.lhs_spec[1 if backward else 0])
     used = _names(axes for sets in space for axes in sets)
     idle = sorted(set(live) - used - _names(rows), key=list(live).index)
-    single = eqn.params["feature_group_count"] > 1 and all(rhs.aval.shape[j] == 1 for _, j, _ in spatial)
+    single = eqn.params["feature_group_count"] > 1 and all(sizes_of(rhs)[j] == 1 for _, j, _ in spatial)
     if single and (features := over(lhs, numbers.lhs_spec[1]) | over(out, numbers.out_spec[1])):
         dims = [[numbers.lhs_spec[1]], [numbers.rhs_spec[0]], [numbers.out_spec[1]]]
         return _gathered(SINGLE, eqn, _names(features), dims)
-    if not idle or not (backward and (used or rows) or used and any(over(rhs, i) for i in range(len(rhs.aval.shape)))):
+    if not idle or not (backward and (used or rows) or used and any(over(rhs, i) for i in range(len(sizes_of(rhs))))):
         return None
     fault, axes = (ROWS, used) if used else (GROUPS, _names(rows))
     clear = all(len(sets) < 2 for sets in (*space, rows)) and not used & _names(rows)
-    first = lambda sets: next(iter(sets), ())
+    first: Callable[[frozenset[Axes]], Axes] = lambda sets: next(iter(sets), ())
     if clear:
         conv = SlicedConvolution.of(eqn, tuple(map(first, space)), by_kernel, first(rows) if grouped else (), backward)
         if not conv.problem(live):
             return Repair(fault, axes, "runs it slice by slice", lambda *operands: [conv(*operands)])
     if not backward:
-        return _gathered(fault, eqn, axes, [[], range(len(rhs.aval.shape)), []])
+        return _gathered(fault, eqn, axes, [[], range(len(sizes_of(rhs))), []])
     batch = (numbers.lhs_spec[1], numbers.rhs_spec[1])
     spread = tuple(sorted({*first(rows), *idle}, key=list(live).index))
-    if clear and lhs.aval.shape[batch[0]] % math.prod(live[axis] for axis in spread) == 0:
+    if clear and sizes_of(lhs)[batch[0]] % math.prod(live[axis] for axis in spread) == 0:
         return Repair(fault, axes, "shards the batch over all axes", functools.partial(_rows_over, eqn, batch, spread))
     dims = [[places[n] for places, sets in zip(spatial, space, strict=True) if sets] for n in range(3)]
     return _gathered(fault, eqn, axes, [[*dims[0], batch[0]], [*dims[1], batch[1]], dims[2]] if groups else dims)
@@ -201,7 +202,7 @@ def _pad(eqn: JaxprEqn, shards: MayShard, live: Sizes) -> Repair | None:
 
 def _fft(eqn: JaxprEqn, shards: MayShard, live: Sizes) -> Repair | None:
     x, out, count = eqn.invars[0], eqn.outvars[0], len(eqn.params["fft_lengths"])
-    rank = len(x.aval.shape)
+    rank = len(sizes_of(x))
     return _whole_dims(FFT, eqn, shards, live, range(rank - count, rank) if count > 1 else (), (x, out))
 
 
@@ -220,7 +221,7 @@ def _whole_dims(
 
 def _update(eqn: JaxprEqn, shards: MayShard, live: Sizes) -> Repair | None:
     x, update, *starts = eqn.invars
-    dims = [i for i in range(len(starts)) if x.aval.shape[i] > update.aval.shape[i]]
+    dims = [i for i in range(len(starts)) if sizes_of(x)[i] > sizes_of(update)[i]]
     axes = frozenset().union(*(_names(_over(shards, x, i, live)) for i in dims))
     if not axes:
         return None
@@ -239,7 +240,7 @@ def _matmul(eqn: JaxprEqn, shards: MayShard, live: Sizes) -> Repair | None:
     summed = frozenset[str]()
     for atom, dims in zip(eqn.invars, contracted, strict=True):
         summed |= _names(axes for dim in dims for axes in _over(shards, atom, dim, live))
-    over = {dim: _over(shards, out, dim, live) for dim in range(len(out.aval.shape))}
+    over = {dim: _over(shards, out, dim, live) for dim in range(len(sizes_of(out)))}
     mesh_order = {
         dim: tuple(sorted(axes, key=order.index))
         for dim, sets in over.items()
@@ -250,7 +251,7 @@ def _matmul(eqn: JaxprEqn, shards: MayShard, live: Sizes) -> Repair | None:
     wrong = {dim: axes for dim, axes in mesh_order.items() if scattered - {dim}}
     if not wrong:
         return None
-    fits = lambda dim, axes: out.aval.shape[dim] % math.prod(live[axis] for axis in axes) == 0
+    fits = lambda dim, axes: sizes_of(out)[dim] % math.prod(live[axis] for axis in axes) == 0
     wrong = {dim: axes if fits(dim, axes) else () for dim, axes in wrong.items()}
     axes = frozenset(axis for dim in wrong for axis in mesh_order[dim])
     run = lambda *operands: [_constrained(_bind(eqn, *operands)[0], wrong)]

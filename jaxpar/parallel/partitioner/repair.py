@@ -15,7 +15,7 @@ from jaxpar.parallel.partitioner.faults import Fault, repair
 from jaxpar.parallel.partitioner.shards import MayShard
 from jaxpar.utils.call_site import traced_site
 from jaxpar.utils.contexts import repair_observer
-from jaxpar.utils.jaxprs import opened, spliced
+from jaxpar.utils.jaxprs import opened, sizes_of, spliced
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class _Rewriting:
                 continue
             changed = True
             if repair_observer.value is not None:
-                shapes = tuple(tuple(atom.aval.shape) for atom in eqn.invars)
+                shapes = tuple(sizes_of(atom) for atom in eqn.invars)
                 site, axes = traced_site(eqn.source_info.traceback), tuple(a for a in live if a in instead.axes)
                 repair_observer.value(Repaired(site, shapes, instead.fault, axes, instead.how))
             with eqn.ctx.manager:

@@ -13,7 +13,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jax.sharding import PartitionSpec
 
 from jaxpar.sharding.rules import Axes
-from jaxpar.utils.jaxprs import inner_jaxprs, opened, scan_counts
+from jaxpar.utils.jaxprs import inner_jaxprs, opened, scan_counts, sizes_of
 
 type Place = tuple[Any, int]
 """A dim of a variable."""
@@ -83,10 +83,6 @@ class MayShard:
                 self._seeds.setdefault(a, set()).update(seeds)
 
 
-def _shape(atom: Any) -> tuple[int, ...]:
-    return tuple(getattr(atom.aval, "shape", ()))
-
-
 def _spec(eqn: JaxprEqn) -> PartitionSpec | None:
     return getattr(eqn.params["sharding"], "spec", None)
 
@@ -108,42 +104,43 @@ def _positions(eqn: JaxprEqn) -> Iterator[Link]:
         return
     for out in eqn.outvars:
         for atom in eqn.invars:
-            a, b = _shape(atom), _shape(out)
+            a, b = sizes_of(atom), sizes_of(out)
             if len(a) == len(b):
                 yield from _pairs(atom, out, ((i, i) for i in range(len(a)) if a[i] == b[i]))
 
 
 def _calls(eqn: JaxprEqn, inner: Sequence[Jaxpr | ClosedJaxpr]) -> Iterator[Link]:
     for body in map(opened, inner):
-        for outside, inside in ((eqn.invars, body.invars), (eqn.outvars, body.outvars)):
+        ends: list[tuple[Sequence[Any], Sequence[Any]]] = [(eqn.invars, body.invars), (eqn.outvars, body.outvars)]
+        for outside, inside in ends:
             for a, b in zip(outside[-len(inside) :] if inside else (), inside, strict=False):
-                yield from _pairs(a, b, ((i, i) for i in range(min(len(_shape(a)), len(_shape(b))))))
+                yield from _pairs(a, b, ((i, i) for i in range(min(len(sizes_of(a)), len(sizes_of(b))))))
 
 
 def _constraint(eqn: JaxprEqn) -> Iterator[Link]:
     """Only dims that the constraint leaves to the compiler; it reshards the others, or makes them whole."""
-    x, out, spec = eqn.invars[0], eqn.outvars[0], _spec(eqn)
-    free = eqn.params.get("unconstrained_dims", ())
-    if spec is not None:
-        yield from _pairs(x, out, ((i, i) for i in free))
+    free = eqn.params.get("unconstrained_dims", ()) if _spec(eqn) is not None else ()
+    yield from _pairs(eqn.invars[0], eqn.outvars[0], ((i, i) for i in free))
 
 
 def _scan(eqn: JaxprEqn) -> Iterator[Link]:
     body, (consts, carries) = opened(eqn.params["jaxpr"]), scan_counts(eqn)
-    for n, (a, b) in enumerate(zip(eqn.invars, body.invars, strict=True)):
-        over = int(n >= consts + carries)
-        yield from _pairs(a, b, ((i + over, i) for i in range(len(_shape(b)))))
-    for n, (a, b) in enumerate(zip(eqn.outvars, body.outvars, strict=True)):
-        over = int(n >= carries)
-        yield from _pairs(a, b, ((i + over, i) for i in range(len(_shape(b)))))
+    ends: list[tuple[Sequence[Any], Sequence[Any], int]] = [
+        (eqn.invars, body.invars, consts + carries),
+        (eqn.outvars, body.outvars, carries),
+    ]
+    for outside, inside, whole in ends:
+        for n, (a, b) in enumerate(zip(outside, inside, strict=True)):
+            stacked = int(n >= whole)
+            yield from _pairs(a, b, ((i + stacked, i) for i in range(len(sizes_of(b)))))
     for a, b in zip(body.invars[consts : consts + carries], body.outvars[:carries], strict=True):
-        yield from _pairs(a, b, ((i, i) for i in range(len(_shape(b)))))
+        yield from _pairs(a, b, ((i, i) for i in range(len(sizes_of(b)))))
 
 
 def _while(eqn: JaxprEqn) -> Iterator[Link]:
     first, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     body = opened(eqn.params["body_jaxpr"])
-    same = [
+    same: list[tuple[Sequence[Any], Sequence[Any]]] = [
         (eqn.invars[first:], body.invars),
         (eqn.outvars, body.outvars),
         (body.invars[consts:], body.outvars),
@@ -151,21 +148,21 @@ def _while(eqn: JaxprEqn) -> Iterator[Link]:
     ]
     for left, right in same:
         for a, b in zip(left, right, strict=True):
-            yield from _pairs(a, b, ((i, i) for i in range(len(_shape(b)))))
+            yield from _pairs(a, b, ((i, i) for i in range(len(sizes_of(b)))))
 
 
 def _windows(eqn: JaxprEqn) -> Iterator[Link]:
     """Dims at one place, of whatever sizes."""
     for out in eqn.outvars:
         for atom in eqn.invars:
-            if len(_shape(atom)) == len(_shape(out)):
-                yield from _pairs(atom, out, ((i, i) for i in range(len(_shape(out)))))
+            if len(sizes_of(atom)) == len(sizes_of(out)):
+                yield from _pairs(atom, out, ((i, i) for i in range(len(sizes_of(out)))))
 
 
 def _broadcast(eqn: JaxprEqn) -> Iterator[Link]:
     x, out = eqn.invars[0], eqn.outvars[0]
     places = enumerate(eqn.params["broadcast_dimensions"])
-    yield from _pairs(x, out, ((i, k) for i, k in places if _shape(x)[i] == _shape(out)[k]))
+    yield from _pairs(x, out, ((i, k) for i, k in places if sizes_of(x)[i] == sizes_of(out)[k]))
 
 
 def _transpose(eqn: JaxprEqn) -> Iterator[Link]:
@@ -174,23 +171,23 @@ def _transpose(eqn: JaxprEqn) -> Iterator[Link]:
 
 def _squeeze(eqn: JaxprEqn) -> Iterator[Link]:
     x = eqn.invars[0]
-    gone = {dim % len(_shape(x)) for dim in eqn.params["dimensions"]}
+    gone = {dim % len(sizes_of(x)) for dim in eqn.params["dimensions"]}
     yield from _pairs(
-        x, eqn.outvars[0], ((i, k) for k, i in enumerate(j for j in range(len(_shape(x))) if j not in gone))
+        x, eqn.outvars[0], ((i, k) for k, i in enumerate(j for j in range(len(sizes_of(x))) if j not in gone))
     )
 
 
 def _reduce(eqn: JaxprEqn) -> Iterator[Link]:
     axes = eqn.params.get("axes", ())
     for x, out in zip(eqn.invars, eqn.outvars, strict=False):
-        left = [i for i in range(len(_shape(x))) if i not in axes]
-        yield from _pairs(x, out, zip(left, range(len(_shape(out))), strict=False))
+        left = [i for i in range(len(sizes_of(x))) if i not in axes]
+        yield from _pairs(x, out, zip(left, range(len(sizes_of(out))), strict=False))
 
 
 def _reshape(eqn: JaxprEqn) -> Iterator[Link]:
     """The major dims of each group of dims that become each other."""
     x, out = eqn.invars[0], eqn.outvars[0]
-    a, b = ([(i, size) for i, size in enumerate(_shape(atom)) if size > 1] for atom in (x, out))
+    a, b = ([(i, size) for i, size in enumerate(sizes_of(atom)) if size > 1] for atom in (x, out))
     while a and b:
         (i, left), (j, right) = a.pop(0), b.pop(0)
         yield (x, i), (out, j)
@@ -209,7 +206,7 @@ def _dot_general(eqn: JaxprEqn) -> Iterator[Link]:
     for left, right in (contracted, batch):
         yield from (((x, i), (y, j)) for i, j in zip(left, right, strict=True))
     free = [
-        [(atom, i) for i in range(len(_shape(atom))) if i not in taken]
+        [(atom, i) for i in range(len(sizes_of(atom))) if i not in taken]
         for atom, taken in ((x, (*contracted[0], *batch[0])), (y, (*contracted[1], *batch[1])))
     ]
     for k, place in enumerate([*((x, i) for i in batch[0]), *free[0], *free[1]]):
@@ -224,30 +221,30 @@ def _conv(eqn: JaxprEqn) -> Iterator[Link]:
     yield (w, rhs[0]), (out, result[1])
     for i, j, k in zip(lhs[2:], rhs[2:], result[2:], strict=True):
         # The kernel's gradient has as many windows as the kernel numbers, and its own kernel is as large as the image.
-        large = (x, i) if _shape(x)[i] > 1 else (out, k)
-        yield large, ((out, k) if _shape(out)[k] > _shape(w)[j] else (w, j))
+        large = (x, i) if sizes_of(x)[i] > 1 else (out, k)
+        yield large, ((out, k) if sizes_of(out)[k] > sizes_of(w)[j] else (w, j))
 
 
 def _gather(eqn: JaxprEqn) -> Iterator[Link]:
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     (x, indices), out = eqn.invars[:2], eqn.outvars[0]
     gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-    windows = [i for i in range(len(_shape(x))) if i not in gone]
+    windows = [i for i in range(len(sizes_of(x))) if i not in gone]
     yield from _pairs(x, out, ((i, k) for i, k in zip(windows, numbers.offset_dims, strict=True) if sizes[i] > 1))
-    rows = [k for k in range(len(_shape(out))) if k not in numbers.offset_dims]
-    yield from _pairs(indices, out, zip(range(len(_shape(indices)) - 1), rows, strict=False))
+    rows = [k for k in range(len(sizes_of(out))) if k not in numbers.offset_dims]
+    yield from _pairs(indices, out, zip(range(len(sizes_of(indices)) - 1), rows, strict=False))
     batching = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
     yield from _pairs(x, indices, batching)
 
 
 def _scatter(eqn: JaxprEqn) -> Iterator[Link]:
     numbers, (x, indices, updates) = eqn.params["dimension_numbers"], eqn.invars
-    yield from _pairs(x, eqn.outvars[0], ((i, i) for i in range(len(_shape(x)))))
+    yield from _pairs(x, eqn.outvars[0], ((i, i) for i in range(len(sizes_of(x)))))
     gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
-    windows = [i for i in range(len(_shape(x))) if i not in gone]
+    windows = [i for i in range(len(sizes_of(x))) if i not in gone]
     yield from _pairs(x, updates, zip(windows, numbers.update_window_dims, strict=True))
-    rows = [k for k in range(len(_shape(updates))) if k not in numbers.update_window_dims]
-    yield from _pairs(indices, updates, zip(range(len(_shape(indices)) - 1), rows, strict=False))
+    rows = [k for k in range(len(sizes_of(updates))) if k not in numbers.update_window_dims]
+    yield from _pairs(indices, updates, zip(range(len(sizes_of(indices)) - 1), rows, strict=False))
     batching = zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True)
     yield from _pairs(x, indices, batching)
 

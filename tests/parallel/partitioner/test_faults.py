@@ -1,0 +1,132 @@
+"""What XLA's partitioner computes wrongly, and that a step computes it as one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+
+import jaxpar as jp
+from jaxpar.parallel.partitioner.programs import PROGRAMS, present
+from jaxpar.parallel.partitioner.repair import Repaired, noting_repairs
+
+KNOWN = ["wrong"] * 6 + ["fails"] + ["aborts"] * 2
+
+
+def test_the_installed_xla_has_the_faults_of_the_table() -> None:
+    """If this fails, a new JAX mends a fault or has it in another form: correct the table and docs/facts.md."""
+    results = present()
+    assert [results[number] for number in range(len(PROGRAMS))] == KNOWN
+
+
+@pytest.mark.parametrize("number", range(len(PROGRAMS)), ids=lambda n: PROGRAMS[n].fault.name)
+def test_what_runs_instead_is_right(number: int) -> None:
+    assert PROGRAMS[number].error(avoid=True) < 1e-6
+
+
+class Stranger(nnx.Module):
+    """A plain Flax model: convolutions with strides, groups and channels of their own, and no names."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        make = lambda *channels, **options: nnx.Conv(
+            *channels, (3, 3), param_dtype=jax.dtypes.canonicalize_dtype(float), rngs=rngs, **options
+        )
+        self.first, self.deep = make(3, 8, padding="VALID"), make(8, 8, feature_group_count=8, strides=2)
+        self.head = nnx.Linear(8, 4, rngs=rngs, param_dtype=jax.dtypes.canonicalize_dtype(float))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = nnx.gelu(self.first(jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))))
+        return self.head(nnx.gelu(self.deep(x)).mean((1, 2)))
+
+
+class LinenStranger(linen.Module):
+    @linen.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        conv = lambda *args, **options: linen.Conv(*args, param_dtype=jax.dtypes.canonicalize_dtype(float), **options)
+        x = linen.gelu(conv(8, (3, 3))(x))
+        x = linen.gelu(conv(8, (3, 3), feature_group_count=8, strides=2)(x))
+        return linen.Dense(4, param_dtype=jax.dtypes.canonicalize_dtype(float))(x.mean((1, 2)))
+
+
+def nnx_loss(model: Any, batch: Any) -> jax.Array:
+    return optax.softmax_cross_entropy_with_integer_labels(model(batch["x"]), batch["y"]).mean()
+
+
+def linen_loss(model: Any, batch: Any) -> jax.Array:
+    return nnx_loss(lambda x: LinenStranger().apply(model, x), batch)
+
+
+MODELS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "nnx": (lambda key: Stranger(nnx.Rngs(key)), nnx_loss),
+    "linen": (lambda key: LinenStranger().init(key, jnp.zeros((1, 16, 16, 3))), linen_loss),
+}
+SHARDED = {"batch": "data", "height": "context"}
+LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "rows": ({"data": 2, "context": 2, "model": 2}, SHARDED),
+    "batch": ({"data": 4, "model": 2}, {"batch": "data", "height": None}),
+    "rows and fsdp": ({"data": 2, "context": 2, "model": 2}, {**SHARDED, "params": jp.over("data", min_bytes=0)}),
+}
+"""Meshes with an axis that shards neither batch nor space."""
+
+
+@pytest.mark.parametrize(("kind", "sharding"), [*(("nnx", sharding) for sharding in LAYOUTS), ("linen", "batch")])
+def test_a_model_that_nobody_here_wrote(kind: str, sharding: str) -> None:
+    """Loss and gradients of plain convolutions are those of one device; only the batch that is passed is sharded."""
+    (make_model, loss), (mesh, rules) = MODELS[kind], LAYOUTS[sharding]
+    random = np.random.default_rng(0)
+    batch = {"x": random.normal(size=(8, 16, 16, 3)), "y": random.integers(0, 4, 8)}
+    with jax.enable_x64(True):
+        layout = jp.Layout(jp.MeshSpec(**mesh).build(), jp.Rules(**rules, unannotated="replicate"))
+        dims = {"x": ("batch", "height", None, None), "y": ("batch",)}
+        results = []
+        for each in (layout, layout.on_one_device()):
+            placed = {name: jp.shard_array(each, value, *dims[name]) for name, value in batch.items()}
+            step = jp.train_step(each, loss, return_grads=True)
+            with noting_repairs() as repaired:
+                _, metrics = step(jp.init(each, make_model, optax.sgd(0.1)), placed)
+            results.append(jax.device_get([metrics["loss"], *jax.tree.leaves(metrics["grads"])]))
+            assert bool(repaired) is (each is layout)
+    for got, expected in zip(*results, strict=True):
+        np.testing.assert_allclose(got, expected, rtol=0, atol=1e-13 * max(1.0, np.abs(expected).max()))
+
+
+def test_explain_tells_what_runs_instead() -> None:
+    layout = jp.Layout(jp.MeshSpec(data=4, model=2).abstract(), jp.Rules(batch="data", unannotated="replicate"))
+    shape = lambda *sizes, dtype="float32": jp.tag(
+        jax.ShapeDtypeStruct(sizes, dtype), "batch", *[None] * len(sizes[1:])
+    )
+    batch = {"x": shape(8, 16, 16, 3), "y": shape(8, dtype="int32")}
+    make_model, loss = MODELS["nnx"]
+    notes = jp.explain(layout, make_model, optax.sgd(0.1), batch=batch, loss_fn=loss).notes
+    (note,) = (note for note in notes if note.startswith("wrong in XLA"))
+    assert note == (
+        "wrong in XLA, right here: kernel gradient of a grouped convolution: it is multiplied by the sizes of the axes "
+        "that shard neither batch nor space if the batch is sharded, and there are such axes. The step runs it slice "
+        "by slice: Stranger.__call__ (test_faults.py:45) over data"
+    )
+
+
+def test_programs_that_are_right_stay_as_they_are() -> None:
+    """A Llama's step over all its axes, and convolutions of which batch and rows take every axis."""
+    with noting_repairs() as repaired:
+        layout = jp.Layout(jp.MeshSpec(data=4, context=2).build(), jp.Rules(**SHARDED, unannotated="replicate"))
+        step = jp.train_step(layout, MODELS["nnx"][1])
+        state = jp.abstract_state(layout, MODELS["nnx"][0], optax.sgd(0.1))
+        sharding = layout.sharding(("batch", "height", None, None))
+        x = jax.ShapeDtypeStruct((8, 16, 16, 3), jnp.float32, sharding=sharding)
+        step.trace(state, {"x": x, "y": jax.ShapeDtypeStruct((8,), jnp.int32, sharding=layout.sharding(("batch",)))})
+    assert not repaired
+
+
+def test_a_repair_names_line_shapes_and_axes() -> None:
+    fault = PROGRAMS[0].fault
+    shown = str(Repaired("Stranger.__call__ (model.py:7)", ((4, 8, 8, 4), (3, 3, 4, 8)), fault, ("y",), "runs it"))
+    assert shown == (
+        "convolution of slices in Stranger.__call__ (model.py:7), [4, 8, 8, 4] and [3, 3, 4, 8], over y: runs it"
+    )
