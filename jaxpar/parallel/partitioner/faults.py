@@ -68,10 +68,16 @@ ORDER = Fault(
     "a dim of the result is sharded over axes in another order than the mesh, and another over an axis of the sum",
     "Name the axes of a rule in the order of the mesh",
 )
-STRIDES = Fault(
-    "strided slice, or its gradient",
-    "numbers of other shards are lost, or the compiler aborts the process",
-    "the dim that is cut with a stride, or spread with zeros, is sharded",
+SHIFT = Fault(
+    "padding that shifts an array",
+    "numbers are in the wrong places",
+    "one side of the padding is negative, the array is whole and the result is sharded along that dim",
+    "Slice before you pad",
+)
+SPREAD = Fault(
+    "padding between elements",
+    "the compiler refuses the program, or aborts the process",
+    "that dim is sharded",
     _OTHER_DIM,
 )
 UPDATE = Fault(
@@ -190,14 +196,22 @@ def _rows_over(eqn: JaxprEqn, batch: Sequence[int], axes: Axes, *operands: jax.A
     return _bind(eqn, *(_constrained(x, {dim: axes}) for x, dim in zip(operands, batch, strict=True)))
 
 
-def _strides(eqn: JaxprEqn, shards: MayShard, live: Sizes) -> Repair | None:
-    x, out, strides = eqn.invars[0], eqn.outvars[0], eqn.params["strides"]
-    return _whole_dims(STRIDES, eqn, shards, live, [i for i, s in enumerate(strides or ()) if s > 1], (x, out))
-
-
 def _pad(eqn: JaxprEqn, shards: MayShard, live: Sizes) -> Repair | None:
+    """The partitioner slices a whole array as it slices the result, and forgets that its elements move."""
     x, out, config = eqn.invars[0], eqn.outvars[0], eqn.params["padding_config"]
-    return _whole_dims(STRIDES, eqn, shards, live, [i for i, (_, _, inner) in enumerate(config) if inner], (x, out))
+    spread = [i for i, (_, _, inner) in enumerate(config) if inner]
+    if gathered := _whole_dims(SPREAD, eqn, shards, live, spread, (x, out)):
+        return gathered
+    shifted = [i for i, (low, high, inner) in enumerate(config) if low and min(low, high) < 0 and not inner]
+    axes = frozenset().union(*(_names(_over(shards, out, i, live)) for i in shifted))
+    cuts = [(0, 0) if inner else (max(0, -low), max(0, -high)) for low, high, inner in config]
+    starts = [before for before, _ in cuts]
+    ends = [size - after for size, (_, after) in zip(sizes_of(x), cuts, strict=True)]
+    if not axes or any(start > end for start, end in zip(starts, ends, strict=True)):
+        return None
+    rest = [(low + a, high + b, inner) for (low, high, inner), (a, b) in zip(config, cuts, strict=True)]
+    run = lambda x, fill: [jax.lax.pad(jax.lax.slice(x, starts, ends), fill, rest)]
+    return Repair(SHIFT, axes, "slices it before", run)
 
 
 def _fft(eqn: JaxprEqn, shards: MayShard, live: Sizes) -> Repair | None:
@@ -260,7 +274,6 @@ def _matmul(eqn: JaxprEqn, shards: MayShard, live: Sizes) -> Repair | None:
 
 _TABLE: Mapping[str, Callable[[JaxprEqn, MayShard, Sizes], Repair | None]] = {
     "conv_general_dilated": _convolution,
-    "slice": _strides,
     "pad": _pad,
     "fft": _fft,
     "dynamic_update_slice": _update,

@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.parallel.partitioner.faults import FFT, GROUPS, ORDER, ROWS, SINGLE, STRIDES, UPDATE, Fault
+from jaxpar.parallel.partitioner.faults import FFT, GROUPS, ORDER, ROWS, SHIFT, SINGLE, SPREAD, UPDATE, Fault
 from jaxpar.parallel.partitioner.repair import avoid_faults
 from jaxpar.utils.simulate_devices import simulate_devices
 
@@ -86,15 +86,11 @@ PROGRAMS = (
     Program(ROWS, _kernel_gradient, (_IMAGES, _KERNEL), (P("x", "y"), P())),
     Program(GROUPS, lambda x, w: _kernel_gradient(x, w, 4), (_IMAGES, (3, 3, 1, 4)), (P("x"), P())),
     Program(ORDER, jnp.matmul, ((8, 8), (8, 8)), (P(None, "x"), P("x")), P("x", ("z", "y"))),
-    Program(STRIDES, jax.grad(lambda a, b: (jax.lax.cumprod(a) * b).sum()), ((8,), (8,)), (P("x"), P())),
+    Program(SHIFT, lambda x: jax.lax.pad(x, 0.0, ((-1, 1, 0),)), ((8,),), (P(),), P("x")),
+    Program(SHIFT, jax.grad(lambda a, b: (jax.lax.cumprod(a) * b).sum()), ((8,), (8,)), (P("x"), P())),
     Program(UPDATE, lambda x, u: jax.lax.dynamic_update_slice(x, u, (9,)), ((8,), (1,)), (P("x"), P())),
     Program(FFT, jax.grad(lambda x: (jnp.fft.fftn(x).real ** 2).sum()), ((4, 4, 4),), (P(None, "x"),)),
-    Program(
-        STRIDES,
-        lambda x: jax.lax.pad(x, 0.0, ((-1, -1, 1),)),
-        ((8,),),
-        (P("x"),),
-    ),
+    Program(SPREAD, lambda x: jax.lax.pad(x, 0.0, ((-1, -1, 1),)), ((8,),), (P("x"),)),
     Program(SINGLE, lambda x, w: _conv(x, w, 8), ((4, 8, 8, 8), (1, 1, 1, 8)), (P(None, None, None, "x"), P())),
 )
 """Those that end the process are the last ones."""
