@@ -265,8 +265,10 @@ def _matmul(eqn: JaxprEqn, shards: MayShard, live: Sizes) -> Repair | None:
     wrong = {dim: axes for dim, axes in mesh_order.items() if scattered - {dim}}
     if not wrong:
         return None
+    names = [axis for axes in wrong.values() for axis in axes]
     fits = lambda dim, axes: sizes_of(out)[dim] % math.prod(live[axis] for axis in axes) == 0
-    wrong = {dim: axes if fits(dim, axes) else () for dim, axes in wrong.items()}
+    clear = len(set(names)) == len(names) and all(fits(dim, axes) for dim, axes in wrong.items())
+    wrong = wrong if clear else dict.fromkeys(wrong, ())
     axes = frozenset(axis for dim in wrong for axis in mesh_order[dim])
     run = lambda *operands: [_constrained(_bind(eqn, *operands)[0], wrong)]
     return Repair(ORDER, axes, "computes it in mesh order, and permutes the blocks", run)
