@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-FAMILIES = ("attention", "pipelines", "optimizers", "models")
+FAMILIES = ("attention", "pipelines", "optimizers", "models", "partitioner")
 """Each family is a module with a class ``Case``, ``draw(dice) -> Case`` and ``run(case) -> Differences``."""
 PASSING = ("same", "refused")
 """The kinds of outcomes that count as passed."""

@@ -128,6 +128,11 @@ def _over(shards: MayShard, atom: Any, dim: int, live: Sizes) -> frozenset[Axes]
     return frozenset(tuple(axis for axis in axes if axis in live) for axes in shards.axes(atom, dim)) - {()}
 
 
+def _sure(sets: frozenset[Axes]) -> frozenset[str]:
+    """The axes that shard a dim by all accounts."""
+    return frozenset.intersection(*map(frozenset, sets)) if sets else frozenset()
+
+
 def _names(sets: Iterable[Axes]) -> frozenset[str]:
     return frozenset(axis for axes in sets for axis in axes)
 
@@ -167,12 +172,17 @@ def _convolution(eqn: JaxprEqn, shards: MayShard, live: Sizes) -> Repair | None:
     backward = groups or any(by_kernel)
     rows = over(lhs, numbers.lhs_spec[1 if backward else 0])
     used = _names(axes for sets in space for axes in sets)
-    idle = sorted(set(live) - used - _names(rows), key=list(live).index)
+    features = [over(lhs, numbers.lhs_spec[0 if backward else 1]), over(rhs, numbers.rhs_spec[0])]
+    sure = _sure(rows).union(*map(_sure, space)) - _names(axes for sets in features for axes in sets)
+    idle = [axis for axis in live if axis not in sure]
     single = eqn.params["feature_group_count"] > 1 and all(sizes_of(rhs)[j] == 1 for _, j, _ in spatial)
-    if single and (features := over(lhs, numbers.lhs_spec[1]) | over(out, numbers.out_spec[1])):
+    if single and (axes := _names(over(lhs, numbers.lhs_spec[1]) | over(out, numbers.out_spec[1]))):
         dims = [[numbers.lhs_spec[1]], [numbers.rhs_spec[0]], [numbers.out_spec[1]]]
-        return _gathered(SINGLE, eqn, _names(features), dims)
-    if not idle or not (backward and (used or rows) or used and any(over(rhs, i) for i in range(len(sizes_of(rhs))))):
+        return _gathered(SINGLE, eqn, axes, dims)
+    stretched = zip(space, eqn.params["lhs_dilation"], eqn.params["padding"], strict=True)
+    aborts = any(sets and spread > 1 and min(sides) < 0 for sets, spread, sides in stretched)
+    tiled = any(over(rhs, i) for i in range(len(sizes_of(rhs))))
+    if not aborts and (len(live) < 2 or not idle or not (backward and (used or rows) or used and tiled)):
         return None
     fault, axes = (ROWS, used) if used else (GROUPS, _names(rows))
     clear = all(len(sets) < 2 for sets in (*space, rows)) and not used & _names(rows)
@@ -181,11 +191,11 @@ def _convolution(eqn: JaxprEqn, shards: MayShard, live: Sizes) -> Repair | None:
         conv = SlicedConvolution.of(eqn, tuple(map(first, space)), by_kernel, first(rows) if grouped else (), backward)
         if not conv.problem(live):
             return Repair(fault, axes, "runs it slice by slice", lambda *operands: [conv(*operands)])
-    if not backward:
+    if not backward and not aborts:
         return _gathered(fault, eqn, axes, [[], range(len(sizes_of(rhs))), []])
     batch = (numbers.lhs_spec[1], numbers.rhs_spec[1])
-    spread = tuple(sorted({*first(rows), *idle}, key=list(live).index))
-    if clear and sizes_of(lhs)[batch[0]] % math.prod(live[axis] for axis in spread) == 0:
+    spread = tuple(axis for axis in live if not clear or axis not in used)
+    if backward and sizes_of(lhs)[batch[0]] % math.prod(live[axis] for axis in spread) == 0:
         return Repair(fault, axes, "shards the batch over all axes", functools.partial(_rows_over, eqn, batch, spread))
     dims = [[places[n] for places, sets in zip(spatial, space, strict=True) if sets] for n in range(3)]
     return _gathered(fault, eqn, axes, [[*dims[0], batch[0]], [*dims[1], batch[1]], dims[2]] if groups else dims)

@@ -130,7 +130,7 @@ class _Rewriting:
             several = isinstance(value, tuple | list)
             bodies = [self._body(x) for x in (value if several else (value,))]
             if any(a is not b for a, b in zip(bodies, value if several else (value,), strict=True)):
-                changed[key] = type(value)(bodies) if several else bodies[0]
+                changed[key] = jax.tree.unflatten(jax.tree.structure(value), bodies) if several else bodies[0]
         return {**eqn.params, **changed} if changed else None
 
     def _body(self, x: Any) -> Any:
