@@ -22,9 +22,6 @@ from jaxpar.parallel.partitioner.shards import MayShard
 from jaxpar.sharding.rules import Axes, Sizes
 from jaxpar.utils.jaxprs import sizes_of
 
-type Dims = Mapping[int, frozenset[Axes]]
-"""Dims of an operand or result → the axes that may shard them."""
-
 
 @dataclass(frozen=True)
 class Fault:
@@ -43,36 +40,36 @@ class Fault:
     remedy: str
 
 
-_OTHER_DIM = "Shard another dim"
+_OTHER_DIM = "shard another dim"
 ROWS = Fault(
     "convolution of slices",
     "the result, or the gradient of the kernel, is multiplied by the size of an axis",
     "height, width or depth is sharded, and an axis shards the kernel or nothing",
-    "Use jp.spatial.conv, with windows that line up with the slices, which exchanges only the halo",
+    "use jp.spatial.conv, with windows that line up with the slices, which exchanges only the halo",
 )
 GROUPS = Fault(
     "kernel gradient of a grouped convolution",
     "it is multiplied by the sizes of the axes that shard neither batch nor space",
     "the batch is sharded, and there are such axes",
-    "Shard the batch over all axes",
+    "shard the batch over all axes",
 )
 SINGLE = Fault(
     "depthwise convolution of windows of one number",
     "the compiler aborts the process",
     "its features are sharded",
-    "Multiply by the kernel instead",
+    "multiply by the kernel instead",
 )
 ORDER = Fault(
     "matmul into reverse mesh order",
     "its blocks are in the wrong order",
     "a dim of the result is sharded over axes in another order than the mesh, and another over an axis of the sum",
-    "Name the axes of a rule in the order of the mesh",
+    "name the axes of a rule in the order of the mesh",
 )
 SHIFT = Fault(
     "padding that shifts an array",
     "numbers are in the wrong places",
     "one side of the padding is negative, the array is whole and the result is sharded along that dim",
-    "Slice before you pad",
+    "slice before you pad",
 )
 SPREAD = Fault(
     "padding between elements",
@@ -84,7 +81,7 @@ UPDATE = Fault(
     "update beyond the end of a dim",
     "it is lost, where one device moves it to the end",
     "dynamic_update_slice writes along a sharded dim, from a start that is too large",
-    "Limit the start with jnp.clip",
+    "limit the start with jnp.clip",
 )
 FFT = Fault(
     "Fourier transform of several dims",

@@ -26,7 +26,7 @@ from jaxpar.utils.simulate_devices import simulate_devices
 
 
 @dataclass(frozen=True)
-class Program:
+class FaultyProgram:
     """A program that the partitioner computes wrongly.
 
     Attributes:
@@ -82,22 +82,22 @@ def _kernel_gradient(x: jax.Array, w: jax.Array, groups: int = 1) -> jax.Array:
 
 _IMAGES, _KERNEL = (4, 8, 8, 4), (3, 3, 4, 8)
 PROGRAMS = (
-    Program(ROWS, _conv, (_IMAGES, _KERNEL), (P("x", "y"), P(None, None, None, "z"))),
-    Program(ROWS, _kernel_gradient, (_IMAGES, _KERNEL), (P("x", "y"), P())),
-    Program(GROUPS, lambda x, w: _kernel_gradient(x, w, 4), (_IMAGES, (3, 3, 1, 4)), (P("x"), P())),
-    Program(ORDER, jnp.matmul, ((8, 8), (8, 8)), (P(None, "x"), P("x")), P("x", ("z", "y"))),
-    Program(SHIFT, lambda x: jax.lax.pad(x, 0.0, ((-1, 1, 0),)), ((8,),), (P(),), P("x")),
-    Program(SHIFT, jax.grad(lambda a, b: (jax.lax.cumprod(a) * b).sum()), ((8,), (8,)), (P("x"), P())),
-    Program(UPDATE, lambda x, u: jax.lax.dynamic_update_slice(x, u, (9,)), ((8,), (1,)), (P("x"), P())),
-    Program(FFT, jax.grad(lambda x: (jnp.fft.fftn(x).real ** 2).sum()), ((4, 4, 4),), (P(None, "x"),)),
-    Program(SPREAD, lambda x: jax.lax.pad(x, 0.0, ((-1, -1, 1),)), ((8,),), (P("x"),)),
-    Program(SINGLE, lambda x, w: _conv(x, w, 8), ((4, 8, 8, 8), (1, 1, 1, 8)), (P(None, None, None, "x"), P())),
+    FaultyProgram(ROWS, _conv, (_IMAGES, _KERNEL), (P("x", "y"), P(None, None, None, "z"))),
+    FaultyProgram(ROWS, _kernel_gradient, (_IMAGES, _KERNEL), (P("x", "y"), P())),
+    FaultyProgram(GROUPS, lambda x, w: _kernel_gradient(x, w, 4), (_IMAGES, (3, 3, 1, 4)), (P("x"), P())),
+    FaultyProgram(ORDER, jnp.matmul, ((8, 8), (8, 8)), (P(None, "x"), P("x")), P("x", ("z", "y"))),
+    FaultyProgram(SHIFT, lambda x: jax.lax.pad(x, 0.0, ((-1, 1, 0),)), ((8,),), (P(),), P("x")),
+    FaultyProgram(SHIFT, jax.grad(lambda a, b: (jax.lax.cumprod(a) * b).sum()), ((8,), (8,)), (P("x"), P())),
+    FaultyProgram(UPDATE, lambda x, u: jax.lax.dynamic_update_slice(x, u, (9,)), ((8,), (1,)), (P("x"), P())),
+    FaultyProgram(FFT, jax.grad(lambda x: (jnp.fft.fftn(x).real ** 2).sum()), ((4, 4, 4),), (P(None, "x"),)),
+    FaultyProgram(SPREAD, lambda x: jax.lax.pad(x, 0.0, ((-1, -1, 1),)), ((8,),), (P("x"),)),
+    FaultyProgram(SINGLE, lambda x, w: _conv(x, w, 8), ((4, 8, 8, 8), (1, 1, 1, 8)), (P(None, None, None, "x"), P())),
 )
 """Those that end the process are the last ones."""
 
 
 def present(timeout: float = 120.0) -> dict[int, str]:
-    """Returns what the installed XLA makes of each program, by its number: ``right``, ``wrong``, ``fails`` or ``aborts``.
+    """Returns what the installed XLA makes of each program, by number: ``right``, ``wrong``, ``fails`` or ``aborts``.
 
     Runs them in processes of their own, because some of them end it.
 

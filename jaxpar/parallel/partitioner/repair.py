@@ -60,8 +60,8 @@ def noting_repairs() -> Iterator[dict[Repaired, None]]:
 def avoid_faults(run: Callable[..., Any], specs: Sequence[PartitionSpec | None] = ()) -> Callable[..., Any]:
     """Returns ``run`` with other operations in place of those that the partitioner would compute wrongly.
 
-    It must run under a mesh, while jit traces it. Operations keep their results; :mod:`jaxpar.parallel.partitioner.faults`
-    has the table.
+    It must run under a mesh, while jit traces it. Operations keep their results. The table is in
+    :mod:`jaxpar.parallel.partitioner.faults`.
 
     Args:
       run: a function of pytrees of arrays, gradients included: what it returns is not differentiated again.

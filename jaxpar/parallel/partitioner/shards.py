@@ -15,10 +15,10 @@ from jax.sharding import PartitionSpec
 from jaxpar.sharding.rules import Axes
 from jaxpar.utils.jaxprs import inner_jaxprs, opened, scan_counts, sizes_of
 
-type Place = tuple[Any, int]
+type VarDim = tuple[Any, int]
 """A dim of a variable."""
 
-type Link = tuple[Place, Place]
+type DimPair = tuple[VarDim, VarDim]
 
 
 class MayShard:
@@ -36,8 +36,8 @@ class MayShard:
     """
 
     def __init__(self, jaxpr: Jaxpr, specs: Sequence[PartitionSpec | None] = ()):
-        self._parent: dict[Place, Place] = {}
-        self._seeds: dict[Place, set[Axes]] = {}
+        self._parent: dict[VarDim, VarDim] = {}
+        self._seeds: dict[VarDim, set[Axes]] = {}
         for var, spec in zip(jaxpr.invars, specs, strict=False):
             self._seed(var, spec)
         self._visit(jaxpr)
@@ -68,14 +68,14 @@ class MayShard:
                 axes = (entry,) if isinstance(entry, str) else entry
                 self._seeds.setdefault(self._root((atom, dim)), set()).add(axes)
 
-    def _root(self, place: Place) -> Place:
+    def _root(self, place: VarDim) -> VarDim:
         parent = self._parent
         while (above := parent.get(place, place)) != place:
             parent[place] = parent.get(above, above)
             place = above
         return place
 
-    def _unite(self, a: Place, b: Place) -> None:
+    def _unite(self, a: VarDim, b: VarDim) -> None:
         a, b = self._root(a), self._root(b)
         if a != b:
             self._parent[b] = a
@@ -87,16 +87,16 @@ def _spec(eqn: JaxprEqn) -> PartitionSpec | None:
     return getattr(eqn.params["sharding"], "spec", None)
 
 
-def _links(eqn: JaxprEqn) -> Iterable[Link]:
+def _links(eqn: JaxprEqn) -> Iterable[DimPair]:
     """The pairs of dims between which an equation can pass a sharding."""
     return _RULES.get(eqn.primitive.name, _positions)(eqn)
 
 
-def _pairs(a: Any, b: Any, dims: Iterable[tuple[int, int]]) -> Iterator[Link]:
+def _pairs(a: Any, b: Any, dims: Iterable[tuple[int, int]]) -> Iterator[DimPair]:
     yield from (((a, i), (b, j)) for i, j in dims)
 
 
-def _positions(eqn: JaxprEqn) -> Iterator[Link]:
+def _positions(eqn: JaxprEqn) -> Iterator[DimPair]:
     """Dims of one size at one place; of calls and loops the operands and results of their bodies."""
     inner = inner_jaxprs(eqn)
     if inner:
@@ -109,7 +109,7 @@ def _positions(eqn: JaxprEqn) -> Iterator[Link]:
                 yield from _pairs(atom, out, ((i, i) for i in range(len(a)) if a[i] == b[i]))
 
 
-def _calls(eqn: JaxprEqn, inner: Sequence[Jaxpr | ClosedJaxpr]) -> Iterator[Link]:
+def _calls(eqn: JaxprEqn, inner: Sequence[Jaxpr | ClosedJaxpr]) -> Iterator[DimPair]:
     for body in map(opened, inner):
         ends: list[tuple[Sequence[Any], Sequence[Any]]] = [(eqn.invars, body.invars), (eqn.outvars, body.outvars)]
         for outside, inside in ends:
@@ -117,13 +117,13 @@ def _calls(eqn: JaxprEqn, inner: Sequence[Jaxpr | ClosedJaxpr]) -> Iterator[Link
                 yield from _pairs(a, b, ((i, i) for i in range(min(len(sizes_of(a)), len(sizes_of(b))))))
 
 
-def _constraint(eqn: JaxprEqn) -> Iterator[Link]:
+def _constraint(eqn: JaxprEqn) -> Iterator[DimPair]:
     """Only dims that the constraint leaves to the compiler; it reshards the others, or makes them whole."""
     free = eqn.params.get("unconstrained_dims", ()) if _spec(eqn) is not None else ()
     yield from _pairs(eqn.invars[0], eqn.outvars[0], ((i, i) for i in free))
 
 
-def _scan(eqn: JaxprEqn) -> Iterator[Link]:
+def _scan(eqn: JaxprEqn) -> Iterator[DimPair]:
     body, (consts, carries) = opened(eqn.params["jaxpr"]), scan_counts(eqn)
     ends: list[tuple[Sequence[Any], Sequence[Any], int]] = [
         (eqn.invars, body.invars, consts + carries),
@@ -137,7 +137,7 @@ def _scan(eqn: JaxprEqn) -> Iterator[Link]:
         yield from _pairs(a, b, ((i, i) for i in range(len(sizes_of(b)))))
 
 
-def _while(eqn: JaxprEqn) -> Iterator[Link]:
+def _while(eqn: JaxprEqn) -> Iterator[DimPair]:
     first, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     body = opened(eqn.params["body_jaxpr"])
     same: list[tuple[Sequence[Any], Sequence[Any]]] = [
@@ -151,7 +151,7 @@ def _while(eqn: JaxprEqn) -> Iterator[Link]:
             yield from _pairs(a, b, ((i, i) for i in range(len(sizes_of(b)))))
 
 
-def _windows(eqn: JaxprEqn) -> Iterator[Link]:
+def _windows(eqn: JaxprEqn) -> Iterator[DimPair]:
     """Dims at one place, of whatever sizes."""
     for out in eqn.outvars:
         for atom in eqn.invars:
@@ -159,17 +159,17 @@ def _windows(eqn: JaxprEqn) -> Iterator[Link]:
                 yield from _pairs(atom, out, ((i, i) for i in range(len(sizes_of(out)))))
 
 
-def _broadcast(eqn: JaxprEqn) -> Iterator[Link]:
+def _broadcast(eqn: JaxprEqn) -> Iterator[DimPair]:
     x, out = eqn.invars[0], eqn.outvars[0]
     places = enumerate(eqn.params["broadcast_dimensions"])
     yield from _pairs(x, out, ((i, k) for i, k in places if sizes_of(x)[i] == sizes_of(out)[k]))
 
 
-def _transpose(eqn: JaxprEqn) -> Iterator[Link]:
+def _transpose(eqn: JaxprEqn) -> Iterator[DimPair]:
     yield from _pairs(eqn.invars[0], eqn.outvars[0], ((i, k) for k, i in enumerate(eqn.params["permutation"])))
 
 
-def _squeeze(eqn: JaxprEqn) -> Iterator[Link]:
+def _squeeze(eqn: JaxprEqn) -> Iterator[DimPair]:
     x = eqn.invars[0]
     gone = {dim % len(sizes_of(x)) for dim in eqn.params["dimensions"]}
     yield from _pairs(
@@ -177,14 +177,14 @@ def _squeeze(eqn: JaxprEqn) -> Iterator[Link]:
     )
 
 
-def _reduce(eqn: JaxprEqn) -> Iterator[Link]:
+def _reduce(eqn: JaxprEqn) -> Iterator[DimPair]:
     axes = eqn.params.get("axes", ())
     for x, out in zip(eqn.invars, eqn.outvars, strict=False):
         left = [i for i in range(len(sizes_of(x))) if i not in axes]
         yield from _pairs(x, out, zip(left, range(len(sizes_of(out))), strict=False))
 
 
-def _reshape(eqn: JaxprEqn) -> Iterator[Link]:
+def _reshape(eqn: JaxprEqn) -> Iterator[DimPair]:
     """The major dims of each group of dims that become each other."""
     x, out = eqn.invars[0], eqn.outvars[0]
     a, b = ([(i, size) for i, size in enumerate(sizes_of(atom)) if size > 1] for atom in (x, out))
@@ -200,7 +200,7 @@ def _reshape(eqn: JaxprEqn) -> Iterator[Link]:
                 return
 
 
-def _dot_general(eqn: JaxprEqn) -> Iterator[Link]:
+def _dot_general(eqn: JaxprEqn) -> Iterator[DimPair]:
     (contracted, batch) = eqn.params["dimension_numbers"]
     (x, y), out = eqn.invars[:2], eqn.outvars[0]
     for left, right in (contracted, batch):
@@ -213,7 +213,7 @@ def _dot_general(eqn: JaxprEqn) -> Iterator[Link]:
         yield place, (out, k)
 
 
-def _conv(eqn: JaxprEqn) -> Iterator[Link]:
+def _conv(eqn: JaxprEqn) -> Iterator[DimPair]:
     numbers, (x, w), out = eqn.params["dimension_numbers"], eqn.invars, eqn.outvars[0]
     lhs, rhs, result = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
     yield (x, lhs[0]), (out, result[0])
@@ -225,7 +225,7 @@ def _conv(eqn: JaxprEqn) -> Iterator[Link]:
         yield large, ((out, k) if sizes_of(out)[k] > sizes_of(w)[j] else (w, j))
 
 
-def _gather(eqn: JaxprEqn) -> Iterator[Link]:
+def _gather(eqn: JaxprEqn) -> Iterator[DimPair]:
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     (x, indices), out = eqn.invars[:2], eqn.outvars[0]
     gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
@@ -237,7 +237,7 @@ def _gather(eqn: JaxprEqn) -> Iterator[Link]:
     yield from _pairs(x, indices, batching)
 
 
-def _scatter(eqn: JaxprEqn) -> Iterator[Link]:
+def _scatter(eqn: JaxprEqn) -> Iterator[DimPair]:
     numbers, (x, indices, updates) = eqn.params["dimension_numbers"], eqn.invars
     yield from _pairs(x, eqn.outvars[0], ((i, i) for i in range(len(sizes_of(x)))))
     gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
@@ -249,7 +249,7 @@ def _scatter(eqn: JaxprEqn) -> Iterator[Link]:
     yield from _pairs(x, indices, batching)
 
 
-_RULES: dict[str, Callable[[JaxprEqn], Iterable[Link]]] = {
+_RULES: dict[str, Callable[[JaxprEqn], Iterable[DimPair]]] = {
     "sharding_constraint": _constraint,
     "broadcast_in_dim": _broadcast,
     "transpose": _transpose,

@@ -15,6 +15,8 @@ from jaxpar.analysis.checkup.footprint import CATEGORIES, Footprint, HeldTensor
 from jaxpar.analysis.compile.warnings import Rematerialised
 from jaxpar.analysis.hlo.liveness import Buffer
 from jaxpar.analysis.roofline import roofline, time_each
+from jaxpar.parallel.partitioner.faults import GROUPS
+from jaxpar.parallel.partitioner.repair import Repaired
 
 MESH = {"data": 4, "model": 4}
 GIB = 2**30
@@ -246,3 +248,15 @@ def test_a_ring_of_permutes_over_an_open_line() -> None:
     assert not [f for f in find(evidence(*hops, rings=("model",))) if f.kind == "open line"]
     over_data = [replace(hop, axes=("data",)) for hop in hops]  # between full rows, which leave it no block
     assert not [f for f in find(evidence(*over_data)) if f.kind == "open line"]
+
+
+def test_what_xla_would_compute_wrongly_is_a_finding_of_any_size() -> None:
+    shapes = ((4, 8, 8, 4), (4, 8, 8, 4))
+    one = lambda line: Repaired(
+        f"Block.__call__ (model.py:{line})", shapes, GROUPS, ("data",), "runs it slice by slice"
+    )
+    assert str(only(evidence(repaired=(one(7), one(9))))) == (
+        f"wrong in XLA: {GROUPS.name}: {GROUPS.what} if {GROUPS.when}. The step runs it slice by slice, and is right\n"
+        f"  from {one(7)}; {one(9)}\n"
+        "  Remedy: shard the batch over all axes; in a program of your own, call jp.assert_matches_single_device"
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from jaxpar.app.doctor import machine
 from jaxpar.app.doctor.machine import MachineCheck
 from jaxpar.app.launch.cluster_detection import address_in
 from jaxpar.errors import CompileError
+from jaxpar.parallel.partitioner import programs
 
 REQUIREMENTS = ["jax>=0.11", "optax>=0.2.6", "jax[tpu]>=0.11; extra == 'tpu'", "flatbuffers>=25.2; extra == 'tpu'"]
 REQUIREMENTS += ["grain>=0.2.15; extra == 'train'"]
@@ -235,6 +237,25 @@ def test_the_port_is_tried() -> None:
 
 
 CHECKS = [MachineCheck("python", "ok", "3.12.1"), MachineCheck("jax", "bad", "not installed", "pip install jax")]
+
+
+def test_what_the_installed_xla_computes_wrongly_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = {number: "right" for number in range(len(programs.PROGRAMS))} | {0: "wrong", 1: "wrong", 7: "fails"}
+    monkeypatch.setattr(programs, "present", lambda timeout: results)
+    assert machine.partitioner(60) == MachineCheck(
+        "XLA partitioner",
+        "ok",
+        "wrong: convolution of slices; fails: Fourier transform of several dims; 7 of 10 known faults are mended; "
+        "jaxpar's steps avoid them all",
+        "in programs of your own, compare with one device: jp.assert_matches_single_device",
+    )
+
+    def slow(timeout: float) -> dict[int, str]:
+        raise subprocess.TimeoutExpired("python", timeout)
+
+    monkeypatch.setattr(programs, "present", slow)
+    finding = "not examined: its programs took more than 60 s"
+    assert machine.partitioner(60) == MachineCheck("XLA partitioner", "warn", finding, "--timeout 600")
 
 
 def test_the_report_is_a_line_a_check_with_the_remedy_below() -> None:

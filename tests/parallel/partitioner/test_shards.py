@@ -1,4 +1,4 @@
-"""``MayShard`` against the compiler: it names every axis by which the compiler shards a result that nobody constrains."""
+"""``MayShard`` against the compiler: it names every axis that shards a result which nobody constrains."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ OPERATIONS: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...], tup
     "pool": (lambda a: lax.reduce_window(a, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID"),
              ((4, 8, 8, 4),), (XY,)),
     "scan": (lambda a: lax.scan(lambda c, x: (c + x, c * x), a[0], a), ((4, 8, 8),), (P(None, "x", "y"),)),
-    "while": (lambda a: lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] * 2), (0, a))[1], ((8, 8),), (XY,)),
+    "while": (lambda a: lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] * 2), (0, a))[1],
+              ((8, 8),), (XY,)),
     "cond": (lambda a: lax.cond(a[0, 0] > 0, jnp.sin, jnp.cos, a), ((8, 8),), (XY,)),
     "remat": (jax.grad(lambda a: jax.checkpoint(lambda x: (jnp.sin(x) ** 2).sum())(a)), ((8, 8),), (XY,)),
     "vmap": (jax.vmap(lambda a, b: a @ b), ((4, 8, 8), (4, 8)), (XY, X)),
