@@ -19,6 +19,7 @@ from jaxpar.parallel.collectives.gather_reduce import EXPERTS
 from jaxpar.sharding.names import Names
 from jaxpar.training.model import MakeModel, Path, build_with_or_without_mesh, leaves_with_paths, map_with_paths, show
 from jaxpar.training.model.lora_targets import STACKED, input_dims, matches, matching, stacked_dims
+from jaxpar.training.model.matrices import without_biases
 
 VOCAB = "vocab"
 
@@ -136,7 +137,7 @@ def find_matrices(
         path: stacked[path] + input_dims("muon", config.inputs, path, shape, stacked[path])
         for path, shape in matrices.items()
     }
-    weights = _without_biases({path: names.get(path) for path in matrices}, stacked, middle)
+    weights = without_biases({path: names.get(path) for path in matrices}, stacked, middle)
     found = [path for path in weights if path in names and VOCAB not in names[path]]
     found = [path for path in found if stacked[path] and names[path][0] != EXPERTS] or found
     if weights:
@@ -157,23 +158,3 @@ def find_matrices(
         path: MuonDimensionNumbers(dims[path][stacked[path] : middle[path]], dims[path][middle[path] :])
         for path in found
     }
-
-
-def _without_biases(
-    names: Mapping[Path, Names | None], stacked: Mapping[Path, int], middle: Mapping[Path, int]
-) -> list[Path]:
-    """Returns the paths of weights that are no biases of several dims, such as heads and their width.
-
-    Such a bias has the dims of the outputs, or of the inputs, of another weight.
-
-    Args:
-      names: the logical dims of the weights with two dims or more beside the stacked ones.
-      stacked: the numbers of these.
-      middle: the numbers of dims before those of the outputs.
-    """
-    sides = set()
-    for path, dims in names.items():
-        if dims is not None:
-            sides |= {dims[stacked[path] : middle[path]], dims[middle[path] :]}
-    own = {path: None if dims is None else dims[stacked[path] :] for path, dims in names.items()}
-    return [path for path, dims in own.items() if dims is None or None in dims or dims not in sides]

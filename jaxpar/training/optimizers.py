@@ -20,7 +20,9 @@ import optax
 
 from jaxpar.errors import ConfigError, ModelError
 from jaxpar.parallel.offload.placement import OnDisk
-from jaxpar.training.model import leaves_with_paths, show
+from jaxpar.sharding.names import Names
+from jaxpar.training.model import Path, leaves_with_paths, show
+from jaxpar.utils.contexts import param_dims
 
 
 class Lookahead(NamedTuple):
@@ -36,7 +38,7 @@ class Lookahead(NamedTuple):
     slow: Any
 
 
-def with_slow_parameters(tx: Any, params: Any) -> tuple[Any, Any]:
+def with_slow_parameters(tx: Any, params: Any, dims: tuple[tuple[Path, Names], ...] = ()) -> tuple[Any, Any]:
     """Returns ``tx`` in the form that a step calls, and its initial state.
 
     ``optax.lookahead`` takes fast and slow parameters together. A step has only the fast ones, so the slow ones are
@@ -45,12 +47,13 @@ def with_slow_parameters(tx: Any, params: Any) -> tuple[Any, Any]:
     Args:
       tx: any optax transform.
       params: the initial parameters.
+      dims: their logical dims, which the optimizer's ``init`` may read.
 
     Raises:
       ConfigError: another transform of the optimizer does not take fast and slow parameters together, or the state is
         on disk.
     """
-    with _no_advice():
+    with _no_advice(), param_dims(dims):
         state = tx.init(params)
     looks = lambda x: isinstance(x, optax.LookaheadState)
     if not any(looks(x) for x in jax.tree.leaves(state, is_leaf=looks)):
@@ -61,7 +64,7 @@ def with_slow_parameters(tx: Any, params: Any) -> tuple[Any, Any]:
             "Remedy: use to='host', or leave offload out."
         )
     tx = _adapted(tx)
-    with _no_advice():
+    with _no_advice(), param_dims(dims):
         return tx, tx.init(params)
 
 

@@ -5,7 +5,7 @@ The masks are arrays of the state like moments, so they are sharded like their p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -16,8 +16,11 @@ import optax
 from jaxpar.errors import ConfigError
 from jaxpar.training.model import Path, leaves_with_paths, map_with_paths, show
 from jaxpar.training.model.lora_targets import matches, matching
+from jaxpar.training.model.matrices import find_weights
 from jaxpar.training.optimizers import accepted
+from jaxpar.utils.arrays import at_least_fp32
 from jaxpar.utils.checks import is_count
+from jaxpar.utils.contexts import param_dims
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,9 @@ class PruneConfig:
     Attributes:
       sparsity: the fraction of the numbers of each parameter that end as 0, those of the smallest magnitude.
       pattern: instead, ``(n, m)`` keeps the n largest of each m neighbours along ``axis``, such as (2, 4).
-      targets: patterns of the parameters' paths, as for :class:`jaxpar.lora.LoraConfig`; vectors are never pruned.
+      targets: patterns of the parameters' paths, as for :class:`jaxpar.lora.LoraConfig`. Vectors are never pruned, nor
+        are stacks of them: a dim of layers or experts does not count. Biases and scales of several dims (by their
+        logical dims, or a path that ends in ``bias`` or ``scale``) are pruned only by a target that matches no matrix.
       axis: with ``pattern`` the dim of the neighbours, the one that the product sums over: a number, or pattern →
         number. By default the last but one.
       begin: the step after which the first numbers are pruned.
@@ -82,15 +87,16 @@ class PruneState(NamedTuple):
 def prune(tx: optax.GradientTransformation, config: PruneConfig) -> optax.GradientTransformationExtraArgs:
     """Returns an optimizer that also prunes: after each update, masked numbers are exactly 0.
 
-    The threshold of a parameter is found by counting, digit by digit of its bits. So no device needs more than its own
-    shard, and the masks are equal in every layout. Numbers as large as the threshold are pruned too.
+    The numbers of a parameter are ordered by magnitude, and equal ones by index, and the first of them are pruned. Where
+    they end is found by counting, digit by digit of magnitude and index. So no device needs more than its own shard, and
+    the masks are equal in every layout.
 
     Args:
       tx: any optimizer.
       config: what is pruned, and when.
 
     Raises (when initialized):
-      ConfigError: a pattern matches no matrix, or m of ``pattern`` does not divide a parameter's dim ``axis``.
+      ConfigError: a target matches no matrix, or m of ``pattern`` does not divide a parameter's dim ``axis``.
 
     >>> import jax.numpy as jnp, optax
     >>> params = {"w": jnp.array([[1.0, -4.0], [3.0, 2.0]])}
@@ -102,30 +108,28 @@ def prune(tx: optax.GradientTransformation, config: PruneConfig) -> optax.Gradie
     tx = optax.with_extra_args_support(tx)
 
     def init(params: Any) -> PruneState:
-        axes = _axes(config, params)
-        mask = lambda path, w: jnp.ones(jnp.shape(w), bool) if path in axes else optax.MaskedNode()
+        targets = _targets(config, params)
+        mask = lambda path, w: jnp.ones(jnp.shape(w), bool) if path in targets else optax.MaskedNode()
         return PruneState(jnp.zeros((), jnp.int32), map_with_paths(mask, params), tx.init(params))
 
     def update(updates: Any, state: PruneState, params: Any = None, **extra: Any) -> tuple[Any, PruneState]:
         if params is None:
             raise ConfigError("prune: the update needs the parameters. Remedy: tx.update(grads, state, params).")
         updates, inner = tx.update(updates, state.inner, params, **accepted(tx, extra))
-        axes, steps = _axes(config, params), state.count - config.begin
+        steps = state.count - config.begin
         due = (steps >= 0) & (state.count <= config.end) & (steps % config.every == 0)
         span = max(1, config.end - config.begin)
         share = jnp.where(config.end > config.begin, jnp.clip(steps / span, 0, 1), 1.0)
         sparsity = (config.sparsity or 0.0) * (1 - (1 - share) ** 3)
 
         def one(path: Path, w: jax.Array, change: jax.Array, mask: Any) -> tuple[jax.Array, Any]:
-            if path not in axes:
+            if _is_masked(mask):
                 return change, mask
             after = optax.apply_updates(w, change)
-            found = lambda: _mask(config, after, axes[path], sparsity)
-            mask = jax.lax.cond(due, found, lambda: mask)
+            mask = jax.lax.cond(due, lambda: _mask(config, path, after, sparsity), lambda: mask)
             return jnp.where(mask, change, -w.astype(change.dtype)), mask
 
-        is_mask = lambda x: isinstance(x, optax.MaskedNode)
-        masks = jax.tree.leaves(state.masks, is_leaf=is_mask)
+        masks = jax.tree.leaves(state.masks, is_leaf=_is_masked)
         rows = zip(leaves_with_paths(params), jax.tree.leaves(updates), masks, strict=True)
         pairs = [one(path, w, change, mask) for (path, w), change, mask in rows]
         build = lambda leaves: jax.tree.unflatten(jax.tree.structure(params), leaves)
@@ -140,22 +144,37 @@ def sparsity_of(state: PruneState) -> dict[str, float]:
     return {show(path): float((~mask).mean()) for path, mask in leaves_with_paths(state.masks)}
 
 
-def _axes(config: PruneConfig, params: Any) -> dict[Path, int]:
-    """Returns the pruned parameters, and for each the dim of the neighbours."""
+def _is_masked(x: Any) -> bool:
+    return isinstance(x, optax.MaskedNode)
+
+
+def _targets(config: PruneConfig, params: Any) -> set[Path]:
+    """Returns the pruned parameters."""
     shapes = {path: tuple(jnp.shape(w)) for path, w in leaves_with_paths(params)}
-    found: dict[Path, int] = {}
+    names = {path[1:]: dims for path, dims in param_dims.value if path[0] == "params"}
+    matrices, biases = map(set, find_weights(shapes, names))
+    targets: set[Path] = set()
     for target in config.targets:
-        chosen = matching("prune: targets", target, shapes, least_dims=2)
-        found |= {path: _axis(config, path, shapes[path]) for path in chosen}
-    return found
+        matched = set(matching("prune: targets", target, shapes))
+        if not (chosen := matched & matrices or matched & biases):
+            first = min(matched)
+            raise ConfigError(
+                f"prune: targets: {target!r} matches only vectors, such as {show(first)} {list(shapes[first])}, which "
+                "are never pruned. Remedy: patterns of weights with inputs and outputs."
+            )
+        targets |= chosen
+    if config.pattern is not None:
+        for path in sorted(targets):
+            _axis(config, path, shapes[path])
+    return targets
 
 
 def _axis(config: PruneConfig, path: Path, shape: tuple[int, ...]) -> int:
+    """Returns the dim of the neighbours of a ``pattern``."""
     axis = config.axis
     if not isinstance(axis, int):
         axis = next((number for pattern, number in axis.items() if matches(path, pattern)), -2)
-    if config.pattern is None:
-        return 0
+    assert config.pattern is not None
     if not -len(shape) <= axis < len(shape) or shape[axis] % config.pattern[1]:
         raise ConfigError(
             f"prune: {show(path)} {list(shape)}: groups of {config.pattern[1]} must divide its dim {axis}. Remedy: "
@@ -164,13 +183,11 @@ def _axis(config: PruneConfig, path: Path, shape: tuple[int, ...]) -> int:
     return axis % len(shape)
 
 
-def _mask(config: PruneConfig, w: jax.Array, axis: int, sparsity: jax.Array) -> jax.Array:
-    size = jnp.abs(w.astype(jnp.float32))
+def _mask(config: PruneConfig, path: Path, w: jax.Array, sparsity: jax.Array) -> jax.Array:
+    size = at_least_fp32(jnp.abs(w))
     if config.pattern is not None:
-        return _largest(size, *config.pattern, axis)
-    bits = jax.lax.bitcast_convert_type(size, jnp.uint32)  # in the order of the magnitudes
-    threshold, some = _smallest(bits, sparsity)
-    return (bits > threshold) | ~some
+        return _largest(size, *config.pattern, _axis(config, path, w.shape))
+    return ~_first(_keys(size), sparsity)
 
 
 def _largest(size: jax.Array, n: int, m: int, axis: int) -> jax.Array:
@@ -185,26 +202,50 @@ def _largest(size: jax.Array, n: int, m: int, axis: int) -> jax.Array:
     return (larger < n).reshape(shape)
 
 
-def _smallest(bits: jax.Array, share: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the least number that a share of the numbers does not exceed, and whether the share has any.
+class _Key(NamedTuple):
+    """Something to order numbers by: an uint32 for each, and the number of bits of the largest."""
 
-    The number is found by counting, for each of its 31 bits.
+    values: jax.Array
+    bits: int
 
-    Counts have two digits of 16 bits, because an array may have more numbers than an int32 counts.
+
+def _keys(size: jax.Array) -> list[_Key]:
+    """Returns what orders the numbers: their bits, which are in the order of the magnitudes, then their index."""
+    bits = jax.lax.bitcast_convert_type(size, jnp.uint32)
+    digits = [bits] if bits.ndim == size.ndim else [bits[..., 1], bits[..., 0]]  # those of an fp64 are two
+    index = [jax.lax.broadcasted_iota(jnp.uint32, size.shape, dim) for dim in range(size.ndim)]
+    lengths = [31, 32][: len(digits)] + [(n - 1).bit_length() for n in size.shape]  # no sign bit
+    return [_Key(*key) for key in zip([*digits, *index], lengths, strict=True) if key[1]]
+
+
+def _first(keys: Sequence[_Key], share: jax.Array) -> jax.Array:
+    """Returns where the first numbers are, a share of them, in the order of the first key, then of the second, ...
+
+    For each key the number where the share ends is found by counting, for each of its bits.
     """
-    total = bits.size / 2**16 * share
-    wanted = jnp.floor(total), jnp.round((total - jnp.floor(total)) * 2**16)
+    tied = jnp.ones(keys[0].values.shape, bool)  # those that the keys so far do not tell apart from the last
+    total = tied.size / 2**16 * share
+    rest = jnp.floor(total).astype(jnp.uint32), jnp.round((total - jnp.floor(total)) * 2**16).astype(jnp.uint32)
+    rest = rest[0] + (rest[1] >> 16), rest[1] & 0xFFFF
+    first = ~tied
+    for key in keys:
+        below = lambda limit, key=key, tied=tied: tied & (key.values < limit)
 
-    def count(limit: jax.Array) -> tuple[jax.Array, jax.Array]:
-        rows = jnp.sum(bits <= limit, axis=tuple(range(1, bits.ndim)), dtype=jnp.uint32)
-        low = jnp.sum(rows & 0xFFFF, dtype=jnp.uint32)
-        high = jnp.sum(rows >> 16, dtype=jnp.uint32) + (low >> 16)
-        return high.astype(jnp.float32), (low & 0xFFFF).astype(jnp.float32)
+        def step(i: jax.Array, limit: jax.Array, key=key, below=below, rest=rest) -> jax.Array:
+            more = limit + (jnp.uint32(1) << (key.bits - 1 - i).astype(jnp.uint32))
+            high, low = _count(below(more))
+            return jnp.where((high < rest[0]) | ((high == rest[0]) & (low <= rest[1])), more, limit)
 
-    def step(i: jax.Array, found: jax.Array) -> jax.Array:
-        half = jnp.uint32(1) << (30 - i).astype(jnp.uint32)
-        high, low = count(found + half - 1)
-        enough = (high > wanted[0]) | ((high == wanted[0]) & (low >= wanted[1]))
-        return jnp.where(enough, found, found + half)
+        limit = jax.lax.fori_loop(0, key.bits, step, jnp.uint32(0))
+        high, low = _count(below(limit))
+        borrow = (low > rest[1]).astype(jnp.uint32)
+        rest = rest[0] - high - borrow, rest[1] + (borrow << 16) - low
+        first, tied = first | below(limit), tied & (key.values == limit)
+    return first
 
-    return jax.lax.fori_loop(0, 31, step, jnp.uint32(0)), (wanted[0] > 0) | (wanted[1] > 0)
+
+def _count(some: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns how many are true, in digits of 16 bits, because an array may have more numbers than an uint32 counts."""
+    rows = jnp.sum(some, axis=tuple(range(1, some.ndim)), dtype=jnp.uint32)
+    low = jnp.sum(rows & 0xFFFF, dtype=jnp.uint32)
+    return jnp.sum(rows >> 16, dtype=jnp.uint32) + (low >> 16), low & 0xFFFF

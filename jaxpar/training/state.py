@@ -311,7 +311,7 @@ def _build(
         if isinstance(tx, SelfReducing):
             opt_state: Any = tx.init(parts.params, dict(parts.dims))
         else:
-            tx, opt_state = with_slow_parameters(tx, parts.params)
+            tx, opt_state = with_slow_parameters(tx, parts.params, parts.dims)
     if causes is not None:
         causes |= found
     static = StateMetadata(parts.kind, tx, parts.dims)

@@ -53,3 +53,6 @@ batch_rows = jax.make_user_context(None)
 
 rows_wanted = jax.make_user_context(False)
 """Whether the trace has row numbers; see :func:`jaxpar.parallel.batch_rows.numbering`."""
+
+param_dims = jax.make_user_context(())
+"""The logical dims of the parameters, by path, while a state is built: the optimizer's ``init`` may read them."""

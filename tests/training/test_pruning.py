@@ -14,6 +14,8 @@ import pytest
 import jaxpar as jp
 from jaxpar.compression import PruneConfig, prune, sparsity_of
 from jaxpar.errors import ConfigError
+from jaxpar.models import LlamaConfig, make_llama
+from jaxpar.training.model import leaves_with_paths
 
 RULES = jp.Rules(batch="data", embed=None, mlp="model", params={"embed": "data"})
 X = np.random.default_rng(0).normal(size=(8, 16)).astype("float32")
@@ -74,18 +76,77 @@ def test_the_sparsity_grows_and_pruned_numbers_stay_zero_in_every_layout(tmp_pat
     assert np.count_nonzero(ends[0].params["bias"]) == 24
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("share", [0.0001, 0.1, 0.5, 0.999])
-def test_the_smallest_numbers_are_pruned(share: float, dtype: str) -> None:
-    w = jnp.asarray(np.random.default_rng(1).normal(size=(3, 40, 50)), dtype)
-    tx = prune(optax.sgd(0.0), PruneConfig(sparsity=share))
-    changes, state = jax.jit(tx.update)({"w": w}, tx.init({"w": w}), {"w": w})
-    after = np.asarray(optax.apply_updates({"w": w}, changes)["w"], np.float32)
-    size = np.abs(np.asarray(w, np.float32)).reshape(-1)
-    count = round(share * size.size)
-    limit = np.sort(size)[count - 1] if count else -1.0
-    np.testing.assert_array_equal(after.reshape(-1) == 0, size <= limit)
-    assert sparsity_of(state)["w"] == pytest.approx((size <= limit).mean())
+RANDOM = np.random.default_rng(1).normal(size=(3, 40, 50))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "values"),
+    [
+        ("float32", RANDOM),
+        ("float32", np.sign(RANDOM)),
+        ("float32", np.zeros(RANDOM.shape)),
+        ("bfloat16", RANDOM),
+        ("float64", RANDOM),
+    ],
+)
+def test_the_first_of_the_smallest_numbers_are_pruned_also_where_many_are_equal(values: Any, dtype: str) -> None:
+    """Equal numbers are told apart by their index, so as many are pruned as the sparsity says, in every layout."""
+    with jax.enable_x64(dtype == "float64"):
+        layout = layout_of(2, 2)
+        near = 1 + 1e-12 * values if dtype == "float64" else values  # fp32 cannot tell these apart
+        w = jax.device_put(jnp.asarray(near, dtype), layout.sharding((None, "batch", "mlp")))
+        config = PruneConfig(sparsity=0.999, end=8)
+        tx = prune(optax.sgd(0.0), config)
+        update = jax.jit(tx.update)
+        order = np.argsort(np.abs(np.asarray(w, np.float64)).reshape(-1), kind="stable")
+        for step in (0, 1, 4, 8):
+            state = tx.init({"w": w})._replace(count=jnp.asarray(step, jnp.int32))
+            changes, state = update({"w": w}, state, {"w": w})
+            after = np.asarray(optax.apply_updates({"w": w}, changes)["w"], np.float64).reshape(-1)
+            expected = np.ones(w.size, bool)
+            expected[order[: round(0.999 * (1 - (1 - step / 8) ** 3) * w.size)]] = False
+            np.testing.assert_array_equal(np.asarray(state.masks["w"]).reshape(-1), expected)
+            assert not after[~expected].any()
+
+
+def llama_like(key: jax.Array) -> Any:
+    """Two layers in a stack, with experts, norms, and biases of several dims under names that say nothing."""
+    shapes = {
+        "table": ((32, 8), ("vocab", "embed")),
+        "blocks/q": ((2, 8, 2, 4), ("layers", "embed", "heads", "head_dim")),
+        "blocks/shift": ((2, 2, 4), ("layers", "heads", "head_dim")),
+        "blocks/norm": ((2, 8), ("layers", "embed")),
+        "blocks/up": ((2, 3, 8, 16), ("layers", "experts", "embed", "mlp")),
+        "blocks/up_shift": ((2, 3, 16), ("layers", "experts", "mlp")),
+        "norm": ((8,), ("embed",)),
+    }
+    return {name: jp.tag(jnp.ones(shape), *dims) for name, (shape, dims) in shapes.items()}
+
+
+MLP = ("gate", "up", "down")
+
+
+def test_a_stack_of_vectors_is_never_pruned() -> None:
+    dims = ("batch", "vocab", "embed", "layers", "heads", "kv_heads", "head_dim", "mlp", "experts", "norm")
+    layout = jp.Layout(jp.MeshSpec().abstract(), jp.Rules(**dict.fromkeys(dims), unannotated="replicate"))
+
+    def pruned(make_model: Any, config: PruneConfig) -> set[str]:
+        state = jp.abstract_state(layout, make_model, optax.chain(prune(optax.adam(1.0), config)))
+        return {"/".join(path) for path, _ in leaves_with_paths(state.opt_state[0].masks)}
+
+    every = PruneConfig(sparsity=0.5)
+    assert pruned(llama_like, every) == {"table", "blocks/q", "blocks/up"}
+    assert pruned(llama_like, PruneConfig(sparsity=0.5, targets=("blocks/shift",))) == {"blocks/shift"}
+    llama = make_llama(LlamaConfig(vocab=32, embed=8, layers=2, heads=2, mlp=16, qkv_bias=True, qk_norm=True))
+    assert {name.rpartition("/")[2] for name in pruned(llama, every)} == {"embedding", "head", *"qkvo", *MLP}
+    unnamed = {"dense": {"kernel": jnp.ones((2, 8, 8)), "bias": jnp.ones((2, 8))}, "norm": {"scale": jnp.ones((2, 8))}}
+    assert pruned(lambda _: unnamed, every) == {"dense/kernel"}  # a stack of Linen layers without names of its dims
+    with pytest.raises(ConfigError) as error:
+        pruned(llama_like, PruneConfig(sparsity=0.5, targets=("blocks/*norm",)))
+    assert str(error.value) == (
+        "prune: targets: 'blocks/*norm' matches only vectors, such as blocks/norm [2, 8], which are never pruned. "
+        "Remedy: patterns of weights with inputs and outputs."
+    )
 
 
 @pytest.mark.slow
