@@ -40,7 +40,8 @@ class TokenizerConfig:
       eos: the token that ends a document, such as ``</s>``. By default ``eos_token`` of the ``tokenizer_config.json``
         beside the file, else a token with one of the usual names.
       special: ``text`` reads the name of a special token inside a document as ordinary text; ``parse`` reads it as
-        that token, which is for documents that were rendered with a chat template.
+        that token, which is for documents that were rendered with a chat template. These hold their special tokens, so
+        that the post-processor adds none.
     """
 
     file: str
@@ -143,8 +144,8 @@ class ByteTokenizer:
 class FileTokenizer:
     """The tokenizer of a ``tokenizer.json``; :func:`load_tokenizer` makes it.
 
-    Its own post-processor adds what it adds for any text, such as a token at the beginning. Truncation and padding that
-    the file asks for are turned off.
+    Its own post-processor adds what it adds for any text, such as a token at the beginning, except to rendered text.
+    Truncation and padding that the file asks for are turned off.
 
     Raises:
       DataError: as :func:`load_tokenizer`.
@@ -158,13 +159,14 @@ class FileTokenizer:
         self._inner = _parsed(file, content)
         self._inner.no_truncation()
         self._inner.no_padding()
-        self._inner.encode_special_tokens = config.special == "text"
+        self._rendered = config.special == "parse"
+        self._inner.encode_special_tokens = not self._rendered
         ids = self._inner.get_vocab(with_added_tokens=True)
         # Ids may have gaps, so their number is not what an embedding needs.
         self.vocab = max(ids.values(), default=-1) + 1
         self.eos = _eos(file, config.eos, ids)
         digest = hashlib.sha256(content)
-        digest.update(f"eos {self.eos} special {config.special}".encode())
+        digest.update(f"eos {self.eos} special {'rendered' if self._rendered else config.special}".encode())
         self.digest = f"sha256:{digest.hexdigest()[:32]}"
         self._dtype = id_dtype(self.vocab)
         added = self._inner.get_added_tokens_decoder().values()
@@ -174,16 +176,18 @@ class FileTokenizer:
         """Returns the ids of each document, encoded on all cores, each with ``eos`` at its end."""
         texts = [document.decode() for document in documents]
         found = []
-        for encoded in self._inner.encode_batch_fast(texts, add_special_tokens=True):
+        for encoded in self._inner.encode_batch_fast(texts, add_special_tokens=not self._rendered):
             ids = encoded.ids
             ended = ids if ids and ids[-1] == self.eos else [*ids, self.eos]
             found.append(np.asarray(ended, self._dtype))
         return found
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Returns the ids of a text, without an ``eos`` that the post-processor adds."""
-        ids = list(self._inner.encode(text, add_special_tokens=True).ids)
-        return ids[:-1] if ids and ids[-1] == self.eos else ids
+        """Returns the ids of a text, without those that the post-processor adds at its end."""
+        encoded = self._inner.encode(text, add_special_tokens=not self._rendered)
+        added = encoded.special_tokens_mask
+        end = next((end for end in range(len(added), 0, -1) if not added[end - 1]), 0)
+        return list(encoded.ids[:end])
 
     def encode_rendered(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """Returns the ids [n] of a rendered conversation, special tokens by their names, and where each begins."""

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from small_tokenizer import BEGIN, EOS, save_tokenizer
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from jaxpar.data import TokenizerConfig, load_tokenizer
+from jaxpar.data import ChatTemplate, TokenizerConfig, load_tokenizer
 from jaxpar.errors import DataError, MissingExtraError
 
 TEXTS = ["the cat sat", "naïve 日本語 🙂 text", "a" * 50, f"a {EOS} inside"]
@@ -71,6 +71,57 @@ def test_a_token_at_the_beginning_stays_and_truncation_and_padding_do_not(tmp_pa
     (ids,) = ours.encode([long.encode()])
     assert ids[0] == inner.token_to_id(BEGIN) and ids[-1] == ours.eos and 8 < len(ids) < 64
     assert ours.encode_prompt(long) == ids[:-1].tolist()
+
+
+SPECIAL = ("<s>", "</s>", "[CLS]", "[SEP]", "<|user|>", "<|end|>")
+CHAT = "<s>{% for m in messages %}<|user|>{{ m.content }}<|end|>{% endfor %}"
+POST_PROCESSORS = {
+    "none": None,
+    "bytes": processors.ByteLevel(trim_offsets=False),
+    "begin": processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)]),
+    "begin and end": processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]),
+    "template": processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2)),
+    "sequence": processors.Sequence(
+        [
+            processors.ByteLevel(trim_offsets=False),
+            processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)]),
+        ]
+    ),
+}
+DOCUMENTS = {
+    "none": "h i < s > </s>",
+    "bytes": "h i < s > </s>",
+    "begin": "<s> h i < s > </s>",
+    "begin and end": "<s> h i < s > </s>",
+    "template": "[CLS] h i < s > [SEP] </s>",
+    "sequence": "<s> h i < s > </s>",
+}
+"""The tokens of the document ``hi<s>``, whose ``<s>`` is text."""
+
+
+@pytest.mark.parametrize("kind", POST_PROCESSORS)
+def test_each_way_in_gives_the_tokens_that_transformers_gives(kind: str, tmp_path: Path) -> None:
+    """A text has what the post-processor adds, and a rendered text has nothing twice, in training and in a prompt."""
+    characters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = Tokenizer(models.BPE({token: i for i, token in enumerate([*SPECIAL, *characters])}, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.add_special_tokens(list(SPECIAL))
+    inner.post_processor = POST_PROCESSORS[kind]
+    inner.save(str(tmp_path / "tokenizer.json"))
+    text = load_tokenizer(tmp_path / "tokenizer.json")
+    parsed = load_tokenizer(TokenizerConfig(str(tmp_path / "tokenizer.json"), special="parse"))
+    shown = lambda ids: " ".join(map(inner.id_to_token, ids))
+    assert shown(text.encode([b"hi<s>"])[0]) == DOCUMENTS[kind]
+    assert shown(text.encode_prompt("hi<s>")) == DOCUMENTS[kind].removesuffix(" </s>").removesuffix(" [SEP]")
+    for rendered, tokens in {"<s>hi</s>": "<s> h i </s>", "hi<|end|>": "h i <|end|>", "<s>": "<s>"}.items():
+        assert shown(parsed.encode([rendered.encode()])[0]) == f"{tokens.removesuffix(' </s>')} </s>"
+        assert shown(parsed.encode_prompt(rendered)) == tokens
+    conversation = ChatTemplate(CHAT).render([{"role": "user", "content": "hi"}]).text
+    for tokenizer in (text, parsed):
+        assert shown(tokenizer.encode_rendered(conversation)[0]) == "<s> <|user|> h i <|end|>"
+    for tokenizer, prompt in ((text, "a <|end|>"), (parsed, "<s>a <|end|>"), (parsed, "a</s>")):
+        begin = tokenizer.encode_prompt(prompt)
+        assert begin == tokenizer.encode([prompt.encode()])[0][: len(begin)].tolist()
 
 
 def test_eos_is_the_configured_the_files_or_a_usual_name(tmp_path: Path) -> None:
