@@ -15,11 +15,13 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from jaxpar.errors import ConfigError, did_you_mean, listing
 from jaxpar.parallel.collectives.gather_reduce import scores_experts
+from jaxpar.parallel.experts.bias import balanced_biases
 from jaxpar.parallel.experts.routing import LOGITS
 from jaxpar.parallel.precision.fp8_matmul import PRODUCT
-from jaxpar.parallel.precision.policy import Precision
+from jaxpar.parallel.precision.policy import STORED as IN_OWN_DTYPE
+from jaxpar.parallel.precision.policy import Exact, Precision
 from jaxpar.parallel.zero.gather import EXACT
-from jaxpar.training.model import Path, leaves_with_paths
+from jaxpar.training.model import Path, leaves_with_paths, map_with_paths
 from jaxpar.training.state import TrainState
 from jaxpar.utils.jaxprs import follow, follow_loop, inner_jaxprs, opened, scan_counts
 
@@ -85,6 +87,30 @@ def exact_weights(
         elif scores_experts(names) or (path in routers and (all_rounded or not routers[path])):
             reasons[path] = "it chooses experts"
     return ExactWeights(reasons, tuple(path for path in routers if path not in reasons))
+
+
+def exact_by_path(
+    run: Callable[..., Any] | None, state: TrainState, precision: Precision, *others: Any
+) -> dict[Path, Exact]:
+    """Returns how exactly weights are gathered and their gradients reduced, by path; those not named, as others are.
+
+    Args:
+      run, state, precision, others: as for :func:`exact_weights`; without ``run`` no weight is gathered.
+    """
+    gathered = {} if run is None else exact_weights(run, state, precision, *others).reasons
+    return {**dict.fromkeys(gathered, True), **dict.fromkeys(balanced_biases(state.opt_state), IN_OWN_DTYPE)}
+
+
+def computing(params: Any, state: TrainState, precision: Precision) -> Any:
+    """Returns parameters, or some of them, in the dtypes of the compute.
+
+    Args:
+      params: a tree with the paths of the state's parameters.
+      state: its optimizer says which of them stay in their own dtype.
+      precision: of the step.
+    """
+    stored = balanced_biases(state.opt_state)
+    return map_with_paths(lambda path, w: w if path in stored else precision.computing(w), params)
 
 
 def check_dims(precision: Precision, dims: Mapping[Path, Sequence[str | None]]) -> None:

@@ -27,7 +27,7 @@ from jaxpar.parallel.precision.policy import FP8, INT8, Precision
 from jaxpar.sharding.layout import Layout, manual_axes, to_spec, with_sharding
 from jaxpar.sharding.resolve import Resolved, num_shards_over
 from jaxpar.training import layer_gathers, microbatches
-from jaxpar.training.exact_weights import exact_weights
+from jaxpar.training.exact_weights import computing, exact_by_path
 from jaxpar.training.lora.state import frozen_params, is_adapted
 from jaxpar.training.loss import LossFn, key_of, loss_of
 from jaxpar.training.manual_gradients import manual_gradients, spec_of
@@ -92,23 +92,23 @@ def gradients(layout: Layout, loss_fn: LossFn, state: TrainState, batch: Any, co
 def _by_compiler(layout: Layout, loss_fn: LossFn, state: TrainState, batch: Any, config: StepConfig) -> GradientResult:
     """Returns gradients that the compiler reduces where they arise."""
     weights, precision = state.params, config.precision
-    compute, scale = precision.computing, microbatches.scale_of(state, precision)
+    compute = lambda weights: computing(weights, state, precision)
+    scale = microbatches.scale_of(state, precision)
     if config.weight_gather == "per_step":
         roles = (microbatches.resolved_tree(layout, state, weights, role) for role in ("params", "activations"))
         loss = loss_of(loss_fn, state, batch)
-        exact = exact_weights(loss, state, precision).reasons
+        exact = exact_by_path(loss, state, precision)
         leaves, structure = jax.tree.flatten(weights)
         by_layers = layer_gathers.gathered_in_layers(loss, weights) if keep_gathered.value else [False] * len(leaves)
 
         def whole(keys: Any, w: jax.Array, stored: Resolved, used: Resolved, in_layers: bool) -> jax.Array:
             if in_layers and stored.axes[0] == used.axes[0]:  # else each iteration would gather all layers
-                return precision.computing(w)
-            own = precision.for_weight(to_path(keys) in exact)
-            return precision.computing(_whole(layout, w, stored, used, own))
+                return w
+            return _whole(layout, w, stored, used, precision.for_weight(exact.get(to_path(keys), False)))
 
         by_layers = jax.tree.unflatten(structure, by_layers)
-        weights = jax.tree_util.tree_map_with_path(whole, weights, *roles, by_layers)
-        compute = lambda w: w
+        weights = compute(jax.tree_util.tree_map_with_path(whole, weights, *roles, by_layers))
+        compute = lambda weights: weights
 
     # Frozen weights are not carried from one microbatch to the next.
     frozen = {FROZEN: frozen_params(state)} if is_adapted(state) else {}
@@ -118,9 +118,7 @@ def _by_compiler(layout: Layout, loss_fn: LossFn, state: TrainState, batch: Any,
     def run(weights: Any, rest: Any, batch: Any, n: Any) -> tuple[Any, Any]:
         here = state if n is None else microbatches.seen_by(state, with_frozen(rest), state.key, n)
         trained, merge = split(waiting(dict(state.metadata.dims), weights, layout))
-        grad = microbatches.value_and_grad(
-            lambda w: loss_of(loss_fn, here, batch)(jax.tree.map(compute, merge(w))), scale
-        )
+        grad = microbatches.value_and_grad(lambda w: loss_of(loss_fn, here, batch)(compute(merge(w))), scale)
         rows = None if n is None else microbatch_rows(rows_of(batch), config.grad_accum_steps, n, num_shards=num_shards)
         with batch_rows(rows):
             (loss, (metrics, rest)), grads = grad(trained)

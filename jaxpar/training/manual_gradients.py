@@ -14,12 +14,13 @@ from jaxpar.errors import ConfigError, ModelError
 from jaxpar.parallel.batch_rows import batch_rows, microbatch_rows, rows_of
 from jaxpar.parallel.collectives.bucketing import CollectiveFusion, check_groups, in_groups
 from jaxpar.parallel.collectives.gather_reduce import Parts, batch_axes, gather, parts_of, reduce
+from jaxpar.parallel.precision.policy import STORED
 from jaxpar.sharding.layout import Layout, current_layout, manual_axes
 from jaxpar.sharding.names import LAYERS
 from jaxpar.sharding.resolve import num_shards_over
 from jaxpar.sharding.rules import Axes
 from jaxpar.training import microbatches
-from jaxpar.training.exact_weights import exact_weights
+from jaxpar.training.exact_weights import exact_by_path
 from jaxpar.training.loss import LossFn, loss_of
 from jaxpar.training.microbatches import GradientResult, StepConfig
 from jaxpar.training.model import leaves_with_paths, show, to_path
@@ -47,9 +48,9 @@ def manual_gradients(
     axes, precision, fusion = batch_axes(layout), config.precision, config.fusion
     scale = microbatches.scale_of(state, precision)
     num_shards = num_shards_over(axes, layout.sizes)
-    exact = exact_weights(loss_of(loss_fn, state, batch), state, precision).reasons
+    exact = exact_by_path(loss_of(loss_fn, state, batch), state, precision)
     roles = (microbatches.resolved_tree(layout, state, state.params, role) for role in ("params", "gradients"))
-    part = lambda keys, resolved: parts_of(resolved, axes, exact=to_path(keys) in exact)
+    part = lambda keys, resolved: parts_of(resolved, axes, exact=exact.get(to_path(keys), False))
     stored, wanted = (jax.tree_util.tree_map_with_path(part, tree) for tree in roles)
     microbatches.pieces_of(batch, config.grad_accum_steps, num_shards, 1)  # only to raise with the global shapes
     index = lambda: jax.lax.axis_index(axes) if axes else 0  # of this device's part of the batch
@@ -111,8 +112,8 @@ def _cross(
     layered = [dims.get(("params", *path), ())[:1] == (LAYERS,) for path in paths]
     found: dict[int, jax.Array] = {}
     for kind in kinds:
-        # Experts that stay sharded cross the mesh by themselves, and so do weights that are gathered exactly.
-        apart = [bool(part.kept) or (part.exact and kind == "gather") for part in parts]
+        # Experts that stay sharded cross the mesh by themselves, and so do weights that cross it exactly.
+        apart = [bool(part.kept or part.exact == STORED or (part.exact and kind == "gather")) for part in parts]
         mine = [i for i, part in enumerate(parts) if any(part.dims) is not (kind == "reduce") and not apart[i]]
         if not isinstance(getattr(fusion, kind), tuple):
             continue

@@ -87,9 +87,9 @@ class PruneState(NamedTuple):
 def prune(tx: optax.GradientTransformation, config: PruneConfig) -> optax.GradientTransformationExtraArgs:
     """Returns an optimizer that also prunes: after each update, masked numbers are exactly 0.
 
-    The numbers of a parameter are ordered by magnitude, and equal ones by index, and the first of them are pruned. Where
-    they end is found by counting, digit by digit of magnitude and index. So no device needs more than its own shard, and
-    the masks are equal in every layout.
+    The numbers of a parameter are ordered by magnitude, and equal ones by index, and the first of them are pruned.
+    Where they end is found by counting, digit by digit of magnitude and index. So no device needs more than its own
+    shard, and the masks are equal in every layout.
 
     Args:
       tx: any optimizer.
@@ -219,29 +219,31 @@ def _keys(size: jax.Array) -> list[_Key]:
 
 
 def _first(keys: Sequence[_Key], share: jax.Array) -> jax.Array:
-    """Returns where the first numbers are, a share of them, in the order of the first key, then of the second, ...
-
-    For each key the number where the share ends is found by counting, for each of its bits.
-    """
+    """Returns where the first numbers are, a share of them, in the order of the first key, then of the second, ..."""
     tied = jnp.ones(keys[0].values.shape, bool)  # those that the keys so far do not tell apart from the last
     total = tied.size / 2**16 * share
     rest = jnp.floor(total).astype(jnp.uint32), jnp.round((total - jnp.floor(total)) * 2**16).astype(jnp.uint32)
     rest = rest[0] + (rest[1] >> 16), rest[1] & 0xFFFF
     first = ~tied
     for key in keys:
-        below = lambda limit, key=key, tied=tied: tied & (key.values < limit)
-
-        def step(i: jax.Array, limit: jax.Array, key=key, below=below, rest=rest) -> jax.Array:
-            more = limit + (jnp.uint32(1) << (key.bits - 1 - i).astype(jnp.uint32))
-            high, low = _count(below(more))
-            return jnp.where((high < rest[0]) | ((high == rest[0]) & (low <= rest[1])), more, limit)
-
-        limit = jax.lax.fori_loop(0, key.bits, step, jnp.uint32(0))
-        high, low = _count(below(limit))
+        limit = _limit(key, tied, rest)
+        below = tied & (key.values < limit)
+        high, low = _count(below)
         borrow = (low > rest[1]).astype(jnp.uint32)
         rest = rest[0] - high - borrow, rest[1] + (borrow << 16) - low
-        first, tied = first | below(limit), tied & (key.values == limit)
+        first, tied = first | below, tied & (key.values == limit)
     return first
+
+
+def _limit(key: _Key, among: jax.Array, most: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Returns the greatest limit below which no more than ``most`` of the key's values are."""
+
+    def step(i: jax.Array, limit: jax.Array) -> jax.Array:
+        more = limit + (jnp.uint32(1) << (key.bits - 1 - i).astype(jnp.uint32))
+        high, low = _count(among & (key.values < more))
+        return jnp.where((high < most[0]) | ((high == most[0]) & (low <= most[1])), more, limit)
+
+    return jax.lax.fori_loop(0, key.bits, step, jnp.uint32(0))
 
 
 def _count(some: jax.Array) -> tuple[jax.Array, jax.Array]:

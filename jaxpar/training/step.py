@@ -24,6 +24,7 @@ from jaxpar.parallel.pipeline.schedules.schedule import Schedule
 from jaxpar.parallel.precision.policy import Precision, PrecisionLike
 from jaxpar.sharding.layout import Layout, to_spec, tracing_under, with_sharding
 from jaxpar.training.arguments import check_layout, check_state
+from jaxpar.training.exact_weights import computing
 from jaxpar.training.gradients import gradients, rows_apart
 from jaxpar.training.loss import LossFn, Metrics, loss_of
 from jaxpar.training.microbatches import GradientResult, GradReduction, StepConfig, WeightGather
@@ -325,9 +326,8 @@ def eval_step(
             batch, state = without_explicit_axes(layout, batch), with_rounded_weights(layout, state)
             if options is not None:
                 return evaluate_pipeline(layout, loss_fn, state, batch, policy, options)
-            loss, (aux, _) = loss_of(loss_fn, state, rows_apart(layout, batch))(
-                jax.tree.map(policy.computing, state.params)
-            )
+            weights = computing(state.params, state, policy)
+            loss, (aux, _) = loss_of(loss_fn, state, rows_apart(layout, batch))(weights)
             return {"loss": loss, **aux}
 
     return cast(jax.stages.Wrapped, StepCall(jax.jit(evaluate)))

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from jaxpar.errors import LayoutError, listing
 from jaxpar.parallel.collectives import hierarchical, quantized
-from jaxpar.parallel.precision.policy import INT8, Precision
+from jaxpar.parallel.precision.policy import INT8, Exact, Precision
 from jaxpar.sharding.hardware.topology import platform_of
 from jaxpar.sharding.layout import Layout, current_layout
 from jaxpar.sharding.names import LAYERS
@@ -87,12 +87,12 @@ class Parts:
       dims: the axes of each dim, major to minor.
       kept: those of them over which the compute uses the shards as they are, as a layer uses its experts: they are
         neither gathered nor summed over. In each dim they come first.
-      exact: a weight that is gathered in the compute dtype, whatever the precision's ``gather`` is.
+      exact: how exactly the weight is gathered, and its gradient reduced.
     """
 
     dims: tuple[Axes, ...]
     kept: Axes = ()
-    exact: bool = False
+    exact: Exact = False
 
     @property
     def crossed(self) -> tuple[tuple[int, Axes], ...]:
@@ -122,13 +122,13 @@ def is_exact(dims: Sequence[str | None], precision: Precision) -> bool:
     return scores_experts(dims) or any(name in precision.exact for name in dims)
 
 
-def parts_of(resolved: Resolved, axes: Axes, *, exact: bool = False) -> Parts:
+def parts_of(resolved: Resolved, axes: Axes, *, exact: Exact = False) -> Parts:
     """Returns the axes among ``axes`` that shard each dim of a resolved tensor.
 
     Args:
       resolved: the tensor.
       axes: mesh axes.
-      exact: whether it is gathered in the compute dtype, whatever the precision's ``gather`` is.
+      exact: how exactly it is gathered, and its gradient reduced.
 
     Raises:
       LayoutError: the tensor has problems, or its experts are sharded over other axes before those of the compute.
@@ -186,7 +186,7 @@ def reduce(
     It is reduce-scattered over the axes in ``parts``, by ``scatter(x, axes=..., dim=...)`` unless the precision reduces
     in int8, and all-reduced over the others.
     """
-    small = grad.size * grad.dtype.itemsize < SMALL
+    small, precision = grad.size * grad.dtype.itemsize < SMALL, precision.for_weight(parts.exact)
     packs = precision.reduce == INT8
     grad = summable(precision.reducing(grad))
     scatter = quantized.scatter_packed if packs else scatter

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -17,6 +18,34 @@ BIAS = "router_bias"
 """The last part of the path of a bias that :func:`balanced_bias` updates."""
 _UNNOTICED = 2.0**-60
 """Scale of the bias's gradient: its square is below the rounding of any norm of gradients."""
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class BalancedBiases:
+    """The state of an optimizer that moves biases by their gradients' signs; a node without arrays.
+
+    A step finds it, and neither casts these biases nor sends their gradients in a dtype of its precision. The signs
+    would not survive: in 16 bits a gradient of this scale is 0, or a sum over microbatches has another sign.
+
+    Attributes:
+      paths: of the biases in the parameters.
+    """
+
+    paths: frozenset[tuple[str, ...]]
+
+    @classmethod
+    def of(cls, params: Any) -> BalancedBiases:
+        """Returns the state for biases, a tree like the parameters without all others."""
+        name = lambda key: jax.tree_util.keystr((key,), simple=True)
+        return cls(frozenset(tuple(map(name, keys)) for keys, _ in jax.tree_util.tree_leaves_with_path(params)))
+
+
+def balanced_biases(opt_state: Any) -> frozenset[tuple[str, ...]]:
+    """Returns the paths of the parameters that :func:`balanced_bias` moves, from an optimizer's state."""
+    is_state = lambda x: isinstance(x, BalancedBiases)
+    states = filter(is_state, jax.tree.leaves(opt_state, is_leaf=is_state))
+    return frozenset[tuple[str, ...]]().union(*(state.paths for state in states))
 
 
 def update_bias(bias: jax.Array, counts: jax.Array, rate: float | jax.Array) -> jax.Array:
@@ -57,6 +86,9 @@ def bias_loss(bias: jax.Array, routing: Routing, mask: jax.Array | None = None) 
       routing: the routing of the tokens ``[batch, seq]``.
       mask: as for :func:`load_balance_loss`.
 
+    Raises (when it is differentiated):
+      ConfigError: the bias is in fp16, which cannot hold its gradient.
+
     >>> import jax, jax.numpy as jnp
     >>> from jaxpar.parallel.experts.routing import Router
     >>> routing = Router(experts=2, k=1)(jnp.array([[[1.0, 0.0]]]))
@@ -67,11 +99,28 @@ def bias_loss(bias: jax.Array, routing: Routing, mask: jax.Array | None = None) 
     counts = jax.lax.stop_gradient(expert_counts(routing, mask))
     mean = jnp.mean(counts)
     load = (counts / jnp.where(mean == 0, 1, mean) - 1) * _UNNOTICED
-    return jnp.sum((bias - jax.lax.stop_gradient(bias)) * load)
+    return jnp.sum((_differentiable(bias) - jax.lax.stop_gradient(bias)) * load)
+
+
+@jax.custom_jvp
+def _differentiable(bias: jax.Array) -> jax.Array:
+    return bias
+
+
+@_differentiable.defjvp
+def _check_gradient(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    if jnp.finfo(primals[0].dtype).smallest_subnormal > _UNNOTICED:
+        raise ConfigError(
+            f"bias_loss: the bias {list(primals[0].shape)} is {primals[0].dtype}, in which its gradient is 0. Remedy: "
+            "an fp32 parameter, and tx = jp.moe.balanced_bias(tx, rate), whose bias a step does not cast."
+        )
+    return primals[0], tangents[0]
 
 
 def balanced_bias(tx: optax.GradientTransformation, rate: float, name: str = BIAS) -> Any:
     """Returns the optimizer ``tx``, but parameters called ``name`` move by ``rate`` against their gradients' signs.
+
+    A step with this optimizer keeps these parameters and their gradients in their own dtype, whatever its precision.
 
     Args:
       tx: the optimizer of all other parameters.
@@ -85,7 +134,8 @@ def balanced_bias(tx: optax.GradientTransformation, rate: float, name: str = BIA
     >>> {path: x.tolist() for path, x in tx.update(grads, tx.init(params), params)[0].items()}
     {'router_bias': [-0.5, 0.5], 'w': [-1.0]}
     """
-    step = optax.stateless(lambda grads, params: jax.tree.map(lambda g: -rate * jnp.sign(g), grads))
+    move = lambda grads, state, params=None: (jax.tree.map(lambda g: -rate * jnp.sign(g), grads), state)
+    step = optax.GradientTransformation(BalancedBiases.of, move)
 
     def label(params: Any) -> Any:
         is_bias = lambda path: jax.tree_util.keystr(path[-1:], simple=True) == name

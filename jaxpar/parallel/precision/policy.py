@@ -9,7 +9,7 @@ import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,10 @@ from jaxpar.parallel.offload.placement import on_host
 from jaxpar.utils.checks import INT32
 
 INT8, FP8 = "int8", "fp8"
+STORED: Literal["stored"] = "stored"
+type Exact = bool | Literal["stored"]
+"""Whether a weight is gathered in the compute dtype, whatever ``Precision.gather`` is; ``stored``: it and its gradient
+stay in the dtype in which it is stored, whatever the precision is."""
 NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
 
 
@@ -200,8 +204,10 @@ class Precision:
             self.gather is not None and jnp.dtype(self.gather).itemsize < jnp.dtype(self.compute or "float32").itemsize
         )
 
-    def for_weight(self, exact: bool) -> Precision:
+    def for_weight(self, exact: Exact) -> Precision:
         """Returns the precision of one weight: without ``gather`` if it is gathered exactly."""
+        if exact == STORED:
+            return Precision()
         return replace(self, gather=None) if exact and self.gather is not None else self
 
     def summing(self, dtype: Any) -> Any:

@@ -27,6 +27,7 @@ from jaxpar.parallel.pipeline.options import Asynchronous
 from jaxpar.parallel.pipeline.schedules.async_window import AsyncSchedule
 from jaxpar.sharding.layout import Layout, with_sharding
 from jaxpar.sharding.rules import Axes
+from jaxpar.training.exact_weights import computing
 from jaxpar.training.microbatches import GradientResult, StepConfig, means_of, unscaled
 from jaxpar.training.model import to_path
 from jaxpar.training.pipeline.gradients import check_trained, head_of
@@ -133,7 +134,7 @@ class InFlightCall:
           batch: arrays ``[rows, ...]``.
           numbers: int32 ``[rows]``, the places of the rows in the batch, if ``batch`` holds only some of them.
         """
-        others = jax.tree.map(self.config.precision.computing, self.split.others(params))
+        others = computing(self.split.others(params), self.state, self.config.precision)
 
         def f(others: Any) -> jax.Array:
             with batch_rows(numbers):

@@ -1,4 +1,4 @@
-"""Which parameters of a model are matrices: a dim of stacked layers does not count, and biases of several dims do not."""
+"""Which parameters of a model are matrices: stacked vectors are none, nor are biases of several dims."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def find_weights(
 ) -> tuple[list[Path], list[Path]]:
     """Returns the matrices, and the other parameters with two dims or more beside the stacked ones.
 
-    The latter are biases and scales: they have the dims of one side of a weight, or a vector's name. The name also tells
-    the stacked vectors of a model whose dims have no names.
+    The latter are biases and scales: they have the dims of one side of a weight, or a vector's name. The name also
+    tells the stacked vectors of a model whose dims have no names.
 
     Args:
       shapes: of the parameters, by path.

@@ -13,6 +13,7 @@ from jaxpar.parallel.pipeline.executor.run import run_ticks
 from jaxpar.parallel.pipeline.options import Pipeline
 from jaxpar.parallel.precision.policy import Precision
 from jaxpar.sharding.layout import Layout
+from jaxpar.training.exact_weights import computing
 from jaxpar.training.loss import Metrics
 from jaxpar.training.microbatches import means_of, weighted_sum
 from jaxpar.training.pipeline import stage_functions
@@ -49,7 +50,7 @@ def evaluate_pipeline(
     stage_functions.check_rows(layout, batch, schedule.microbatches)
     in_ticks, x = options.embedding == "per_microbatch", None
     if not in_ticks:
-        others = jax.tree.map(precision.computing, split.others(state.params))
+        others = computing(split.others(state.params), state, precision)
         x = stage_functions.embed_batch(layout, split, others, batch)
     transfer = StageTransfer.of(layout, split, precision, options, batch)
     embedding = stage_functions.embedding_of(split) if in_ticks else None

@@ -32,6 +32,7 @@ from jaxpar.parallel.pipeline.separate_layers import layer_keys
 from jaxpar.parallel.pipeline.staged_loss import PipelineLoss, with_extras
 from jaxpar.parallel.precision.policy import INT8
 from jaxpar.sharding.layout import Layout
+from jaxpar.training.exact_weights import computing
 from jaxpar.training.loss import check_names
 from jaxpar.training.microbatches import GradientResult, StepConfig, counted, means_of, scale_of, unscaled, weighted_sum
 from jaxpar.training.model import leaves_with_paths, show
@@ -66,7 +67,7 @@ def pipeline_gradients(
     stage_functions.check_rows(layout, batch, schedule.microbatches // schedule.sequence_chunks)
     _check_chunks(layout, loss_fn, batch, options)
 
-    others = jax.tree.map(precision.computing, split.others(state.params))
+    others = computing(split.others(state.params), state, precision)
     trained = trained_part(others)
     embed = lambda trained: stage_functions.embed_batch(layout, split, with_trained(others, trained), batch)
     in_ticks = options.embedding == "per_microbatch"

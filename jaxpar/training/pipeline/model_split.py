@@ -12,6 +12,7 @@ from jaxpar.errors import ConfigError
 from jaxpar.parallel.pipeline.staged_loss import PipelineLoss, stacked_part
 from jaxpar.parallel.precision.policy import Precision
 from jaxpar.sharding.layout import hint
+from jaxpar.training.exact_weights import computing
 from jaxpar.training.loss import key_of
 from jaxpar.training.model import Path, to_path
 from jaxpar.training.model.lora import LoraKind
@@ -52,7 +53,7 @@ class ModelSplit:
 
     def prepare(self, params: Any, batch: Any, precision: Precision) -> Any:
         """Returns the batch as ``PipelineLoss.prepare`` makes it."""
-        return self.loss_fn.prepare(self.model(jax.tree.map(precision.computing, params)), batch)
+        return self.loss_fn.prepare(self.model(computing(params, self.state, precision)), batch)
 
     def loss(self, params: Any, batch: Any) -> Any:
         """Returns the loss without a pipeline, on a batch that :meth:`prepare` returned."""

@@ -25,12 +25,12 @@ from jaxpar.parallel.pipeline.executor.layer_slice import LayerSlice, blocks_of
 from jaxpar.parallel.pipeline.executor.sequence_chunks import in_chunks, joined
 from jaxpar.parallel.pipeline.options import Asynchronous, Pipeline
 from jaxpar.parallel.pipeline.schedules.residual_slots import Kept, kept_of
-from jaxpar.parallel.precision.policy import INT8, Precision
+from jaxpar.parallel.precision.policy import INT8, Exact, Precision
 from jaxpar.sharding.hardware.links import links_of
 from jaxpar.sharding.layout import Layout, manual_axes
 from jaxpar.sharding.resolve import Resolved
 from jaxpar.sharding.rules import Axes
-from jaxpar.training.exact_weights import exact_weights
+from jaxpar.training.exact_weights import exact_by_path
 from jaxpar.training.microbatches import pieces_of, resolved_tree
 from jaxpar.training.model import Path, map_with_paths, show, to_path
 from jaxpar.training.pipeline.model_split import ModelSplit
@@ -84,7 +84,7 @@ class StageTransfer:
         """
         axes = (*batch_axes(layout), *seq_axes(layout))
         loss = lambda params: split.loss(params, batch)
-        exact = frozenset(() if batch is None else exact_weights(loss, split.state, precision).reasons)
+        exact = exact_by_path(None if batch is None else loss, split.state, precision)
         weights = split.state.params
         params = _leaf_shardings(layout, split.state, weights, "params", axes, exact)
         grads = _leaf_shardings(layout, split.state, trained_part(weights), "gradients", axes, exact)
@@ -315,17 +315,18 @@ class StageTransfer:
             scatter = lambda g, axes, dim: ppermute_reduce_scatter(g, axes, dim=dim, rings=self._rings(axes))
             return reduce(grad.read(), parts, self.axes, self.precision, scatter)
         ((dim, axes),) = parts.crossed
-        part_of = lambda start, size: summable(self.precision.reducing(grad.part(start, size, dim)))
+        precision = self.precision.for_weight(parts.exact)
+        part_of = lambda start, size: summable(precision.reducing(grad.part(start, size, dim)))
         own = scatter_parts(part_of, grad.shape[dim], axes, dim=dim, rings=self._rings(axes))
         others = tuple(axis for axis in self.axes if not any(axis in dim for dim in parts.dims))
-        return reduce(own, Parts(()), others, self.precision)
+        return reduce(own, Parts(()), others, precision)
 
     def gather_layer(self, shards: Any) -> Any:
         """Returns the weights of one layer from their shards, by permutes, which overlap with compute."""
 
         def one(w: jax.Array, sharding: LeafSharding) -> jax.Array:
             ring = lambda w, axes, dim: ppermute_all_gather(w, axes, dim=dim, rings=self._rings(axes))
-            return gather(w, sharding.layer_parts(self.axes), self.precision.for_weight(sharding.exact), ring)
+            return gather(w, sharding.layer_parts(self.axes), self.precision, ring)
 
         return jax.tree.map(one, shards, self.split.stack(self.param_shardings))
 
@@ -352,7 +353,7 @@ class StageTransfer:
 
     def _gathered(self, shards: jax.Array, sharding: LeafSharding) -> jax.Array:
         parts = sharding.layer_parts(self.axes)
-        return gather(shards, replace(parts, dims=((), (), *parts.dims)), self.precision.for_weight(sharding.exact))
+        return gather(shards, replace(parts, dims=((), (), *parts.dims)), self.precision)
 
     def _reduce_other(self, g: jax.Array, sharding: LeafSharding) -> jax.Array:
         """Reduce-scatters a gradient outside the layers, unless it is scattered already."""
@@ -363,7 +364,7 @@ class StageTransfer:
         first, *others = sharding.parts(self.axes).dims
         over_stages, g = AXIS in sharding.dims[0], g[0, 0]
         if not self.scattered and not first:
-            g = reduce(g, Parts(((), (), *others), sharding.kept), self.axes, self.precision)
+            g = reduce(g, Parts(((), (), *others), sharding.kept, sharding.exact), self.axes, self.precision)
         g = self.layers.back(g, split=over_stages)
         if first:
             g = reduce(g, sharding.parts(self.axes), self.axes, self.precision)
@@ -395,14 +396,14 @@ def _scatter_inner(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
 class LeafSharding:
     """For each dim of a parameter or its gradient, the batch, sequence and pipeline axes that shard it. A leaf.
 
-    ``kept`` are those that stay sharded in the compute, and ``exact`` is whether the parameter is gathered in the
-    compute dtype; see :class:`jaxpar.parallel.collectives.gather_reduce.Parts`. ``scattered`` is whether a gradient
-    outside the layers leaves the ticks already scattered.
+    ``kept`` are those that stay sharded in the compute, and ``exact`` is how exactly the parameter is gathered; see
+    :class:`jaxpar.parallel.collectives.gather_reduce.Parts`. ``scattered`` is whether a gradient outside the layers
+    leaves the ticks already scattered.
     """
 
     dims: tuple[Axes, ...]
     kept: Axes = ()
-    exact: bool = False
+    exact: Exact = False
     scattered: bool = False
 
     def parts(self, axes: Axes) -> Parts:
@@ -411,7 +412,7 @@ class LeafSharding:
 
     def layer_parts(self, axes: Axes) -> Parts:
         """Returns the sharding of one layer over these axes only."""
-        return Parts(self.parts(axes).dims[1:], self.kept)
+        return Parts(self.parts(axes).dims[1:], self.kept, self.exact)
 
     def kept_spec(self, *lead: Any) -> PartitionSpec:
         """Returns the spec of the dims but the first over the axes that stay sharded, after the specs ``lead``."""
@@ -424,8 +425,10 @@ class LeafSharding:
         return PartitionSpec(*lead, *(dim or None for dim in dims))
 
 
-def _leaf_shardings(layout: Layout, state: TrainState, tree: Any, role: str, axes: Axes, exact: frozenset[Path]) -> Any:
-    """Returns the sharding of every parameter, or of its gradient; those of the paths ``exact`` are gathered exactly.
+def _leaf_shardings(
+    layout: Layout, state: TrainState, tree: Any, role: str, axes: Axes, exact: dict[Path, Exact]
+) -> Any:
+    """Returns the sharding of every parameter, or of its gradient, and how exactly it crosses the mesh.
 
     ``tree`` holds the parameters, or those of them that have gradients.
 
@@ -441,7 +444,7 @@ def _leaf_shardings(layout: Layout, state: TrainState, tree: Any, role: str, axe
                     f"{show(('params', *to_path(keys)))}: dim {dim} is sharded over {listing(names)}, but a pipeline's "
                     f"stages must come first. Remedy: use a rule with {AXIS!r} before {names[0]!r}."
                 )
-        return LeafSharding(parts.dims, parts.kept, to_path(keys) in exact)
+        return LeafSharding(parts.dims, parts.kept, exact.get(to_path(keys), False))
 
     return jax.tree_util.tree_map_with_path(one, resolved_tree(layout, state, tree, role))
 
