@@ -189,6 +189,7 @@ class Generate:
     Attributes:
       prompt: text to continue
       prompts: file of further prompts, one per line (.jsonl: a JSON string per line; -: standard input)
+      chat: prompts are messages of a user, which data.chat_template renders as in training
       checkpoint: folder of the run's checkpoints, of which the newest undamaged one is used, or of one checkpoint
       max_new_tokens: maximum number of tokens to generate for each prompt
       temperature: 0 takes the most likely token; above 0, tokens are sampled
@@ -210,6 +211,7 @@ class Generate:
     config: Config
     prompt: Texts = ()
     prompts: File = None
+    chat: Flag = False
     set: Overrides = ()
     checkpoint: Folder = None
     max_new_tokens: int = 128

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from jaxpar.data.chat_template import ChatTemplate as ChatTemplate
     from jaxpar.data.chat_template import load_chat_template as load_chat_template
     from jaxpar.data.conversations import ConversationData as ConversationData
+    from jaxpar.data.conversations import ConversationPrompt as ConversationPrompt
+    from jaxpar.data.conversations import conversation_prompt as conversation_prompt
     from jaxpar.data.conversations import load_conversations as load_conversations
     from jaxpar.data.documents import ReadOptions as ReadOptions
     from jaxpar.data.entropy import bigram_entropy as bigram_entropy

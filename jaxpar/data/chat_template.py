@@ -23,6 +23,8 @@ type Message = Mapping[str, Any]
 ANSWER = "assistant"
 _TEMPLATE, _CONFIG = "chat_template.jinja", "tokenizer_config.json"
 _MOST_BYTES = 1 << 20
+_SAMPLE = "an answer of jaxpar"
+"""An answer, to see what a template writes after one."""
 
 
 class RenderedConversation(NamedTuple):
@@ -80,6 +82,28 @@ class ChatTemplate:
                 )
             answers.append((len(prompt), len(upto.rstrip())))
         return RenderedConversation(text, tuple(answers))
+
+    def prompt(self, messages: Sequence[Message]) -> tuple[str, str]:
+        """Returns the text that asks for the next answer of a conversation, and what ends this answer.
+
+        Raises:
+          DataError: the template refuses the messages or fails; or what it writes for an answer does not begin with
+            its prompt.
+          MissingExtraError: the package ``jinja2`` is not installed.
+
+        >>> chat = ChatTemplate("{% for m in messages %}{{ m.role }}: {{ m.content }}<end>\\n{% endfor %}"
+        ...                     "{% if add_generation_prompt %}assistant: {% endif %}")
+        >>> chat.prompt([{"role": "user", "content": "2 + 2?"}])
+        ('user: 2 + 2?<end>\\nassistant: ', '<end>')
+        """
+        prompt = self._rendered(messages, prompt=True)
+        answered = self._rendered([*messages, {"role": ANSWER, "content": _SAMPLE}])
+        if not answered.startswith(prompt) or _SAMPLE not in answered:
+            raise DataError(
+                f"{self.name}: what it writes for an answer does not begin with its prompt for one, which ends in "
+                f"{prompt[-20:]!r}. Remedy: a template that writes the beginning of an answer if add_generation_prompt."
+            )
+        return prompt, answered.rpartition(_SAMPLE)[2].rstrip()
 
     def _rendered(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
         values = {**dict(self.tokens), "messages": list(messages), "add_generation_prompt": prompt}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -166,6 +166,49 @@ def load_conversations(
     return ConversationData(files.name, to_train, to_evaluate, counts, truncated, bad.describe())
 
 
+class ConversationPrompt(NamedTuple):
+    """What asks a model for the next answer of a conversation.
+
+    Attributes:
+      text: as the template renders it.
+      ids: its tokens [n], those before this answer in training.
+      end: what ends the answer; often the name of a special token.
+    """
+
+    text: str
+    ids: list[int]
+    end: str
+
+
+def conversation_prompt(
+    messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, template: ChatTemplate
+) -> ConversationPrompt:
+    """Returns what asks for the next answer of a conversation, in the tokens of :func:`load_conversations`.
+
+    Args:
+      messages: the messages so far, each with ``role`` and ``content``, the last of which is no answer.
+      tokenizer, template: as for :func:`load_conversations`.
+
+    Raises:
+      DataError: there is no message, the last one is an answer, one contains a special token's name; or as for
+        :meth:`ChatTemplate.prompt`.
+      MissingExtraError: the package ``jinja2`` is not installed.
+
+    >>> from jaxpar.data import load_tokenizer
+    >>> chat = ChatTemplate("{% for m in messages %}{{ m.role }}: {{ m.content }}\\n{% endfor %}"
+    ...                     "{% if add_generation_prompt %}assistant: {% endif %}")
+    >>> conversation_prompt([{"role": "user", "content": "2 + 2?"}], load_tokenizer(), chat).text
+    'user: 2 + 2?\\nassistant: '
+    """
+    bad = _unfit(messages) or _special(messages, tokenizer)
+    if bad is not None:
+        raise DataError(f"{bad.reason}. Remedy: {bad.remedy or 'correct the messages'}.")
+    if messages[-1]["role"] == ANSWER:
+        raise DataError(f"the last message has the role {ANSWER!r}. Remedy: end with the message to be answered.")
+    text, end = template.prompt(messages)
+    return ConversationPrompt(text, tokenizer.encode_rendered(text)[0].tolist(), end)
+
+
 def _encoded(
     row: Mapping[str, Any], tokenizer: Tokenizer, template: ChatTemplate, seq: int, place: str
 ) -> tuple[np.ndarray, np.ndarray] | BadRow:
@@ -173,10 +216,8 @@ def _encoded(
     messages = _messages(row)
     if isinstance(messages, BadRow):
         return messages
-    for message in messages:
-        name = next((token for token in tokenizer.special_tokens if token in message["content"]), None)
-        if name is not None:
-            return BadRow(f"a message contains the special token {name!r}", "remove it from the message")
+    if (bad := _special(messages, tokenizer)) is not None:
+        return bad
     try:
         rendered = template.render(messages)
     except DataError as error:
@@ -198,9 +239,27 @@ def _messages(row: Mapping[str, Any]) -> list[dict[str, Any]] | BadRow:
     messages = row.get("messages")
     if not isinstance(messages, list) or not messages:
         return BadRow(f"it has neither messages nor prompt and completion, but {shown(list(row))[1:-1] or 'nothing'}")
-    for number, message in enumerate(messages):
-        if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
-            return BadRow(f"message {number} must have role and content as text, got {shown(message)}")
+    if (bad := _unfit(messages)) is not None:
+        return bad
     if not any(message["role"] == ANSWER and message["content"] for message in messages):
         return BadRow(f"no message has the role {ANSWER!r}")
     return messages
+
+
+def _unfit(messages: Any) -> BadRow | None:
+    """Why these are no messages."""
+    if not isinstance(messages, list | tuple) or not messages:
+        return BadRow(f"messages must be a list with at least one, got {shown(messages)}")
+    for number, message in enumerate(messages):
+        if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
+            return BadRow(f"message {number} must have role and content as text, got {shown(message)}")
+    return None
+
+
+def _special(messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> BadRow | None:
+    """Which special token a message contains, with which it could end its own turn."""
+    for message in messages:
+        name = next((token for token in tokenizer.special_tokens if token in message["content"]), None)
+        if name is not None:
+            return BadRow(f"a message contains the special token {name!r}", "remove it from the message")
+    return None

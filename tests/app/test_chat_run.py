@@ -18,10 +18,12 @@ import jaxpar as jp
 from jaxpar.app.cli import main
 from jaxpar.app.config import load_run
 from jaxpar.app.conversation_data import conversation_plans, describe, run_conversations
+from jaxpar.app.generate.chat import chat_prompts
+from jaxpar.app.generate.prompts import read_prompts
 from jaxpar.app.job import Job, make_job
 from jaxpar.app.train.run_data import global_stream, open_data
 from jaxpar.data import load_tokenizer
-from jaxpar.errors import ConfigError
+from jaxpar.errors import ConfigError, DataError
 from jaxpar.models.losses import next_token_loss
 
 RECIPE = Path(__file__).parents[2] / "configs" / "recipes" / "lora_llama.yaml"
@@ -141,12 +143,64 @@ def test_settings_that_exclude_conversations_are_errors(folder: Path, tmp_path: 
     )
 
 
+def test_prompts_are_conversations_as_in_training(folder: Path, tmp_path: Path) -> None:
+    job = job_of(folder, tmp_path, **{"model.lora": "null"})
+    lines = [
+        "where sat cat 1?",
+        [{"role": "user", "content": "where?"}],
+        {"messages": [{"role": "user", "content": "w"}]},
+    ]
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    prompts = chat_prompts(["hi", *read_prompts(tmp_path / "chat.jsonl", chat=True)], job)
+    said = ("hi", "where sat cat 1?", "where?", "w")
+    assert prompts.texts == tuple(f"user: {text}{EOS}\nassistant: " for text in said)
+    assert list(prompts.ids[0]) == job.tokenizer.encode_rendered(prompts.texts[0])[0].tolist()
+    assert prompts.ids[0].count(job.tokenizer.eos) == 1 and prompts.ids[0][-1] != job.tokenizer.eos
+    assert (prompts.stop_tokens, prompts.stop) == ((job.tokenizer.eos,), ())
+    Path(tmp_path / "plain.jinja").write_text(TEMPLATE.replace("{{ eos_token }}", "|"))
+    other = job_of(folder, tmp_path, **{"model.lora": "null", "data.chat_template": tmp_path / "plain.jinja"})
+    assert (chat_prompts(["hi"], other).stop_tokens, chat_prompts(["hi"], other).stop) == ((), ("|",))
+
+
+def test_conversations_that_cannot_be_prompts_are_errors(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        chat_prompts(["hi"], job_of(folder, tmp_path, **{"data.chat_template": "null"}))
+    assert str(error.value) == (
+        "generate --chat: the run has no data.chat_template. Remedy: --set data.chat_template=FILE, a chat template, "
+        "or the tokenizer.json beside it."
+    )
+    with pytest.raises(DataError) as error:
+        chat_prompts(["hi", f"a{EOS}"], job_of(folder, tmp_path))
+    assert str(error.value) == (
+        f"generate: prompt 1: a message contains the special token {EOS!r}. Remedy: remove it from the message."
+    )
+    file = tmp_path / "chat.jsonl"
+    file.write_text("3\n")
+    with pytest.raises(ConfigError) as error:
+        read_prompts(file, chat=True)
+    assert str(error.value) == (
+        f'--prompts {file}: line 1 holds no messages. Remedy: write "..." in each line, the text of a user, or '
+        '{"messages": [{"role": "user", "content": "..."}]}.'
+    )
+
+
 @pytest.mark.slow
 def test_a_run_on_conversations_resumes_bitwise(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = lambda output: [word for one in settings(folder, tmp_path / output) for word in ("--set", one)]
     assert main(["train", str(RECIPE), *run("one")]) == 0
+    generate = ["generate", str(RECIPE), *run("one"), "--prompt=hi", "--max-new-tokens=2", "--batch=8"]
+    generate += ["--checkpoint", str(tmp_path / "one" / "checkpoints"), "--json", str(tmp_path / "answers.jsonl")]
+    capsys.readouterr()
+    assert main([*generate, "--chat"]) == 0
+    screen = capsys.readouterr()
+    assert screen.out.startswith(f"user: hi{EOS}\nassistant: ") and "Remedy: --chat" not in screen.err
+    assert json.loads((tmp_path / "answers.jsonl").read_text())["prompt"] == f"user: hi{EOS}\nassistant: "
+    assert main(generate) == 0
+    assert "prompts are continued as text, but the run trains on conversations. Remedy: --chat" in (
+        " ".join(capsys.readouterr().err.split())
+    )
     shutil.copytree(tmp_path / "one", tmp_path / "two")
     shutil.rmtree(tmp_path / "two" / "checkpoints" / "4")
     assert main(["train", str(RECIPE), *run("two")]) == 0

@@ -10,7 +10,13 @@ import numpy as np
 import pytest
 from small_tokenizer import BEGIN, EOS, save_tokenizer
 
-from jaxpar.data import ChatTemplate, load_chat_template, load_conversations, load_tokenizer
+from jaxpar.data import (
+    ChatTemplate,
+    conversation_prompt,
+    load_chat_template,
+    load_conversations,
+    load_tokenizer,
+)
 from jaxpar.data.chat_template import _MOST_BYTES
 from jaxpar.data.tokenizer import Tokenizer
 from jaxpar.errors import DataError
@@ -70,6 +76,53 @@ def test_answers_and_the_tokens_that_end_them_have_a_loss(tokenizer: Tokenizer, 
     assert not mask[padding + 1 :].any()
     text = text_of(tokenizer, tokens)
     assert text.startswith((f"{BEGIN}system: Be short.{EOS}", "system: Be short."))
+
+
+THINKING = TURNS.replace(
+    "{{ message.role }}: ", "{{ message.role }}: {% if message.role == 'assistant' %}<think/>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("source", [TURNS, THINKING, TURNS.replace("{{ bos_token }}", "")])
+def test_a_prompt_has_the_tokens_before_the_answer_in_training(
+    source: str, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """What a model is asked with is what it saw in training, for each answer of a conversation."""
+    chat = template(source)
+    for count in (2, 4):
+        text, ids, end = conversation_prompt(CHAT[:count], tokenizer, chat)
+        rows = write(tmp_path / "chat.jsonl", [{"messages": CHAT[: count + 1]}] * 40)
+        example = load_conversations(rows, tokenizer, chat, seq=300, heldout_fraction=0.2).train[0]
+        answer = np.flatnonzero(np.diff(example["loss_mask"], prepend=0) == 1)[-1]
+        assert example["tokens"][: answer + 1].tolist() == ids == tokenizer.encode_rendered(text)[0].tolist()
+        assert end == EOS and text.endswith("assistant: ")
+
+
+def test_messages_that_ask_for_no_answer_are_errors(tokenizer: Tokenizer) -> None:
+    special = tokenizer.special_tokens[0]
+    cases: list[tuple[str, list[dict[str, str]]]] = [
+        ("messages must be a list with at least one, got []. Remedy: correct the messages.", []),
+        (
+            "message 0 must have role and content as text, got {'role': 'user'}. Remedy: correct the messages.",
+            [{"role": "user"}],
+        ),
+        ("the last message has the role 'assistant'. Remedy: end with the message to be answered.", CHAT[:3]),
+        (
+            f"a message contains the special token {special!r}. Remedy: remove it from the message.",
+            [{"role": "user", "content": f"a{special}b"}],
+        ),
+    ]
+    for text, messages in cases:
+        with pytest.raises(DataError) as error:
+            conversation_prompt(messages, tokenizer, template())
+        assert str(error.value) == text
+    with pytest.raises(DataError) as error:
+        template(TURNS.replace("assistant: {% endif %}", "bot: {% endif %}")).prompt(CHAT[:2])
+    assert str(error.value) == (
+        "turns.jinja: what it writes for an answer does not begin with its prompt for one, which ends in "
+        f"{f'cat?{EOS}{chr(10)}bot: '[-20:]!r}. Remedy: a template that writes the beginning of an answer if "
+        "add_generation_prompt."
+    )
 
 
 def test_packed_rows_hold_each_conversation_once_and_apart(tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -20,7 +20,8 @@ from rich.markup import escape
 import jaxpar as jp
 from jaxpar.analysis.units import show_bytes
 from jaxpar.app.adapted import merged_params, plain_model
-from jaxpar.app.generate.prompts import Answer, Page, as_tokens
+from jaxpar.app.generate.chat import Prompts
+from jaxpar.app.generate.prompts import Answer, Page
 from jaxpar.app.job import Job
 from jaxpar.app.launch import heartbeat
 from jaxpar.app.quantize_config import QuantizeSettings, quantize_config
@@ -76,13 +77,16 @@ class GenerateOptions:
     checkpoint: Path | None = None
 
 
-def generator(job: Job, texts: Sequence[Sequence[int]], options: GenerateOptions) -> jp.Generator:
+def generator(
+    job: Job, texts: Sequence[Sequence[int]], options: GenerateOptions, stop_tokens: Sequence[int] = ()
+) -> jp.Generator:
     """Returns the generator of a run's model, with room for these prompts.
 
     Args:
       job: the run.
       texts: the prompts as token ids.
       options: the options.
+      stop_tokens: tokens that end a text, beside the one that ends a document.
 
     Raises:
       ConfigError: a prompt is empty or does not fit the cache, the vocabulary lacks tokens, the batch is empty, or a
@@ -115,7 +119,8 @@ def generator(job: Job, texts: Sequence[Sequence[int]], options: GenerateOptions
     rows = min(len(texts), MOST_ROWS) if options.batch is None else options.batch
     room = {"batch": _rounded(rows, num_shards["batch"] * stages_of(layout, cached)), "slots": slots}
     make_model = plain_model(job.make_model)
-    return jp.Generator(layout, make_model, cached, **room, sampling=options.sampling, stop=(tokenizer.eos,))
+    stop = tuple({tokenizer.eos, *stop_tokens})
+    return jp.Generator(layout, make_model, cached, **room, sampling=options.sampling, stop=stop)
 
 
 def _decoder(job: Job, options: GenerateOptions) -> DecoderFns:
@@ -141,9 +146,7 @@ def _decoder(job: Job, options: GenerateOptions) -> DecoderFns:
     return decoder
 
 
-def generate(
-    job: Job, prompts: Sequence[str], options: GenerateOptions, *, out: TextIO, console: Console
-) -> list[Answer]:
+def generate(job: Job, prompts: Prompts, options: GenerateOptions, *, out: TextIO, console: Console) -> list[Answer]:
     """Stream the generated text of each prompt to ``out``, and all messages to ``console``; returns the answers.
 
     A signal ends the generation; the answers then hold the text so far. With several processes all of them call this
@@ -155,10 +158,10 @@ def generate(
       LaunchError: another process is gone.
     """
     remedy = "use the same command and configuration in every process."
-    check_same("generate", _shared_facts(job, prompts, options), remedy)
-    texts = [as_tokens(number, prompt, job.tokenizer) for number, prompt in enumerate(prompts)]
-    model = settled(lambda: generator(job, texts, options))
-    answers = [Answer(prompt, options.stop, decoder=job.tokenizer.decoder()) for prompt in prompts]
+    check_same("generate", _shared_facts(job, prompts.texts, options), remedy)
+    texts, stops = prompts.ids, (*options.stop, *prompts.stop)
+    model = settled(lambda: generator(job, texts, options, prompts.stop_tokens))
+    answers = [Answer(prompt, stops, decoder=job.tokenizer.decoder()) for prompt in prompts.texts]
     seconds, later_tokens = 0.0, 0
     with Stop() as stop:
         heartbeat.begin("restore")
@@ -202,7 +205,7 @@ def _shared_facts(job: Job, prompts: Sequence[str], options: GenerateOptions) ->
 
 
 def _steps(
-    model: jp.Generator, params: Any, texts: list[list[int]], options: GenerateOptions, first: int
+    model: jp.Generator, params: Any, texts: Sequence[list[int]], options: GenerateOptions, first: int
 ) -> Generator[list[int]]:
     """The tokens of one batch of prompts, step by step; each step is reported to the supervisor."""
     heartbeat.begin("compile")

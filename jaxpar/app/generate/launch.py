@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from jaxpar.app.config import Loaded, load_run
-from jaxpar.app.generate.prompts import STDIN, as_tokens, read_prompts, write_answers
+from jaxpar.app.generate.prompts import STDIN, read_prompts, write_answers
 from jaxpar.app.launch import heartbeat
 from jaxpar.app.launch.cluster_detection import Cluster
 from jaxpar.app.launch.exit_codes import ExitCode, end_process
@@ -28,7 +28,9 @@ from jaxpar.errors import JaxparError, LaunchError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from jaxpar.app.generate.chat import Prompts
     from jaxpar.app.generate.generate import GenerateOptions
+    from jaxpar.app.job import Job
 
 _SHUTDOWN_TIMEOUT = 5.0
 """Maximum seconds that a process waits for the others when all of them end."""
@@ -69,8 +71,8 @@ def _explain(command: Any, loaded: Loaded) -> int:
     from jaxpar.app.generate.generate import generator
     from jaxpar.app.job import make_job
 
-    job, prompts = make_job(loaded, training=False), _read(command)
-    texts = [as_tokens(number, prompt, job.tokenizer) for number, prompt in enumerate(prompts or [" "])]
+    job = make_job(loaded, training=False)
+    texts = _prompts(command, job, _read(command) or [" "]).ids
     print(generator(job, texts, _options(command)).explain().to_text(), end="")
     return 0
 
@@ -124,7 +126,10 @@ def _generate(command: Any, loaded: Loaded, out: TextIO, console: Console) -> in
     own_prompts = settled(lambda: _read(command, stdin=first))
     # Only process 0 reads standard input. Its prompts are sent to all, and compared like the other options.
     prompts_by_process = [json.loads(text) for text in gather(json.dumps(own_prompts).encode())]
-    prompts = prompts_by_process[0] if _reads_stdin(command) else own_prompts
+    texts = prompts_by_process[0] if _reads_stdin(command) else own_prompts
+    prompts = settled(lambda: _prompts(command, job, texts))
+    if job.config.data.chat_template is not None and not command.chat:
+        console.print("prompts are continued as text, but the run trains on conversations. Remedy: --chat")
     answers = generate(job, prompts, options, out=out, console=console)
     if command.json is not None and first:
         write_answers(command.json, answers)
@@ -142,14 +147,20 @@ def _options(command: Any) -> GenerateOptions:
     return GenerateOptions(command.max_new_tokens, sampling, command.seed, command.cache, command.batch, *others)
 
 
+def _prompts(command: Any, job: Job, prompts: list[Any]) -> Prompts:
+    from jaxpar.app.generate.chat import chat_prompts, plain_prompts
+
+    return chat_prompts(prompts, job) if command.chat else plain_prompts(prompts, job.tokenizer)
+
+
 def _reads_stdin(command: Any) -> bool:
     return str(command.prompts) == STDIN
 
 
-def _read(command: Any, *, stdin: bool = True) -> list[str]:
+def _read(command: Any, *, stdin: bool = True) -> list[Any]:
     if command.prompts is None or (_reads_stdin(command) and not stdin):
         return list(command.prompt)
-    return [*command.prompt, *read_prompts(command.prompts)]
+    return [*command.prompt, *read_prompts(command.prompts, chat=command.chat)]
 
 
 def _supervise(command: Any, loaded: Loaded, options: LaunchOptions, count: int) -> int:

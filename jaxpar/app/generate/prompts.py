@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, Self, TextIO
+from typing import Any, BinaryIO, Self, TextIO
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -23,15 +23,16 @@ _PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t
 _PICTURES |= dict.fromkeys(range(128, 160), 0xFFFD)
 
 
-def read_prompts(file: Path, stdin: BinaryIO | None = None) -> list[str]:
+def read_prompts(file: Path, stdin: BinaryIO | None = None, *, chat: bool = False) -> list[Any]:
     """Read prompts from a file, one per line, without empty lines; in a ``.jsonl`` file each line is a JSON string.
 
     Args:
       file: its path; ``-`` reads ``stdin`` to its end.
       stdin: by default standard input.
+      chat: a line of a ``.jsonl`` file may also hold messages, in a list or an object.
 
     Raises:
-      ConfigError: the file does not exist, is empty, is not UTF-8, or a line of a ``.jsonl`` file is not a JSON string.
+      ConfigError: the file does not exist, is empty, is not UTF-8, or a line of a ``.jsonl`` file is not such JSON.
     """
     try:
         data = (stdin or sys.stdin.buffer).read() if str(file) == STDIN else file.read_bytes()
@@ -49,7 +50,9 @@ def read_prompts(file: Path, stdin: BinaryIO | None = None) -> list[str]:
     found = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not found:
         raise ConfigError(f"--prompts {file}: no prompt found. Remedy: write at least one prompt, one per line.")
-    return [_string(file, *one) for one in found] if file.suffix == ".jsonl" else [line for _, line in found]
+    if file.suffix != ".jsonl":
+        return [line for _, line in found]
+    return [_value(file, *one, (str, list, dict) if chat else (str,)) for one in found]
 
 
 def as_tokens(number: int, prompt: str, tokenizer: Tokenizer) -> list[int]:
@@ -82,12 +85,17 @@ def write_answers(file: Path, answers: Sequence[Answer]) -> None:
         raise ConfigError(f"--json {file}: {error.strerror}. Remedy: a file in a writable folder.") from error
 
 
-def _string(file: Path, number: int, line: str) -> str:
+def _value(file: Path, number: int, line: str, kinds: tuple[type, ...]) -> Any:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):
         value = None
-    if not isinstance(value, str):
+    if not isinstance(value, kinds):
+        if list in kinds:
+            raise ConfigError(
+                f'--prompts {file}: line {number} holds no messages. Remedy: write "..." in each line, the text of a '
+                'user, or {"messages": [{"role": "user", "content": "..."}]}.'
+            )
         raise ConfigError(
             f'--prompts {file}: line {number} is not a JSON string. Remedy: write "..." in each line, or use a file '
             "name that does not end in .jsonl."
