@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -78,7 +79,7 @@ class WorkerPrograms:
         self._precision = options.get("precision")
         options |= {"donate": self._local, "return_grads": not self._local}
         self._step = jp.train_step(self.layout, program.loss_fn, **options)
-        self._evaluation: Callable[..., Any] | None = None
+        self._evaluate = jp.eval_step(self.layout, program.eval_loss_fn or program.loss_fn, precision=self._precision)
 
     def init(self) -> Any:
         """Returns the initial state."""
@@ -92,16 +93,17 @@ class WorkerPrograms:
         with self.lock:
             return jax.block_until_ready(self._step(state, batch))
 
-    def evaluate(self, state: Any) -> float:
-        """Returns the mean loss on the held-out batches."""
+    @functools.cached_property
+    def heldout(self) -> list[tuple[dict[str, np.ndarray], Any]]:
+        """The held-out batches, as :func:`look_up` returns them."""
         with self.lock:
-            if self._evaluation is None:
-                loss_fn = self.program.eval_loss_fn or self.program.loss_fn
-                self._evaluation = jp.eval_step(self.layout, loss_fn, precision=self._precision)
-                self._heldout = [] if self.program.heldout is None else list(self.program.heldout())
-            found = [jax.block_until_ready(self._evaluation(state, batch)) for batch in self._heldout]
-        weights = [float(metrics.get("weight", 1)) for metrics in found]
-        return float(np.average([float(metrics["loss"]) for metrics in found], weights=weights))
+            batches = [] if self.program.heldout is None else list(self.program.heldout())
+        return [look_up(batch, self.program.tables) for batch in batches]
+
+    def evaluate(self, state: Any, batch: Any) -> Any:
+        """Returns the metrics of a held-out batch."""
+        with self.lock:
+            return jax.block_until_ready(self._evaluate(state, batch))
 
 
 class ParameterServerWorker:
@@ -154,9 +156,9 @@ class ParameterServerWorker:
 
     def finish(self, steps: int) -> dict[str, float]:
         """Evaluate the final parameters, and hand them to the program."""
-        self._load(self._client.pull(None, bits=self._bits))
         found = self._heldout()
         if self._program.finish is not None:
+            self._load(self._client.pull(None, bits=self._bits))
             self._program.finish(replace(self._state, step=jnp.asarray(steps, jnp.int32)))
         return found
 
@@ -263,13 +265,24 @@ class ParameterServerWorker:
         every = self._program.eval_every
         if not every or done >= steps or done // every == begin // every or self._worker:
             return {}
-        self._load(self._client.pull(None, bits=self._bits))
         return self._heldout()
 
     def _heldout(self) -> dict[str, float]:
-        if self._program.heldout is None or self._program.tables:
+        """Returns the mean loss on the held-out batches, of the newest parameters."""
+        batches = self._programs.heldout
+        if not batches:
             return {}
-        loss = self._programs.evaluate(self._state)
+        rows = {t.path: np.unique(np.concatenate([ids[t.path] for ids, _ in batches])) for t in self._program.tables}
+        # All rows at once: other workers may change them between two pulls.
+        values = self._client.pull(None, rows, bits=self._bits)
+        metrics: list[Any] = []
+        for ids, batch in batches:
+            if ids or not metrics:
+                of_batch = {name: values[name][np.searchsorted(rows[name], some)] for name, some in ids.items()}
+                self._load({**values, **of_batch}, ids)
+            metrics.append(self._programs.evaluate(self._state, batch))
+        weights = [float(each.get("weight", 1)) for each in metrics]
+        loss = float(np.average([float(each["loss"]) for each in metrics], weights=weights))
         self.report.heldout[self.report.steps] = loss
         return {"heldout_loss": loss}
 

@@ -187,6 +187,24 @@ def test_a_sparse_table_trains_like_a_dense_one(tmp_path: Path) -> None:
     assert result.reports[0].traffic.pulled < 10 * (16 + 6 * 16) + 1
 
 
+def with_heldout(program: Any) -> Any:
+    """The program with three weighed batches of a worker that does not train."""
+    read = program.batches(7, 8)
+    heldout = lambda: [{**read(step), "weight": np.float32(step)} for step in (1, 2, 3)]
+    loss = lambda model, batch: (program.loss_fn(model, batch), {"weight": batch["weight"]})
+    return dataclasses.replace(program, heldout=heldout, eval_loss_fn=loss, eval_every=2)
+
+
+def test_a_sparse_table_is_evaluated_like_a_dense_one(tmp_path: Path) -> None:
+    """Held-out batches have other rows than those that are trained, some of which no worker has touched."""
+    losses = []
+    for program in (table_program(400, 6, sparse=True), table_program(400, 400, sparse=False)):
+        result = run(with_heldout(program), ServerConfig(servers=2), 6, tmp_path / str(len(losses)))
+        losses.append(result.reports[0].heldout | {6: result.finished["heldout_loss"]})
+    assert losses[0].keys() == {2, 4, 6} and losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert losses[0][6] < losses[0][2]
+
+
 @pytest.mark.slow
 def test_rows_have_optimizer_state_of_their_own_and_survive_a_restart(tmp_path: Path) -> None:
     program = dataclasses.replace(table_program(10**9, 6, sparse=True), tx=optax.adam(0.1))
