@@ -150,7 +150,7 @@ def init(
       layout: mesh and rules. Its mesh holds devices.
       make_model: ``make_model(key)`` returns an NNX module, Linen variables or a (tagged) pytree. It is traced.
       tx: any optax transform.
-      seed: seed of the PRNG key that ``make_model`` receives.
+      seed: ``make_model`` receives ``jax.random.split(jax.random.key(seed))[0]``; the other half is the state's key.
       precision: as for :func:`jaxpar.train_step`; with a loss scale, the state carries it.
 
     Returns:

@@ -48,3 +48,13 @@ def test_the_seed_decides_the_parameters() -> None:
     heads = [np.asarray(state.params["head"]) for state in states]
     np.testing.assert_array_equal(heads[0], heads[1])
     assert not np.array_equal(heads[0], heads[2])
+
+
+def test_the_key_of_the_model_is_what_init_says() -> None:
+    """A model outside of jaxpar has the same initial values from the first half of the seed's key."""
+    layout = jp.Layout(jp.MeshSpec(data=2).build(jax.devices()[:2]), jp.Rules(embed="data"))
+    make_model = lambda key: {"w": jp.tag(jax.random.normal(key, (8, 3)), "embed", None)}
+    model_key, step_key = jax.random.split(jax.random.key(5))
+    state = jp.init(layout, make_model, optax.sgd(0.1), seed=5)
+    np.testing.assert_allclose(state.params["w"], make_model(model_key)["w"].value, rtol=1e-6)
+    assert state.key == step_key
