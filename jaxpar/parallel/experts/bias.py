@@ -70,8 +70,7 @@ def update_bias(bias: jax.Array, counts: jax.Array, rate: float | jax.Array) -> 
             f"update_bias: counts must be of the shape of bias, [experts], got {list(jnp.shape(counts))} and "
             f"{list(jnp.shape(bias))}. Remedy: pass the bias and expert_counts(routing) of one layer."
         )
-    counts = at_least_fp32(counts)
-    return bias + (rate * jnp.sign(jnp.mean(counts) - counts)).astype(bias.dtype)
+    return bias - (rate * jnp.sign(_excess(counts))).astype(bias.dtype)
 
 
 def bias_loss(bias: jax.Array, routing: Routing, mask: jax.Array | None = None) -> jax.Array:
@@ -96,10 +95,22 @@ def bias_loss(bias: jax.Array, routing: Routing, mask: jax.Array | None = None) 
     >>> float(value), jnp.sign(grad).tolist()
     (0.0, [1.0, -1.0])
     """
-    counts = jax.lax.stop_gradient(expert_counts(routing, mask))
-    mean = jnp.mean(counts)
-    load = (counts / jnp.where(mean == 0, 1, mean) - 1) * _UNNOTICED
-    return jnp.sum((_differentiable(bias) - jax.lax.stop_gradient(bias)) * load)
+    excess = _excess(jax.lax.stop_gradient(expert_counts(routing, mask)))
+    # By a power of two, so that the sums over microbatches and devices stay exact.
+    scale = _UNNOTICED / 2 ** (routing.experts.size * bias.size).bit_length()
+    return jnp.sum((_differentiable(bias) - jax.lax.stop_gradient(bias)) * (excess * scale))
+
+
+def _excess(counts: jax.Array) -> jax.Array:
+    """Returns how far the counts are above their mean, times the number of experts.
+
+    The sign is exact for whole counts. ``counts - mean(counts)`` is not: XLA divides by multiplying with a reciprocal,
+    so that a balanced expert would move too.
+    """
+    counts = at_least_fp32(counts)
+    experts, total = counts.shape[-1], jnp.sum(counts)
+    near = jnp.round(total / experts)
+    return (counts - near) * experts - (total - near * experts)
 
 
 @jax.custom_jvp

@@ -105,6 +105,20 @@ def test_the_bias_moves_by_the_exact_load_in_every_precision(
     np.testing.assert_array_equal(np.asarray(state.params["blocks"]["load_bias"]), expected)
 
 
+@pytest.mark.parametrize("experts", [4, 7, 12, 49])
+def test_a_balanced_expert_does_not_move(experts: int) -> None:
+    """The sign of a small difference is that of whole numbers, whatever their mean rounds to."""
+    router, random = jp.moe.Router(experts, 1), np.random.default_rng(experts)
+    descend = jax.jit(jax.grad(lambda bias, logits: jp.moe.bias_loss(bias, router(logits))))
+    for mean in (3, 12, 41, 301):
+        counts = np.full(experts, mean)
+        counts[: experts // 4 * 4] += random.permutation(np.resize([-2, 0, 2, 0], experts // 4 * 4))
+        logits = jax.nn.one_hot(np.repeat(np.arange(experts), counts)[None], experts)
+        np.testing.assert_array_equal(np.sign(descend(jnp.zeros(experts), logits)), np.sign(counts - mean))
+        moved = jp.moe.update_bias(jnp.zeros(experts), jnp.asarray(counts, jnp.float32), 1.0)
+        np.testing.assert_array_equal(moved, np.sign(mean - counts))
+
+
 def test_a_bias_that_cannot_have_a_gradient_is_an_error() -> None:
     layout = jp.Layout(jp.MeshSpec().build(jax.devices()[:1]), RULES)
     state = jp.abstract_state(layout, with_routers, optax.sgd(0.1), precision="fp16")
