@@ -134,6 +134,16 @@ def test_the_pytrees_of_flax() -> None:
     assert 0 < np.abs(dense.apply(dequantize(made), x) - dense.apply(variables, x)).max() < 0.05
 
 
+def test_stacked_vectors_are_not_quantized() -> None:
+    """A stack of layers makes two dims of a norm's scale and of a bias."""
+    blocks = {"kernel": jnp.ones((2, 8, 8)), "q_bias": jnp.ones((2, 2, 4)), "norm": {"scale": jnp.ones((2, 8))}}
+    made = quantize({"blocks": blocks}, QuantizeConfig(("blocks/*",)))["blocks"]
+    assert isinstance(made["kernel"], QuantizedArray)
+    assert not isinstance(made["q_bias"], QuantizedArray) and not isinstance(made["norm"]["scale"], QuantizedArray)
+    named = quantize({"blocks": blocks}, QuantizeConfig(("blocks/q_bias",)))["blocks"]
+    assert isinstance(named["q_bias"], QuantizedArray)
+
+
 def test_bytes_and_a_checkpoint(tmp_path: Path) -> None:
     params = sharded(2, 2)
     made = quantize(params, config(4, 8, scales="bfloat16"))

@@ -9,6 +9,7 @@ from typing import Literal, get_args
 from jaxpar.errors import ConfigError
 from jaxpar.parallel.precision.quantized_array import Tile
 from jaxpar.training.model.lora_targets import matches, matching
+from jaxpar.training.model.matrices import find_weights
 from jaxpar.training.model.parts import Path, show
 from jaxpar.utils.checks import is_count
 
@@ -22,7 +23,8 @@ class QuantizeConfig:
     """Which weights become integers, and which of their numbers share a scale.
 
     Attributes:
-      targets: patterns of the parameters' paths, as for :class:`jaxpar.lora.LoraConfig`; vectors are never quantized.
+      targets: patterns of the parameters' paths, as for :class:`jaxpar.lora.LoraConfig`. Vectors are never quantized,
+        and paths that end in ``bias`` or ``scale`` only by a target that matches no other parameter of several dims.
       bits: 8 or 4.
       group: how many neighboring inputs share a scale; ``None``: all inputs of an output channel.
       axis: the dims that the product sums over, counted from the end: a number, several, or pattern → these. By
@@ -105,7 +107,9 @@ def find_tiles(config: QuantizeConfig, shapes: Mapping[Path, tuple[int, ...]]) -
       ConfigError: a pattern matches no matrix, or a parameter has no such groups.
     """
     chosen: dict[Path, None] = {}
+    matrices, _ = find_weights(shapes, {})
     for target in config.targets:
-        chosen |= dict.fromkeys(matching("quantize: targets", target, shapes, least_dims=2))
+        matched = matching("quantize: targets", target, shapes, least_dims=2)
+        chosen |= dict.fromkeys([path for path in matched if path in matrices] or matched)
     skipped = {path for pattern in config.skip for path in matching("quantize: skip", pattern, shapes)}
     return {path: config.tile(path, shapes[path]) for path in chosen if path not in skipped}
