@@ -253,6 +253,11 @@ def _unfit(messages: Any) -> BadRow | None:
     for number, message in enumerate(messages):
         if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
             return BadRow(f"message {number} must have role and content as text, got {shown(message)}")
+        try:
+            message["content"].encode()
+        except UnicodeEncodeError as error:  # JSON can spell half of a character
+            wrong = message["content"][error.start]
+            return BadRow(f"message {number} has {wrong!r} at character {error.start}, which is not valid text")
     return None
 
 

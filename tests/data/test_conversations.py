@@ -106,6 +106,10 @@ def test_messages_that_ask_for_no_answer_are_errors(tokenizer: Tokenizer) -> Non
             "message 0 must have role and content as text, got {'role': 'user'}. Remedy: correct the messages.",
             [{"role": "user"}],
         ),
+        (
+            "message 0 has '\\ud800' at character 1, which is not valid text. Remedy: correct the messages.",
+            [{"role": "user", "content": "a\ud800"}],
+        ),
         ("the last message has the role 'assistant'. Remedy: end with the message to be answered.", CHAT[:3]),
         (
             f"a message contains the special token {special!r}. Remedy: remove it from the message.",
@@ -203,6 +207,9 @@ def test_rows_without_an_answer_are_errors_or_counted(tmp_path: Path) -> None:
         "message 0 must have role and content as text, got {'role': 'user'}. Remedy: correct the row": {
             "messages": [{"role": "user"}]
         },
+        "message 1 has '\\udfff' at character 0, which is not valid text. Remedy: correct the row": {
+            "messages": [turn("user", "a"), turn("assistant", "\udfff")]
+        },
         "no message has the role 'assistant'. Remedy: correct the row": {"messages": [turn("user", "a")]},
         f"a message contains the special token {EOS!r}. Remedy: remove it from the message": {
             "messages": [turn("user", f"a{EOS}"), turn("assistant", "b")]
@@ -221,7 +228,7 @@ def test_rows_without_an_answer_are_errors_or_counted(tmp_path: Path) -> None:
     file = write(tmp_path / "all.jsonl", [*bad.values(), *rows, {"messages": CHAT[1:]}])
     found = load_conversations(file, tokenizer, template(), seq=40, bad_rows="skip")
     assert len(found.train) + len(found.heldout) == 61 and found.truncated == 1
-    assert found.bad.startswith(f"5 bad rows skipped: {file} row 1: it has neither messages nor")
+    assert found.bad.startswith(f"6 bad rows skipped: {file} row 1: it has neither messages nor")
     assert all(example["loss_mask"].any() for example in found.train)
 
 
