@@ -44,7 +44,7 @@ def frozen_weights(job: Job, layout: jp.Layout, like: Any = None) -> Any:
         made = jp.init(layout, plain_model(job.make_model), tx, seed=job.config.train.seed).params
         return made if like is None else jax.tree.map(lambda x, leaf: jax.device_put(x, leaf.sharding), made, like)
     shapes = jp.abstract_state(layout, plain_model(job.make_model), tx).params if like is None else like
-    return settled(lambda: jp.restore(folder, {"params": shapes}, only=["params"])["params"])
+    return settled(lambda: jp.restore(folder, {"params": shapes}, only=["params"], cast=True)["params"])
 
 
 def first_adapted_state(job: Job, layout: jp.Layout) -> jp.TrainState:

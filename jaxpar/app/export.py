@@ -136,7 +136,7 @@ def weights_of(
     if source is None:
         weights = jp.init(layout, make_model, tx, seed=train.get("seed", 0)).params
     else:
-        weights = jp.restore(source, like, only=["params"])["params"]
+        weights = jp.restore(source, like, only=["params"], cast=True)["params"]
     digest = {DIGEST: jp.lora.digest_of(weights)}
     check_digest(read(folder).metadata, digest, folder, None if source is None else str(source))
     state = jp.lora.with_frozen(adapters_of(folder, run, config), weights)

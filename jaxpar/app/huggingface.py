@@ -31,7 +31,7 @@ class ImportCommand:
     Attributes:
       directory: folder with config.json and safetensors files
       out: folder to create
-      dtype: dtype of the parameters and of the compute (default: that of the files)
+      dtype: dtype of the saved parameters and of the compute (default: that of the files); a run trains them in float32
       ignore: field of config.json that is not implemented, and does not change what the model computes
     """
 
@@ -94,8 +94,10 @@ def run_text(command: ImportCommand, config: LlamaConfig, model: dict[str, Any])
         rules |= dict.fromkeys(("experts", "expert_mlp", "latent", "dense_layers"))
     tokenizer = command.directory / "tokenizer.json"
     own = {"tokenizer": str(tokenizer)} if tokenizer.is_file() else {}
+    # Trained in fp32: an update of 1e-5 of a weight in bf16 rounds away, because its neighbors are 1e-4 away.
+    param_dtype = "float32" if config.param_dtype in ("bfloat16", "float16") else config.param_dtype
     run = {
-        "model": model,
+        "model": {**model, "param_dtype": param_dtype},
         "mesh": {"data": -1},
         "rules": {**rules, "params": {"embed": "data"}},
         "data": {"source": "stdlib", **own, "batch": 8, "seq": 128},

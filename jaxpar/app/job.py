@@ -463,6 +463,11 @@ def in_fp32(job: Job) -> Job:
     """Returns the same job with compute and parameters in fp32."""
     if isinstance(job.model, FactoryModel):
         return replace(job, precision=jp.Precision())
-    model = replace(job.model, dtype="float32", param_dtype="float32")
-    make_model, loss = trained_model(job.config, make_decoder(model), model), _loss(model, job.pipeline)
-    return replace(job, model=model, make_model=make_model, loss_fn=loss, precision=jp.Precision())
+    return replace(with_dtypes(job, dtype="float32", param_dtype="float32"), precision=jp.Precision())
+
+
+def with_dtypes(job: Job, **dtypes: Any) -> Job:
+    """Returns the job of a built-in model with other ``dtype`` or ``param_dtype``."""
+    model = replace(job.llama, **dtypes)
+    make_model = trained_model(job.config, make_decoder(model), model)
+    return replace(job, model=model, make_model=make_model, loss_fn=_loss(model, job.pipeline))

@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
 
 from jaxpar.checkpoint.manifest import TensorRecord
 from jaxpar.checkpoint.snapshot import Leaf
@@ -31,6 +34,7 @@ def match(
     *,
     only: Sequence[str] = (),
     rename: Mapping[str, str] | None = None,
+    cast: bool = False,
 ) -> dict[str, Source]:
     """Returns a source for every leaf whose path begins with an entry of ``only`` (every leaf if ``only`` is empty).
 
@@ -44,6 +48,7 @@ def match(
       where: the checkpoint's name, for errors.
       only: paths or path prefixes to restore.
       rename: maps paths or path prefixes of the checkpoint to those of the state.
+      cast: whether a floating tensor may have another floating dtype than the leaf.
 
     Raises:
       CheckpointError: lists the tensors that are missing, extra, or of another shape or dtype; or an entry of
@@ -60,20 +65,20 @@ def match(
     stacks, found, used = _stacks(named), dict[str, Source](), set[str]()
     missing, other = list[str](), list[str]()
     for path, leaf in selected.items():
-        source = _source(leaf, named, stacks)
+        source = _source(leaf, named, stacks, cast)
         if source is None:
             missing.append(f"{path} {_described(leaf)}")
             continue
         used |= {name for name, _ in source.tensors}
-        if not _fits(leaf, source):
+        if not _fits(leaf, source, cast):
             other.append(
                 f"{path} is {_described(source.tensors[0][1])} in the checkpoint, but {_described(leaf)} in the state"
             )
         found[path] = source
     unused = [name for name in named if name not in used and (not only or any(_below(name, prefix) for prefix in only))]
     extra = [f"{name} {_described(named[name])}" for name in unused]
-    lines = [*_listed("missing in the checkpoint", missing), *_listed("only in the checkpoint", extra)]
-    lines += _listed("of another shape or dtype", other)
+    lines = [*listed("missing in the checkpoint", missing), *listed("only in the checkpoint", extra)]
+    lines += listed("of another shape or dtype", other)
     if lines:
         remedy = (
             "Remedy: use the model and optimizer of the checkpoint, rename= for other names, or only= for a part, "
@@ -122,17 +127,19 @@ def _rows(path: str) -> list[tuple[str, int]]:
     return found
 
 
-def _source(leaf: Leaf, named: Mapping[str, TensorRecord], stacks: Mapping[str, Mapping[int, str]]) -> Source | None:
+def _source(
+    leaf: Leaf, named: Mapping[str, TensorRecord], stacks: Mapping[str, Mapping[int, str]], cast: bool
+) -> Source | None:
     if leaf.path in named:
         return Source(((leaf.path, named[leaf.path]),))
     rows = stacks.get(leaf.path, {})
     found = [Source(((stack, named[stack]),), row=row) for stack, row in _rows(leaf.path) if stack in named]
     if leaf.shape and rows and sorted(rows) == list(range(leaf.shape[0])):
         found.insert(0, Source(tuple((rows[i], named[rows[i]]) for i in sorted(rows)), stacked=True))
-    return next((source for source in found if _fits(leaf, source)), None)
+    return next((source for source in found if _fits(leaf, source, cast)), None)
 
 
-def _fits(leaf: Leaf, source: Source) -> bool:
+def _fits(leaf: Leaf, source: Source, cast: bool) -> bool:
     for _, tensor in source.tensors:
         shape = tensor.shape
         if source.row is not None:
@@ -140,15 +147,24 @@ def _fits(leaf: Leaf, source: Source) -> bool:
                 return False
             shape = shape[1:]
         expected = leaf.shape[1:] if source.stacked else leaf.shape
-        if shape != expected or tensor.dtype != str(leaf.dtype) or tensor.key != leaf.key:
+        same = tensor.dtype == str(leaf.dtype) or (cast and _is_floating(tensor.dtype) and _is_floating(leaf.dtype))
+        if shape != expected or not same or tensor.key != leaf.key:
             return False
     return True
+
+
+def _is_floating(dtype: Any) -> bool:
+    try:
+        return bool(jnp.issubdtype(dtype, jnp.floating))
+    except TypeError:  # a name in a manifest that is no dtype's
+        return False
 
 
 def _described(tensor: Leaf | TensorRecord) -> str:
     return f"{tensor.dtype}{list(tensor.shape)}{f' of {tensor.key} keys' if tensor.key else ''}"
 
 
-def _listed(title: str, texts: Sequence[str]) -> list[str]:
+def listed(title: str, texts: Sequence[str]) -> list[str]:
+    """Returns lines that name tensors under a title, at most so many."""
     more = [f"and {len(texts) - _MOST} more"] if len(texts) > _MOST else []
     return [f"- {title}: {text}" for text in [*texts[:_MOST], *more]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from jaxpar.checkpoint.manifest import DISK, NAME, REMEDY, Bounds, Manifest, TensorPiece, TensorRecord, read
-from jaxpar.checkpoint.match import Source, match
+from jaxpar.checkpoint.match import Source, listed, match
 from jaxpar.checkpoint.snapshot import Leaf, bounds, leaves_of
 from jaxpar.checkpoint.verify import file_problem, map_in_order, read_piece, wrong_step
 from jaxpar.errors import CheckpointError, DamagedError
@@ -30,6 +31,7 @@ def restore(
     only: Sequence[str] = (),
     rename: Mapping[str, str] | None = None,
     step: int | None = None,
+    cast: bool = False,
 ) -> Any:
     """Returns the state in a checkpoint, bitwise equal, sharded as ``like`` is, whatever layout it was saved in.
 
@@ -45,6 +47,8 @@ def restore(
       rename: maps paths or path prefixes of the checkpoint to those of ``like``, such as
         ``{"params/old": "params/new"}``.
       step: raise an error if the checkpoint is of another step.
+      cast: convert floating tensors to the floating dtypes of ``like``, such as weights saved in bfloat16 that are
+        trained in float32. A warning names the tensors with values that the new dtype rounds.
 
     Returns:
       A pytree with the structure of ``like``. Separate layers are stacked, and a stack is split into layers, where
@@ -52,7 +56,8 @@ def restore(
 
     Raises:
       CheckpointError: there is no checkpoint, or it is of another model: missing, extra and mis-shaped tensors are
-        listed; ``only`` or ``rename`` has a path that does not exist; or ``like`` is on an abstract mesh.
+        listed; ``only`` or ``rename`` has a path that does not exist; ``like`` is on an abstract mesh; or with
+        ``cast``, a value is beyond the range of the new dtype.
       DamagedError: bytes were changed after they were written, with the name of the tensor and the file; or another
         ``step``.
 
@@ -74,18 +79,23 @@ def restore(
         raise DamagedError(wrong_step(root, manifest, step))
     leaves, structure = jax.tree.flatten(like)
     targets = leaves_of(like)
-    sources = match(targets, manifest.tensors, str(root), only=only, rename=rename)
+    sources = match(targets, manifest.tensors, str(root), only=only, rename=rename, cast=cast)
+    rounded: set[str] = set()
     with ThreadPoolExecutor(_WORKERS) as pool:
         _check_other_files(pool, root, manifest, sources.values(), everything=not only)
         for i, leaf in enumerate(targets):
             if leaf.path in sources:
-                _check_itemsize(root, leaf, sources[leaf.path])
-                leaves[i] = _restore_leaf(pool, root, manifest, leaf, sources[leaf.path])
+                _check_itemsize(root, sources[leaf.path])
+                leaves[i] = _restore_leaf(pool, root, manifest, leaf, sources[leaf.path], rounded)
             elif isinstance(leaf.value, jax.ShapeDtypeStruct):
                 raise CheckpointError(
                     f"{leaf.path} is not restored, because only= excludes it, but `like` has no value for it. "
                     "Remedy: like=jp.init(...), or a part of the state."
                 )
+    if rounded:
+        lines = listed("rounded", sorted(rounded))
+        text = "Remedy: a wider dtype in the state (in a run, model.param_dtype: float32), if the lost bits matter."
+        warnings.warn("\n".join([f"{root}: casts lose bits of values:", *lines, text]), stacklevel=2)
     return jax.tree.unflatten(structure, leaves)
 
 
@@ -105,21 +115,24 @@ def _check_other_files(
             raise DamagedError(problem)
 
 
-def _check_itemsize(root: Path, leaf: Leaf, source: Source) -> None:
+def _check_itemsize(root: Path, source: Source) -> None:
     for path, tensor in source.tensors:
-        if tensor.itemsize != leaf.dtype.itemsize:
+        itemsize = np.dtype(tensor.dtype).itemsize
+        if tensor.itemsize != itemsize:
             raise DamagedError(
-                f"{root / NAME}: tensor {path}: a value of {tensor.dtype} has {leaf.dtype.itemsize} bytes, got "
+                f"{root / NAME}: tensor {path}: a value of {tensor.dtype} has {itemsize} bytes, got "
                 f"{tensor.itemsize}. {REMEDY}"
             )
 
 
-def _restore_leaf(pool: ThreadPoolExecutor, root: Path, manifest: Manifest, leaf: Leaf, source: Source) -> Any:
+def _restore_leaf(
+    pool: ThreadPoolExecutor, root: Path, manifest: Manifest, leaf: Leaf, source: Source, rounded: set[str]
+) -> Any:
     """Restore one tensor, with each shard on its devices."""
     sharding = leaf.value.sharding
     if sharding is None:
         block = np.empty(leaf.shape, leaf.dtype)
-        _fill(pool, root, manifest, source, {tuple((0, n) for n in leaf.shape): block})
+        _fill(pool, root, manifest, source, {tuple((0, n) for n in leaf.shape): block}, rounded)
         return block if leaf.key is None else jax.random.wrap_key_data(jnp.asarray(block), impl=leaf.key)
     on_mesh = isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, jax.sharding.Mesh)
     if not on_mesh and not isinstance(sharding, SingleDeviceSharding):
@@ -129,7 +142,7 @@ def _restore_leaf(pool: ThreadPoolExecutor, root: Path, manifest: Manifest, leaf
         )
     places = {d: bounds(i or (), leaf.shape) for d, i in sharding.addressable_devices_indices_map(leaf.shape).items()}
     blocks = {at: np.empty([stop - start for start, stop in at], leaf.dtype) for at in places.values()}
-    _fill(pool, root, manifest, source, blocks)
+    _fill(pool, root, manifest, source, blocks, rounded)
     home = lambda device: SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
     parts = [jax.device_put(blocks[at], home(device)) for device, at in places.items()]
     made = jax.make_array_from_single_device_arrays(leaf.shape, sharding, parts)
@@ -137,17 +150,21 @@ def _restore_leaf(pool: ThreadPoolExecutor, root: Path, manifest: Manifest, leaf
 
 
 def _fill(
-    pool: ThreadPoolExecutor, root: Path, manifest: Manifest, source: Source, blocks: Mapping[Bounds, np.ndarray]
+    pool: ThreadPoolExecutor,
+    root: Path,
+    manifest: Manifest,
+    source: Source,
+    blocks: Mapping[Bounds, np.ndarray],
+    rounded: set[str],
 ) -> None:
-    """Fill blocks of a tensor, keyed by their bounds, from the checkpoint's pieces."""
+    """Fill blocks of a tensor, keyed by their bounds, from the checkpoint's pieces; add what a cast rounds."""
     tasks = (
         (path, tensor, piece, targets)
         for path, tensor, some in _plan(source, blocks)
         for piece in tensor.pieces()
         if (targets := [(at, block) for at, block in some.items() if _meet(at, piece[1])])
     )
-    for _ in map_in_order(pool, lambda task: _copy(root, manifest, *task), tasks):
-        pass
+    rounded.update(filter(None, map_in_order(pool, lambda task: _copy(root, manifest, *task), tasks)))
 
 
 def _plan(
@@ -169,20 +186,44 @@ type Targets = list[tuple[Bounds, np.ndarray]]
 
 def _copy(
     root: Path, manifest: Manifest, path: str, tensor: TensorRecord, piece: TensorPiece, targets: Targets
-) -> None:
-    """Read and verify one piece and copy it into the targets; a target that is exactly this piece is read in place."""
-    at = piece[1]
+) -> str | None:
+    """Read and verify one piece and copy it into the targets; a target that is exactly this piece is read in place.
+
+    Returns:
+      What a cast rounded, if it did.
+    """
+    at, stored, wanted = piece[1], np.dtype(tensor.dtype), targets[0][1].dtype
     shape = tuple(stop - start for start, stop in at)
-    exact = next((b for target, b in targets if target == at and shape == tensor.chunk and b.flags.c_contiguous), None)
+    whole = shape == tensor.chunk and stored == wanted
+    exact = next((b for target, b in targets if target == at and whole and b.flags.c_contiguous), None)
     buffer = np.empty(tensor.piece_bytes, np.uint8) if exact is None else exact.reshape(-1).view(np.uint8)
     read_piece(root, manifest, path, tensor, piece, buffer)
-    values = buffer.view(targets[0][1].dtype).reshape(tensor.chunk)
+    values = buffer.view(stored).reshape(tensor.chunk)
     for target, block in targets:
         if block is not exact:
             cut = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(at, target, strict=True)]
             destination = tuple(slice(a - low, b - low) for (a, b), (low, _) in zip(cut, target, strict=True))
             origin = tuple(slice(a - low, b - low) for (a, b), (low, _) in zip(cut, at, strict=True))
-            block[destination] = values[origin]
+            with np.errstate(over="ignore"):  # reported below
+                block[destination] = values[origin]
+    return None if np.can_cast(stored, wanted, "safe") else _rounded(root, path, values, wanted)
+
+
+def _rounded(root: Path, path: str, values: np.ndarray, dtype: np.dtype[Any]) -> str | None:
+    """Returns a tensor and its dtypes if ``dtype`` cannot represent all of its values.
+
+    Raises:
+      CheckpointError: a value is beyond the range of ``dtype``.
+    """
+    with np.errstate(over="ignore"):
+        back = values.astype(dtype).astype(values.dtype)
+    if (beyond := np.isfinite(values) & ~np.isfinite(back)).any():
+        raise CheckpointError(
+            f"{root}: {path} holds {values[beyond][0]:g}, which {dtype} cannot represent. Remedy: a dtype of a larger "
+            "range, such as bfloat16."
+        )
+    same = (back == values) | np.isnan(values)
+    return None if same.all() else f"{path}, from {values.dtype} to {dtype}"
 
 
 def _meet(a: Bounds, b: Bounds) -> bool:

@@ -22,7 +22,7 @@ from jaxpar.analysis.units import show_bytes
 from jaxpar.app.adapted import merged_params, plain_model
 from jaxpar.app.generate.chat import Prompts
 from jaxpar.app.generate.prompts import Answer, Page
-from jaxpar.app.job import Job
+from jaxpar.app.job import Job, with_dtypes
 from jaxpar.app.launch import heartbeat
 from jaxpar.app.quantize_config import QuantizeSettings, quantize_config
 from jaxpar.app.train.checkpointing import config_changes, config_values, flatten
@@ -159,6 +159,7 @@ def generate(job: Job, prompts: Prompts, options: GenerateOptions, *, out: TextI
     """
     remedy = "use the same command and configuration in every process."
     check_same("generate", _shared_facts(job, prompts.texts, options), remedy)
+    job = settled(lambda: as_saved(job, options.checkpoint))
     texts, stops = prompts.ids, (*options.stop, *prompts.stop)
     model = settled(lambda: generator(job, texts, options, prompts.stop_tokens))
     answers = [Answer(prompt, stops, decoder=job.tokenizer.decoder()) for prompt in prompts.texts]
@@ -272,11 +273,29 @@ def _folders(directory: Path) -> tuple[bool, list[str]]:
 
 
 def _read(folder: Path, params: Any, step: int | None) -> Any:
-    return jp.restore(folder, {"params": params}, only=["params"], step=step)["params"]
+    return jp.restore(folder, {"params": params}, only=["params"], step=step, cast=True)["params"]
 
 
 def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:12]
+
+
+def as_saved(job: Job, checkpoint: Path | None) -> Job:
+    """Returns the job with parameters in the dtype of a checkpoint: generating needs no copy of them in fp32.
+
+    Args:
+      job: the run.
+      checkpoint: the folder of its checkpoints, or of one; ``None`` for initial parameters.
+    """
+    if checkpoint is None or not isinstance(job.model, LlamaConfig) or plain_model(job.make_model) is not job.make_model:
+        return job
+    single, names = _folders(checkpoint)
+    try:
+        tensors = read(checkpoint if single else checkpoint / names[0]).tensors
+    except DamagedError:  # an older step is restored
+        return job
+    dtypes = {tensor.dtype for path, tensor in tensors.items() if path.startswith("params/")}
+    return with_dtypes(job, param_dtype=dtypes.pop()) if dtypes in ({"bfloat16"}, {"float16"}) else job
 
 
 def _parameters(job: Job, model: jp.Generator, checkpoint: Path | None, console: Console) -> Any:

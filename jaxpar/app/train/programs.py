@@ -113,7 +113,7 @@ def _first_state(job: Job, layout: jp.Layout) -> Any:
     if folder is None:
         return jp.init(layout, job.make_model, job.tx, **options)
     like = jp.abstract_state(layout, job.make_model, job.tx, job.precision).params
-    params = settled(lambda: jp.restore(folder, {"params": like}, only=["params"])["params"])
+    params = settled(lambda: jp.restore(folder, {"params": like}, only=["params"], cast=True)["params"])
     return state_from_params(layout, job.make_model, job.tx, params, **options)
 
 

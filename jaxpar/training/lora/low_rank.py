@@ -223,8 +223,10 @@ def product(x: Any, weight: LowRank, numbers: Any, weight_is_left: bool, out: An
     kept = [label for label in (*labels, *first[1]) if label in (*result, *second[1])]
     between = [*dict.fromkeys(kept), RANK]
     options = {"precision": precision, "preferred_element_type": out.dtype}
-    inner = _einsum([(x, labels), (first[0], (*first[1], RANK))], between, **options)
-    added = _einsum([(inner.astype(x.dtype), between), (second[0], (*second[1], RANK))], result, **options)
+    computed = jnp.promote_types(x.dtype, weight.w.dtype)  # adapters beside a weight in bf16 are stored in fp32
+    inner = _einsum([(x, labels), (first[0].astype(computed), (*first[1], RANK))], between, **options)
+    second_operand = (second[0].astype(computed), (*second[1], RANK))
+    added = _einsum([(inner.astype(x.dtype), between), second_operand], result, **options)
     return (weight.scale * added).astype(out.dtype)
 
 

@@ -159,7 +159,8 @@ def adapted_parts(model: AdaptedModel, parts: ModelParts) -> ModelParts:
 def _initial(adapter: Adapter, config: LoraConfig, dtype: Any, key: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns ``lora_a``, uniform with a bound of 1 / sqrt(number of inputs) as in PEFT, and ``lora_b`` of zeros."""
     a, b = adapter.shapes(config.rank)
-    dtype = dtype if jnp.issubdtype(dtype, jnp.floating) else jnp.float32
+    # Not narrower than fp32: an update of 1e-4 of an adapter in bf16 would round away.
+    dtype = jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else jnp.float32
     bound = 1 / math.sqrt(math.prod(adapter.shape[adapter.stacked : adapter.middle]))
     own = jax.random.fold_in(key, zlib.crc32(show(adapter.path).encode()))
     return (bound * jax.random.uniform(own, a, jnp.float32, -1, 1)).astype(dtype), jnp.zeros(b, dtype)
