@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar.errors import ConfigError, DiskError
 from jaxpar.parallel.explicit_axes import without_explicit_axes
@@ -31,6 +31,7 @@ from jaxpar.training.offload.disk_state import LeafGroup, MomentLeaf, disk_of, g
 from jaxpar.training.state import TrainState, place
 from jaxpar.training.step import check_same, keep_unless_finite, measure, place_state, step_config
 from jaxpar.training.step_call import StepCall, partitioned
+from jaxpar.training.weight_changes import changed, is_narrow, share
 from jaxpar.utils.arrays import placeholder
 from jaxpar.utils.checks import is_count
 
@@ -217,11 +218,12 @@ class DiskOffloadedStep:
                 self._step = number + 1
                 return replace(state, **carried), metrics
             self._store.begin()
-            params, opt_state = self._apply(staging, state, grads, metrics["loss"])
+            params, opt_state, count = self._apply(staging, state, grads, metrics["loss"])
             staging.finish()
             self._store.commit(number + 1)
         self.peak_staged = max(self.peak_staged, staging.peak)
         self._step = number + 1
+        metrics |= share(count, sum(x.size for x in jax.tree.leaves(params) if is_narrow(x)))
         return replace(state, params=params, opt_state=opt_state, **carried), metrics
 
     def snapshot(self, folder: str | Path) -> None:
@@ -319,11 +321,11 @@ class DiskOffloadedStep:
             _view(buffer, at, shape, m.dtype)[...] = np.asarray(found[devices[0]])
         return buffer
 
-    def _apply(self, staging: Staging, state: TrainState, grads: Any, loss: jax.Array) -> tuple[Any, Any]:
+    def _apply(self, staging: Staging, state: TrainState, grads: Any, loss: jax.Array) -> tuple[Any, Any, Any]:
         weights, structure = jax.tree.flatten(state.params)
         gradients = jax.tree.leaves(grads)
         states, state_structure = jax.tree.flatten(state.opt_state, is_leaf=is_stored)
-        old = list(states)
+        old, counts = list(states), []
         for piece, (g, row) in enumerate(self._pieces):
             group = self._groups[g]
             w, kept = weights[group.parameter], [states[m.number] for m in group.kept]
@@ -332,20 +334,21 @@ class DiskOffloadedStep:
             moments = staging.get(piece)
             self._note("update", piece)
             free = [x for i, x in enumerate(old) if i in self._free]
-            w, made, kept = self._updates[g](row, w, gradients[group.parameter], moments, kept, free, loss)
+            w, made, kept, count = self._updates[g](row, w, gradients[group.parameter], moments, kept, free, loss)
             weights[group.parameter] = w
             for m, x in zip(group.kept, kept, strict=True):
                 states[m.number] = x
             staging.put(piece, made)
+            counts.append(count)
             del moments, made
         # Last: it donates the counts that the other updates read.
         rest = ((weights, self._ungrouped), (gradients, self._ungrouped), (old, self._staying))
-        new_w, new_s = self._tail(*([xs[i] for i in some] for xs, some in rest), loss)
+        new_w, new_s, count = self._tail(*([xs[i] for i in some] for xs, some in rest), loss)
         for i, x in zip(self._ungrouped, new_w, strict=True):
             weights[i] = x
         for i, x in zip(self._staying, new_s, strict=True):
             states[i] = x
-        return jax.tree.unflatten(structure, weights), jax.tree.unflatten(state_structure, states)
+        return jax.tree.unflatten(structure, weights), jax.tree.unflatten(state_structure, states), sum(counts, count)
 
     def _update_of(self, state: TrainState, group: LeafGroup) -> Any:
         """Returns the program that updates one row of a group; it donates weights and moments in memory."""
@@ -355,7 +358,7 @@ class DiskOffloadedStep:
 
         def run(
             row: jax.Array, w: Any, g: Any, moments: list[Any], kept: list[Any], free: list[Any], loss: jax.Array
-        ) -> tuple[Any, list[Any], list[Any]]:
+        ) -> tuple[Any, list[Any], list[Any], jax.Array]:
             part = lambda x: _row(x, row, group)
             # During the update the parameter is sharded like its moments.
             shard_row = lambda x: with_sharding(self._layout.mesh, part(x), spec)
@@ -364,12 +367,14 @@ class DiskOffloadedStep:
                 given = slices | dict(zip(self._free, free, strict=True))
                 new_w, new_s = update({group.parameter: shard_row(w)}, {group.parameter: shard_row(g)}, given, loss)
                 new = with_sharding(self._layout.mesh, new_w[group.parameter], sharding.spec)
+                count = changed(part(w), new) if is_narrow(w) else jnp.zeros(())
                 new_moments = [new_s[m.number] for m in group.stored]
                 stay = [_put_row(x, new_s[m.number], row, group) for m, x in zip(group.kept, kept, strict=True)]
-                return _put_row(w, new, row, group), new_moments, stay
+                return _put_row(w, new, row, group), new_moments, stay, count
 
-        out_shardings = ([m.sharding for m in group.stored], [m.sharding for m in group.kept])
-        return jax.jit(run, donate_argnums=(1, 4), out_shardings=(sharding, *out_shardings))
+        whole = NamedSharding(self._layout.mesh, PartitionSpec())
+        out_shardings = (sharding, [m.sharding for m in group.stored], [m.sharding for m in group.kept], whole)
+        return jax.jit(run, donate_argnums=(1, 4), out_shardings=out_shardings)
 
     def _tail_of(self, state: TrainState) -> Any:
         """Returns the program that updates the rest: parameters without moments on disk, and counts."""
@@ -390,9 +395,12 @@ class DiskOffloadedStep:
             with tracing_under(self._layout):
                 leaves_by_number = (dict(zip(ungrouped, xs, strict=True)) for xs in (weights, gradients))
                 new_w, new_s = update(*leaves_by_number, dict(zip(staying, states, strict=True)), loss)
-                return [new_w[i] for i in ungrouped], [new_s[i] for i in staying]
+                pairs = [(w, new_w[i]) for w, i in zip(weights, ungrouped, strict=True) if is_narrow(w)]
+                count = sum((changed(*pair) for pair in pairs), jnp.zeros(()))
+                return [new_w[i] for i in ungrouped], [new_s[i] for i in staying], count
 
-        out_shardings = ([self._param_shardings[i] for i in ungrouped], state_shardings)
+        whole = NamedSharding(self._layout.mesh, PartitionSpec())
+        out_shardings = ([self._param_shardings[i] for i in ungrouped], state_shardings, whole)
         return jax.jit(run, donate_argnums=(0, 2) if self._donate else (), out_shardings=out_shardings)
 
     def _init_of(self, state: TrainState, group: LeafGroup) -> Any:

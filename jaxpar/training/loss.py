@@ -21,7 +21,7 @@ from jaxpar.training.model.lora import LoraKind
 from jaxpar.training.state import TrainState
 
 Metrics = dict[str, Any]
-STEP_METRICS = frozenset({"loss", "grad_norm", "grads", "skipped", "loss_scale"})
+STEP_METRICS = frozenset({"loss", "grad_norm", "grads", "skipped", "loss_scale", "weights_changed"})
 """Names of the step's own metrics, which a loss cannot use."""
 type LossFn = Callable[..., Any]
 """``loss_fn(model, batch)``, with an argument ``key`` if it draws random numbers; see :func:`jaxpar.train_step`."""

@@ -36,6 +36,7 @@ from jaxpar.training.rounded_weights import with_rounded_weights
 from jaxpar.training.self_reducing import SelfReducing
 from jaxpar.training.state import TrainState, place, problems_of
 from jaxpar.training.step_call import StepCall, partitioned
+from jaxpar.training.weight_changes import sampled
 from jaxpar.utils.arrays import at_least_fp32, describe
 from jaxpar.utils.checks import is_count
 
@@ -93,7 +94,9 @@ def train_step(
 
     Returns:
       The step. ``metrics`` holds ``loss``, ``grad_norm`` (before clipping, L2, fp32), ``skipped`` (with
-      ``skip_nonfinite``), ``loss_scale`` (if there is one), and the metrics that ``loss_fn`` returned. With
+      ``skip_nonfinite``), ``loss_scale`` (if there is one), ``weights_changed`` (the share of the weights of 16 bits
+      that the step changed, if there are any; updates below half of their spacing round away), and the metrics that
+      ``loss_fn`` returned. With
       :func:`jaxpar.one_bit_adam`, ``grad_norm`` is the root mean square of the norms of the per-device gradients,
       which is at least the norm of their mean.
 
@@ -150,7 +153,8 @@ def train_step(
             extra["grads"] = jax.tree.map(lambda g: g.mean(0), grads) if own else found.grads
         keep = finite if skip_nonfinite else jnp.asarray(True)
         value = value_of(layout, loss_fn, state, batch, step_options)
-        params, opt_state = _update(layout, state, grads, loss, value, keep)
+        state, sample = sampled(layout, state)
+        params, opt_state, hosted = _update(layout, state, grads, loss, value, keep)
         new = TrainState(
             state.step + 1, params, opt_state, found.variables, state.key, state.metadata, state.loss_scale
         )
@@ -162,7 +166,9 @@ def train_step(
             parts = ("variables",) if selected else ("params", "opt_state", "variables")
             new, skip_metrics = keep_unless_finite(state, new, finite, config, parts)
             extra |= skip_metrics
-        return place_state(layout, new), {"loss": loss, "grad_norm": norm, **found.metrics, **extra}
+        new = place_state(layout, new)
+        extra |= sample.metric(new.params, hosted)
+        return new, {"loss": loss, "grad_norm": norm, **found.metrics, **extra}
 
     # An abstract mesh has no compiler options; code that compiles for a topology passes its own.
     options = options if isinstance(layout.mesh, Mesh) else {}
@@ -220,7 +226,8 @@ def updated(
     config = StepConfig(per_device_grads=own)
     with tracing_under(layout):
         grads = jax.tree.map(lambda g: g[None], grads) if own else clipped(grads, clip_norm)[0]
-        return _update(layout, state, grads, loss, value_of(layout, loss_fn, state, batch, config), jnp.asarray(True))
+        value = value_of(layout, loss_fn, state, batch, config)
+        return _update(layout, state, grads, loss, value, jnp.asarray(True))[:2]
 
 
 def clipped(grads: Any, clip_norm: float | None, *, own: bool = False) -> tuple[Any, jax.Array]:
@@ -340,12 +347,15 @@ def _update(
     loss: jax.Array,
     value_fn: Callable[[Any], jax.Array],
     finite: jax.Array,
-) -> tuple[Any, optax.OptState]:
+) -> tuple[Any, optax.OptState, jax.Array]:
     """Applies the optimizer, offering the extra arguments of optax's line searches, Polyak steps, SAM and Sophia.
 
     ``value_fn`` computes ``loss`` from parameters (see :func:`value_of`). It costs nothing if the optimizer does not
     call it. With state in host memory, this function leaves everything unchanged where ``finite`` is false; otherwise
     the caller does.
+
+    Returns:
+      The parameters, the optimizer state, and how many weights of 16 bits in host memory changed.
     """
 
     def loss_at(params: Any, obj_fn: Any = None, grad_fn: Any = None) -> jax.Array:
@@ -366,13 +376,13 @@ def _update(
     if isinstance(tx, SelfReducing):
         dims = dict(state.metadata.dims)
         updates, new = tx.update_sharded(layout, dims, grads, state.opt_state, state.params)
-        return optax.apply_updates(state.params, updates), new
+        return optax.apply_updates(state.params, updates), new, jnp.zeros(())
     if any(map(on_host, jax.tree.leaves((state.params, state.opt_state)))):
         return streaming_update(layout, state, grads, finite, extra)
     check_steps(state.opt_state)
     updates, opt_state = tx.update(grads, state.opt_state, state.params, **extra)
     check_update(state.params, updates, state.opt_state, opt_state)
-    return optax.apply_updates(state.params, updates), opt_state
+    return optax.apply_updates(state.params, updates), opt_state, jnp.zeros(())
 
 
 def keep_unless_finite(

@@ -36,6 +36,7 @@ from jaxpar.training.pipeline.transfer import row_axes
 from jaxpar.training.self_reducing import SelfReducing
 from jaxpar.training.state import TrainState
 from jaxpar.training.step import check_same, clipped, place_state, step_config
+from jaxpar.training.weight_changes import sampled, share_changed
 from jaxpar.utils.arrays import describe
 
 
@@ -232,6 +233,8 @@ class PipedreamStep:
         grads, norm = clipped(found.grads, self.clip_norm)
         finite = jnp.isfinite(norm)
         ready = state.flight["pending"] == 1
+        landed, sample = sampled(self.layout, state.landed)
+        state = replace(state, params=landed.params)
         updates, opt_state = state.metadata.tx.update(grads, state.opt_state, state.params)
         updated = ready & finite if self.skip_nonfinite else ready
         params = optax.apply_updates(state.params, updates)
@@ -242,6 +245,7 @@ class PipedreamStep:
         new = place_state(self.layout, new)
         skip_metric = {"skipped": ready & ~finite} if self.skip_nonfinite else {}
         metrics = {"loss": found.loss, "grad_norm": norm, "updated": updated, **found.metrics, **skip_metric}
+        metrics |= sample.metric(new.params, jnp.zeros(()))
         return InFlight(**vars(new), flight=flight), metrics
 
     def _every_microbatch(self, state: InFlight, batch: Any) -> tuple[InFlight, Metrics]:
@@ -252,6 +256,7 @@ class PipedreamStep:
         check_same(state, new)
         # No rule places the per-stage optimizer states; weight_stashing shards them like their parameters' moments.
         placed = place_state(self.layout, replace(new.landed, opt_state=()))
+        metrics |= share_changed(state.params, placed.params)  # the versions of the weights include the old ones
         return replace(new, **{**vars(placed), "opt_state": new.opt_state}), metrics
 
     def _check_flight(self, state: InFlight, split: ModelSplit) -> None:

@@ -7,11 +7,13 @@ be updated layer by layer; the state of one that operates on full matrices moves
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
@@ -21,6 +23,7 @@ from jaxpar.sharding.layout import Layout, to_spec, with_sharding
 from jaxpar.sharding.names import LAYERS
 from jaxpar.training.model import Path, leaves_with_paths, show
 from jaxpar.training.state import TrainState, moment_names, place
+from jaxpar.training.weight_changes import changed, is_narrow
 from jaxpar.utils.arrays import placeholder
 
 # Elementwise: each element of the result depends on one element of each operand.
@@ -36,8 +39,12 @@ type Apply = Callable[..., tuple[list[Any], list[Any]]]
 type Specs = Mapping[Path, PartitionSpec]
 
 
-def update(layout: Layout, state: TrainState, grads: Any, finite: jax.Array, extra: dict[str, Any]) -> tuple[Any, Any]:
+def update(
+    layout: Layout, state: TrainState, grads: Any, finite: jax.Array, extra: dict[str, Any]
+) -> tuple[Any, Any, jax.Array]:
     """Returns new parameters and optimizer state; the old ones where ``finite`` is false.
+
+    Also returns how many weights of 16 bits in host memory changed.
 
     Args:
       layout: the ambient layout.
@@ -80,12 +87,14 @@ def update(layout: Layout, state: TrainState, grads: Any, finite: jax.Array, ext
         jax.device_put(with_sharding(layout.mesh, new, spec), HOST) if on_host(old) and not skip else new
         for old, new, spec, skip in zip(states, new_s, state_specs, s_layered, strict=True)
     ]
+    hosted = jnp.zeros(())
     if any(w_layered):
         specs = loop_specs, _only(state_specs, s_layered)
         arrays, chosen = (weights, gradients, states), (w_layered, s_layered)
         layered = _layers(layout, apply, arrays, chosen, specs, (finite, loss))
         new_w, new_s = _filled(layered[0], w_layered, new_w), _filled(layered[1], s_layered, new_s)
-    return jax.tree.unflatten(structure, new_w), jax.tree.unflatten(state_structure, new_s)
+        hosted = layered[2]
+    return jax.tree.unflatten(structure, new_w), jax.tree.unflatten(state_structure, new_s), hosted
 
 
 def _by_layers(
@@ -187,17 +196,20 @@ def _layers(
     chosen: tuple[Sequence[bool], Sequence[bool]],
     specs: tuple[Sequence[PartitionSpec], Sequence[PartitionSpec]],
     scalars: tuple[Any, Any],
-) -> tuple[list[Any], list[Any]]:
-    """Returns the parameters and states of stacked layers, updated layer by layer in their own memory."""
+) -> tuple[list[Any], list[Any], jax.Array]:
+    """Returns parameters and states of stacked layers, updated layer by layer in their own memory; and the changes."""
     (weights, gradients, states), (w_layered, s_layered) = arrays, chosen
     absent = [placeholder(w) for w in weights]
     # During the update a parameter is sharded like its state.
     param_specs, state_specs = (list(some) for some in specs)
+    counted = [i for i, x in enumerate(_only(weights, w_layered)) if is_narrow(x) and on_host(x)]
+    # Each device counts its shards, and devices that hold the same shard a part of it.
+    shares = np.array([_share(layout, param_specs[i]) for i in counted], np.float32)
 
     def loop(
         weights: list[Any], gradients: list[Any], moving: list[Any], staying: list[Any], scalars: tuple[Any, Any]
-    ) -> tuple[list[Any], list[Any]]:
-        def one(i: jax.Array, carry: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
+    ) -> tuple[list[Any], list[Any], jax.Array]:
+        def one(i: jax.Array, carry: tuple[list[Any], list[Any], jax.Array]) -> tuple[list[Any], list[Any], jax.Array]:
             part = lambda x: jax.lax.dynamic_slice_in_dim(x, i, 1, 0)
             load = lambda x: jax.device_put(part(x), DEVICE) if on_host(x) else part(x)
             store = lambda x, new: jax.lax.dynamic_update_slice_in_dim(
@@ -208,21 +220,30 @@ def _layers(
                 _filled(w, w_layered, absent), _filled(g, w_layered, absent), _filled(s, s_layered, staying), *scalars
             )
             write = lambda old, new, flags: [store(x, n) for x, n in zip(old, _only(new, flags), strict=True)]
-            return write(carry[0], new_w, w_layered), write(carry[1], new_s, s_layered)
+            pairs = [(w[n], _only(new_w, w_layered)[n]) for n in counted]
+            count = carry[2] + sum((share * changed(*pair) for share, pair in zip(shares, pairs, strict=True)), 0.0)
+            return write(carry[0], new_w, w_layered), write(carry[1], new_s, s_layered), count
 
         # Carry the host arrays themselves: otherwise the compiler copies them in full.
-        return jax.lax.fori_loop(0, weights[0].shape[0], one, (weights, moving))
+        weights, moving, count = jax.lax.fori_loop(0, weights[0].shape[0], one, (weights, moving, jnp.zeros(())))
+        return weights, moving, jax.lax.psum(count, layout.mesh.axis_names) if counted else count
 
     # Manual, because the compiler does any resharding between host and device on the host.
     run = jax.shard_map(
         loop,
         mesh=layout.mesh if isinstance(layout.mesh, Mesh) else None,
         in_specs=(param_specs, param_specs, state_specs, PartitionSpec(), PartitionSpec()),
-        out_specs=(param_specs, state_specs),
+        out_specs=(param_specs, state_specs, PartitionSpec()),
         check_vma=False,
     )
     staying = [placeholder(x) if x.ndim else x for x in states]
     return run(_only(weights, w_layered), _only(gradients, w_layered), _only(states, s_layered), staying, scalars)
+
+
+def _share(layout: Layout, spec: PartitionSpec) -> float:
+    """The share of the devices that hold different shards."""
+    axes = [axis for entry in spec if entry for axis in ((entry,) if isinstance(entry, str) else entry)]
+    return math.prod(layout.sizes[axis] for axis in axes) / layout.mesh.size
 
 
 def _only(values: Sequence[Any], chosen: Sequence[bool]) -> list[Any]:
