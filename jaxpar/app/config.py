@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from jaxpar.app.config_ranges import AboveOne, BatchSize, Count, Natural, Positive
+from jaxpar.app.config_ranges import AboveOne, BatchSize, Count, Natural, NonNegative, Positive, Share
 from jaxpar.app.data_config import DataConfig, check_blend
 from jaxpar.app.quantize_config import QuantizeSettings
-from jaxpar.app.server_config import ServerSettings
+from jaxpar.app.server_config import ServerSettings, server_config
 from jaxpar.app.shipped_configs import find_config, find_layout
-from jaxpar.errors import ConfigError
+from jaxpar.errors import ConfigError, prefixed
 from jaxpar.sharding.mesh import AxisSize, LayoutData
 from jaxpar.utils.checks import Range
 from jaxpar.utils.yaml_config import build, load_yaml, merge, override
@@ -27,7 +28,7 @@ TrackerName = Literal["wandb", "trackio"]
 class PruneSettings:
     """Which weights are pruned while the model trains; see :class:`jaxpar.compression.PruneConfig`."""
 
-    sparsity: float | None = None
+    sparsity: Share | None = None
     pattern: tuple[int, ...] | None = None
     targets: tuple[str, ...] = ("*",)
     axis: int | dict[str, int] = -2
@@ -52,8 +53,20 @@ class MuonSettings:
 
     adam_learning_rate: Positive | None = None
     targets: tuple[str, ...] = ()
-    inputs: dict[str, int] = field(default_factory=dict)
+    inputs: dict[str, Count] = field(default_factory=dict)
     stacked: tuple[str, ...] = ("layers", "dense_layers", "experts")
+
+
+@dataclass(frozen=True)
+class DecaySettings:
+    """Which parameters weight decay shrinks; see :func:`jaxpar.optimizers.decay_mask`.
+
+    Attributes:
+      exclude: those that do not decay: words in their paths such as ``norm``, patterns of paths such as ``*/bias``, the
+        logical dim of a vector, or ``vectors``, all with fewer than two dims beside those of stacked layers.
+    """
+
+    exclude: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -69,18 +82,20 @@ class OptimizerConfig:
       final_lr_ratio: the last rate, as a fraction of the highest; a ``constant`` schedule ignores it.
       clip_norm: gradients are scaled down to this norm over all parameters; ``None`` keeps them.
       options: the optimizer's other keyword arguments; for ``muon`` those of ``optax.contrib.muon``.
+      decay: which parameters weight decay shrinks: ``{exclude: [norm, bias, embed]}``; by default all.
       muon: which weights ``muon`` updates, and the rate of all others: ``{adam_learning_rate: 1e-3}``.
       prune: which weights are pruned: ``{sparsity: 0.5, begin: 100, end: 300}`` or ``{pattern: [2, 4]}``.
     """
 
     name: str = "adamw"
-    learning_rate: float = 1e-3
+    learning_rate: Positive = 1e-3
     warmup: Natural = 20
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     decay_steps: Count | None = None
-    final_lr_ratio: float = 0.1
+    final_lr_ratio: Share = 0.1
     clip_norm: Positive | None = 1.0
     options: dict[str, Option | None] = field(default_factory=dict)
+    decay: DecaySettings | None = None
     muon: MuonSettings | None = None
     prune: PruneSettings | None = None
 
@@ -315,7 +330,7 @@ class BestConfig:
 
     metric: Literal["heldout_loss", "loss"] = "heldout_loss"
     mode: Literal["min", "max"] = "min"
-    keep: int = 1
+    keep: Count = 1
 
 
 @dataclass(frozen=True)
@@ -334,9 +349,9 @@ class CheckpointConfig:
     """
 
     directory: str | None = None
-    save_interval_steps: int | None = None
-    save_interval_minutes: float | None = None
-    keep: int = 3
+    save_interval_steps: Count | None = None
+    save_interval_minutes: Positive | None = None
+    keep: Count = 3
     best: BestConfig | None = None
     resume: Literal["auto", "never", "required"] = "auto"
 
@@ -367,13 +382,13 @@ class SuperviseConfig:
       resources: Ray resources of each process, with ``--ray``: ``{CPU: 4, GPU: 1}``.
     """
 
-    processes: int | None = None
-    step_timeout: float = 300.0
-    compile_timeout: float = 1800.0
-    restarts: int = 3
-    restart_delay: float = 1.0
+    processes: Count | None = None
+    step_timeout: Positive = 300.0
+    compile_timeout: Positive = 1800.0
+    restarts: Natural = 3
+    restart_delay: NonNegative = 1.0
     elastic: bool = False
-    resources: dict[str, float] = field(default_factory=dict)
+    resources: dict[str, NonNegative] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -443,8 +458,7 @@ def load_run(path: str | os.PathLike[str], settings: Sequence[str] = ()) -> Load
     file = find_config(Path(path))
     data = override(load_yaml(file, paths=("layout",)), settings)
     config = build(RunConfig, data, str(file))
-    _check_spike(config.train.spike, file)
-    check_blend(config.data, file)
+    _check(config, file)
     own = LayoutData(mesh=None, rules=None)
     if config.layout is not None:
         source = find_layout(file, config.layout)
@@ -453,6 +467,40 @@ def load_run(path: str | os.PathLike[str], settings: Sequence[str] = ()) -> Load
     if rings := own.rings if config.rings is None else config.rings:
         layout["rings"] = rings
     return Loaded(config, layout, file.stem)
+
+
+def _check(config: RunConfig, file: Path) -> None:
+    """Raises an error for values that only some commands use, or that contradict each other, so that all refuse them.
+
+    Raises:
+      ConfigError: it names the keys.
+    """
+    check_blend(config.data, file)
+    _check_spike(config.train.spike, file)
+    _check_checkpoint(config.checkpoint, config.train, file)
+    if config.parallel.parameter_server is not None:
+        with prefixed(f"{file}: "):
+            server_config(config.parallel.parameter_server, None, None)
+
+
+def _check_checkpoint(checkpoint: CheckpointConfig | None, train: TrainConfig, file: Path) -> None:
+    if checkpoint is None:
+        return
+    every, minutes, best = checkpoint.save_interval_steps, checkpoint.save_interval_minutes, checkpoint.best
+    if every is not None and minutes is not None:
+        raise ConfigError(
+            f"{file}: checkpoint.save_interval_steps={every} and checkpoint.save_interval_minutes={minutes:g} are "
+            "mutually exclusive. Remedy: leave one out."
+        )
+    if best is None or best.metric == "loss" or (every is None and minutes is None):  # then only the last step is saved
+        return
+    if every is None or math.lcm(every, train.eval_every) > train.steps:
+        when = "by the clock" if every is None else f"every {every} steps"
+        raise ConfigError(
+            f"{file}: checkpoint.best ranks by heldout_loss, which is evaluated every {train.eval_every} steps, but "
+            f"checkpoints saved {when} before step {train.steps} may have none. Remedy: save_interval_steps: "
+            f"{train.eval_every}, or metric: loss."
+        )
 
 
 def _check_spike(spike: SpikeConfig | None, file: Path) -> None:

@@ -51,7 +51,10 @@ class Explain(_LayoutCommand):
     def run(self) -> int:
         from rich.console import Console
 
-        report = _explained(self, _job(self))
+        from jaxpar.app.optimizer_config import decay_lines
+
+        job = _job(self)
+        report = _explained(self, job)
         console = Console(highlight=False, soft_wrap=True)
         if self.full:
             # rich would cut the tables to 80 columns when the output is a pipe.
@@ -59,6 +62,8 @@ class Explain(_LayoutCommand):
         else:
             print(report.summary(console.width if console.is_terminal else 80), end="")
             print("\n--full lists dtypes, rules and reasons of every tensor, and the activations.")
+        for line in decay_lines(job.config.optimizer, job.make_model):
+            print(line)
         untraced = "" if report.memory is None else report.memory.untraced
         if untraced:
             print(f"the step cannot be traced: {untraced}", file=sys.stderr)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from jaxpar.errors import ConfigError
+from jaxpar.utils.checks import INT32, Range
 
 if TYPE_CHECKING:
     from jaxpar.models.llama.config import LlamaConfig
@@ -26,7 +27,7 @@ class QuantizeSettings:
     """
 
     bits: Literal[8, 4] = 8
-    group: int | None = None
+    group: Annotated[int, Range(1, INT32)] | None = None
     targets: tuple[str, ...] | None = None
     skip: tuple[str, ...] = ()
     axis: int | tuple[int, ...] | dict[str, int | tuple[int, ...]] | None = None

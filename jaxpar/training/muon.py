@@ -9,15 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax
 import optax
-from flax import nnx
 from optax.contrib import MuonDimensionNumbers
 
 from jaxpar.errors import ConfigError
 from jaxpar.parallel.collectives.gather_reduce import EXPERTS
 from jaxpar.sharding.names import Names
-from jaxpar.training.model import MakeModel, Path, build_with_or_without_mesh, leaves_with_paths, map_with_paths, show
+from jaxpar.training.decay import shapes_and_names
+from jaxpar.training.model import MakeModel, Path, map_with_paths, show
 from jaxpar.training.model.lora_targets import STACKED, input_dims, matches, matching, stacked_dims
 from jaxpar.training.model.matrices import without_biases
 
@@ -105,17 +104,7 @@ def matrices_of(make_model: MakeModel, config: MuonConfig | None = None) -> dict
 
 
 def _find(make_model: MakeModel, config: MuonConfig | None) -> dict[Path, MuonDimensionNumbers]:
-    names: dict[Path, Names] = {}
-
-    def build(key: jax.Array) -> Any:
-        with nnx.use_eager_sharding(False):
-            parts, _ = build_with_or_without_mesh(make_model, key)
-        names.update({path[1:]: dims for path, dims in parts.dims if path[0] == "params"})
-        return parts.params
-
-    params = jax.eval_shape(build, jax.eval_shape(lambda: jax.random.key(0)))
-    shapes = {path: tuple(leaf.shape) for path, leaf in leaves_with_paths(params)}
-    return find_matrices(config or MuonConfig(), shapes, names)
+    return find_matrices(config or MuonConfig(), *shapes_and_names(make_model))
 
 
 def find_matrices(

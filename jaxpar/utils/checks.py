@@ -21,26 +21,32 @@ def is_count(value: Any, least: int = 1) -> bool:
 
 @dataclass(frozen=True)
 class Range:
-    """The numbers from ``least`` to ``most``; with ``above``, without ``least`` itself. NaN is in no range.
+    """The numbers from ``least`` to ``most``; with ``above``, without ``least``, and with ``below``, without ``most``.
+
+    NaN is in no range.
 
     ``Annotated[int, Range(1, 8)]`` limits a field of a configuration (:func:`jaxpar.utils.yaml_config.build`).
 
     >>> 3 in Range(1, 8), 9 in Range(1, 8), float("nan") in Range(0, 1.0)
     (True, False, False)
-    >>> print(Range(1, 2**20), Range(0, 1.0, above=True), sep="; ")
-    from 1 to 1,048,576; above 0, at most 1
+    >>> print(Range(1, 2**20), Range(0, 1.0, above=True), Range(0, 1.0, below=True), sep="; ")
+    from 1 to 1,048,576; above 0, at most 1; from 0, below 1
     """
 
     least: float
     most: float
     above: bool = False
+    below: bool = False
 
     def __contains__(self, value: float) -> bool:
-        return self.least <= value <= self.most and not (self.above and value == self.least)
+        excluded = (self.above and value == self.least) or (self.below and value == self.most)
+        return self.least <= value <= self.most and not excluded
 
     def __str__(self) -> str:
         least, most = (f"{n:,}" if isinstance(n, int) else f"{n:g}" for n in (self.least, self.most))
-        return f"above {least}, at most {most}" if self.above else f"from {least} to {most}"
+        if not (self.above or self.below):
+            return f"from {least} to {most}"
+        return f"{'above' if self.above else 'from'} {least}, {'below' if self.below else 'at most'} {most}"
 
 
 _SHORT = reprlib.Repr(maxstring=80, maxother=80)

@@ -259,19 +259,30 @@ def build[T](cls: type[T], data: Mapping[str, Any], where: str) -> T:
             raise ConfigError(
                 f"{where}: unknown key {shown(key)}.{did_you_mean(key, fields)} The keys are: {', '.join(fields)}."
             )
-    values = {key: _convert(hints[key], value, f"{where}: {key}") for key, value in data.items()}
+    values = {key: convert(hints[key], value, f"{where}: {key}") for key, value in data.items()}
     for name, field in fields.items():
         if name not in values and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise ConfigError(f"{where}: the key {name!r} is missing. The keys are: {', '.join(fields)}.")
     return cls(**values)
 
 
-def _convert(hint: Any, value: Any, where: str, numbers: Range | None = None) -> Any:
+def convert(hint: Any, value: Any, where: str, numbers: Range | None = None) -> Any:
+    """Returns a value of plain data in the type of a field.
+
+    Args:
+      hint: the field's type, such as ``Annotated[float, Range(0, 1)] | None``.
+      value: the value.
+      where: the beginning of error texts.
+      numbers: the range of a number; by default that of 64 bits.
+
+    Raises:
+      ConfigError: as :func:`build`.
+    """
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
         return build(hint, value, where)  # type: ignore[arg-type]
     if origin is Annotated:
-        return _convert(args[0], value, where, args[1])
+        return convert(args[0], value, where, args[1])
     if origin in (types.UnionType, typing.Union):
         options = [arg for arg in args if arg is not types.NoneType]
         if value is None and len(options) < len(args):
@@ -279,20 +290,18 @@ def _convert(hint: Any, value: Any, where: str, numbers: Range | None = None) ->
         # If only one option can accept the value, its own error is raised, because that names the key inside.
         kinds = [option for option in options if dataclasses.is_dataclass(option) and isinstance(value, Mapping)]
         if len(options) == 1 or kinds:
-            return _convert((kinds or options)[0], value, where)
+            return convert((kinds or options)[0], value, where)
         for option in options:
             with contextlib.suppress(ConfigError):
-                return _convert(option, value, where)
+                return convert(option, value, where)
     elif origin is typing.Literal:
         if any(value == arg and type(value) is type(arg) for arg in args):
             return value
         raise ConfigError(f"{where} must be {_expected(hint)}, got {shown(value)}.{did_you_mean(value, args)}")
     elif origin in (tuple, list) and isinstance(value, list | tuple):
-        return origin(_convert(args[0], item, f"{where}[{i}]") for i, item in enumerate(value))
+        return origin(convert(args[0], item, f"{where}[{i}]") for i, item in enumerate(value))
     elif origin is dict and isinstance(value, Mapping):
-        return {
-            _convert(args[0], k, f"{where}: a key"): _convert(args[1], v, f"{where}: {k}") for k, v in value.items()
-        }
+        return {convert(args[0], k, f"{where}: a key"): convert(args[1], v, f"{where}: {k}") for k, v in value.items()}
     elif hint is Any:
         return value
     elif type(value) is int and hint in (int, float) or type(value) is hint is float:

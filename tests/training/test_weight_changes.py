@@ -77,9 +77,14 @@ def test_each_kind_of_step_counts_the_weights_that_it_changes(name: str, tmp_pat
 @pytest.mark.parametrize("schedule", ["pipedream", "pipedream_2bw"])
 def test_a_pipeline_that_is_not_flushed_counts_too(schedule: Any) -> None:
     loss = jp.pipeline.PipelineLoss(
-        "blocks", lambda model, x: x, lambda block, x, side: x + jnp.tanh(x @ block), lambda model, x, batch: (x**2).mean()
+        "blocks",
+        lambda model, x: x,
+        lambda block, x, side: x + jnp.tanh(x @ block),
+        lambda model, x, batch: (x**2).mean(),
     )
-    layout = jp.Layout(jp.MeshSpec(pipeline=2).build(jax.devices()[:2]), jp.Rules(batch=None, layers="pipeline", embed=None))
+    layout = jp.Layout(
+        jp.MeshSpec(pipeline=2).build(jax.devices()[:2]), jp.Rules(batch=None, layers="pipeline", embed=None)
+    )
     pipeline = jp.pipeline.Asynchronous(schedule, stages=2, microbatches=2)
     step = jp.pipeline.pipedream_train_step(layout, loss, pipeline, donate=False)
     weights = jax.random.normal(jax.random.key(1), (2, 16, 16), jnp.bfloat16) / 4
@@ -110,4 +115,6 @@ def test_large_weights_are_sampled() -> None:
     new, metrics = jp.train_step(layout, loss, donate=False)(state, BATCH)
     expected = share(state.params, new.params)
     assert 0.1 < expected < 0.9
-    assert abs(float(metrics["weights_changed"]) - expected) < 4 * np.sqrt(expected * (1 - expected) / (4 * 3 * 16 * 128))
+    assert abs(float(metrics["weights_changed"]) - expected) < 4 * np.sqrt(
+        expected * (1 - expected) / (4 * 3 * 16 * 128)
+    )

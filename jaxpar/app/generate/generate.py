@@ -287,7 +287,11 @@ def as_saved(job: Job, checkpoint: Path | None) -> Job:
       job: the run.
       checkpoint: the folder of its checkpoints, or of one; ``None`` for initial parameters.
     """
-    if checkpoint is None or not isinstance(job.model, LlamaConfig) or plain_model(job.make_model) is not job.make_model:
+    if (
+        checkpoint is None
+        or not isinstance(job.model, LlamaConfig)
+        or plain_model(job.make_model) is not job.make_model
+    ):
         return job
     single, names = _folders(checkpoint)
     try:

@@ -20,7 +20,7 @@ import jaxpar as jp
 from jaxpar.app.config import BestConfig
 from jaxpar.app.job import Job
 from jaxpar.app.train.spikes import LossWatch, SkippedBatches
-from jaxpar.checkpoint.manager import CheckpointManager, Restored, check_numbers
+from jaxpar.checkpoint.manager import CheckpointManager, Restored
 from jaxpar.checkpoint.manifest import DISK, NAME
 from jaxpar.data.examples import BatchIterator
 from jaxpar.data.loader import Stream
@@ -62,7 +62,6 @@ class Saver(AbstractContextManager["Saver"]):
         directory = config.directory or f"{job.config.output}/checkpoints"
         names = ("keep", "save_interval_steps", "save_interval_minutes")
         numbers: dict[str, Any] = {name: getattr(config, name) for name in names}
-        check_numbers("checkpoint", {**numbers, "best.keep": best.keep})
         ranking = best.mode if config.best else None
         self._manager = CheckpointManager(directory, **numbers, best=ranking, keep_best=best.keep, tell=self._tell)
         if config.resume == "never" and (steps := self._manager.steps()):
@@ -205,22 +204,13 @@ class Saver(AbstractContextManager["Saver"]):
 
 def _check_best(job: Job) -> None:
     """Raise an error if saved steps cannot have the metric by which the best are ranked."""
-    config, train = job.config.checkpoint, job.config.train
+    config = job.config.checkpoint
     if config is None or config.best is None or config.best.metric == "loss":
         return
     if job.data is not None and not job.data.has_heldout:
         raise ConfigError(
             f"checkpoint: best ranks by heldout_loss, but {job.data.name} holds nothing out. Remedy: metric: loss, or "
             "an argument `split` of the factory."
-        )
-    if config.save_interval_minutes is None and (config.save_interval_steps is None or config.save_interval_steps < 1):
-        return  # only the last step is saved, or the manager rejects the setting
-    if config.save_interval_steps is None or math.lcm(config.save_interval_steps, train.eval_every) > train.steps:
-        when = "by the clock" if config.save_interval_steps is None else f"every {config.save_interval_steps} steps"
-        raise ConfigError(
-            f"checkpoint: best ranks by heldout_loss, which is evaluated every {train.eval_every} steps, but "
-            f"checkpoints saved {when} before step {train.steps} may have none. Remedy: save_interval_steps: "
-            f"{train.eval_every}, or metric: loss."
         )
 
 
