@@ -47,7 +47,7 @@ RANGES: Mapping[str, Any] = {
     **dict.fromkeys(("decay_offset", "warmup"), Natural),
     "ns_steps": Annotated[int, Range(1, 100)],
     "ns_coeffs": Literal["standard", "dion"],
-    "seed": Annotated[int, Range(0, INT32)],
+    "seed": Annotated[int, Range(0, INT32)] | None,
     "key": Annotated[int, Range(0, INT32)] | None,
     "preconditioning": Literal["frobenius", "spectral", "aol", "schatten"],
     **dict.fromkeys(("mu_dtype", "dtype_momentum", "accumulator_dtype"), _Dtype),

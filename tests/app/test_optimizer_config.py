@@ -91,10 +91,7 @@ def test_muon_has_a_rate_for_matrices_and_one_for_all_other_parameters() -> None
         ),
         (
             OptimizerConfig("muon", options={"preconditioning": "x"}),
-            (
-                "optimizer: muon fails with the options {'preconditioning': 'x'}: ValueError: Unknown preconditioning "
-                "x. Remedy: correct or leave out the options, or use another optimizer."
-            ),
+            ("optimizer: options: preconditioning must be 'frobenius' or 'spectral' or 'aol' or 'schatten', got 'x'."),
         ),
     ],
 )

@@ -24,6 +24,7 @@ from jaxpar.app.train import spikes
 from jaxpar.app.train.checkpointing import Saver, for_all_processes, naming, resume
 from jaxpar.app.train.compile import run_until_signal
 from jaxpar.app.train.goodput import Goodput
+from jaxpar.app.train.lost_updates import LostUpdates
 from jaxpar.app.train.metrics import MetricsWriter, loss_metrics, peak_flops
 from jaxpar.app.train.process_sync import ProcessStatus, StatusExchange, Stragglers
 from jaxpar.app.train.profile import Profiler
@@ -38,6 +39,7 @@ from jaxpar.checkpoint.manager import Restored
 from jaxpar.errors import CheckpointError, DivergedError, UnsavedError
 from jaxpar.models.llama import LlamaConfig
 from jaxpar.training.batch import row_share, shard_batch
+from jaxpar.training.weight_changes import WEIGHTS_CHANGED
 
 
 def train(job: Job, console: Console) -> Summary:
@@ -111,7 +113,7 @@ class Run:
         self._account, self._console, self._stop = account, console, stop
         self._watch, self._passed = LossWatch(config.max_consecutive_nonfinite, config.spike), SkippedBatches()
         self._exchange, self._stragglers = StatusExchange(), Stragglers(config.straggler)
-        self._timer = StepTimer(account)
+        self._timer, self._lost = StepTimer(account), LostUpdates(job, console.print)
         self._profiler = Profiler(config.profile, Path(job.config.output), console.print)
         self._data, self._stream, self._rate = data, data.stream, _rates(job, layout)
         self._share = row_share(layout, job.batch_dims())
@@ -237,6 +239,7 @@ class Run:
         seconds = ended - started
         stalled = self._timer.step(seconds, batch_ready - sent, ended - batch_ready, idle=idle)
         self._account.count_step(number, seconds, stalled)
+        changed = self._changed(number, metrics)
         self._judge(number, loss, metrics, batch)
         summary.steps = number
         summary.losses.append(loss)
@@ -245,8 +248,16 @@ class Run:
         values = {"loss": loss, "grad_norm": norm, "step_seconds": seconds, "data_seconds": stalled}
         values |= {"elapsed": self._account.wall(), f"{summary.unit}_per_second": rate}
         values |= {} if mfu is None else {"mfu": mfu}
-        self._writer.write(number, **{**self._loss_metrics, **values})
+        self._writer.write(number, **{**self._loss_metrics, **changed, **values})
         return loss, seconds
+
+    def _changed(self, number: int, metrics: dict[str, Any]) -> dict[str, float]:
+        """The share of the weights of 16 bits that a step changed, if there are any."""
+        if WEIGHTS_CHANGED not in metrics:
+            return {}
+        share = float(metrics[WEIGHTS_CHANGED])
+        self._lost.see(number, share, skipped=bool(metrics.get("skipped", False)))
+        return {WEIGHTS_CHANGED: share}
 
     def _judge(self, number: int, loss: float, metrics: dict[str, Any], batch: Any) -> None:
         """Count and report a step that was skipped or is a spike."""
@@ -344,6 +355,7 @@ class Run:
     def _finish(self, number: int) -> None:
         """Save the last state; evaluate it unless SIGTERM says that the machine is about to be taken away."""
         summary = self.summary
+        self._lost.end()
         heartbeat.begin("last save")
         if number == self._job.config.train.steps:
             self._state = self._engine.flush(self._state)
