@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from jaxpar.app.config_ranges import AboveOne, BatchSize, Count, Natural, NonNegative, Positive, Share
+from jaxpar.app.config_ranges import AboveOne, BatchSize, Bytes, Count, Natural, NonNegative, Positive, Share
 from jaxpar.app.data_config import DataConfig, check_blend
 from jaxpar.app.quantize_config import QuantizeSettings
-from jaxpar.app.server_config import ServerSettings, server_config
+from jaxpar.app.server_config import ServerSettings, check_run, server_config
 from jaxpar.app.shipped_configs import find_config, find_layout
 from jaxpar.errors import ConfigError, prefixed
 from jaxpar.sharding.mesh import AxisSize, LayoutData
@@ -106,7 +106,7 @@ class ZeroConfig:
 
     stage: int
     axis: str | list[str] = "data"
-    min_bytes: int | str = "64KiB"
+    min_bytes: Bytes = "64KiB"
     fsdp_group_size: int | None = None
 
 
@@ -136,7 +136,7 @@ class OffloadConfig:
 
     optimizer: Literal["host", "disk"] | None = None
     parameters: Literal["host"] | None = None
-    min_bytes: int | str = "64KiB"
+    min_bytes: Bytes = "64KiB"
     path: str | None = None
 
 
@@ -226,7 +226,7 @@ class ParallelConfig:
 
     optimizer: ZeroConfig | None = None
     remat: str | RematConfig | None = None
-    reshard_after_forward: bool | int = True
+    reshard_after_forward: bool | Count = True
     fusion: FusionConfig = field(default_factory=FusionConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     context: ContextConfig | None = None
@@ -480,7 +480,7 @@ def _check(config: RunConfig, file: Path) -> None:
     _check_checkpoint(config.checkpoint, config.train, file)
     if config.parallel.parameter_server is not None:
         with prefixed(f"{file}: "):
-            server_config(config.parallel.parameter_server, None, None)
+            check_run(config, server_config(config.parallel.parameter_server))
 
 
 def _check_checkpoint(checkpoint: CheckpointConfig | None, train: TrainConfig, file: Path) -> None:

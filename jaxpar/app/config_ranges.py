@@ -13,6 +13,7 @@ Count = Annotated[int, Range(1, INT32)]
 Natural = Annotated[int, Range(0, INT32)]
 BatchSize = Annotated[int, Range(1, 2**20)]
 Positive = Annotated[float, Range(0, 1e38, above=True)]
+Bytes = Annotated[int, Range(0, 2**62)] | str
 NonNegative = Annotated[float, Range(0, 1e38)]
 Share = Annotated[float, Range(0, 1.0)]
 AboveOne = Annotated[float, Range(1, 1e38, above=True)]

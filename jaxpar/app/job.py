@@ -19,6 +19,7 @@ from jaxpar.app.model_config import model_config
 from jaxpar.app.optimizer_config import make_optimizer
 from jaxpar.app.own_data import OwnData, check_dims, own_data, tokens_of
 from jaxpar.app.pipeline_config import check_recompute, make_pipeline
+from jaxpar.app.quantize_config import QuantizeSettings, quantize_config
 from jaxpar.app.trained_model import trained_model
 from jaxpar.data.megatron import megatron_prefix
 from jaxpar.data.token_file import TokenFile, is_token_file
@@ -261,6 +262,10 @@ def make_job(loaded: Loaded, *, training: bool = True) -> Job:
             "Remedy: data.source, or a model.factory of your own."
         )
     check_conversations(config)
+    if isinstance(
+        config.generate.weights, QuantizeSettings
+    ):  # only `generate` uses it, but no command takes a wrong one
+        quantize_config(config.generate.weights, model_config(config.model, _precision(config)), "generate.weights")
     precision, zero = _precision(config), _zero(config)
     model = model_config(config.model, precision)
     if config.parallel.remat is not None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from jaxpar.errors import ConfigError, did_you_mean
 from jaxpar.parameter_server.sync_schedule import SyncEvery, SyncSchedule, check_sync_every
-from jaxpar.utils.checks import is_count, shown
+from jaxpar.utils.checks import Range, is_count, shown
 
 type ServerMode = Literal["synchronous", "stale_synchronous", "asynchronous", "local_sgd"]
 MODES = get_args(ServerMode.__value__)
@@ -21,8 +21,8 @@ class ServerTable:
     """The values of a :class:`ServerConfig`, as a table of a configuration may have them: not checked."""
 
     mode: str = "synchronous"
-    servers: int = 1
-    workers: int = 2
+    servers: Annotated[int, Range(1, 2**16)] = 1
+    workers: Annotated[int, Range(1, 2**16)] = 2
     staleness: int = 0
     sync_every: SyncEvery = 1
     outer_learning_rate: float = 0.7

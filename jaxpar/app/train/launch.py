@@ -85,11 +85,14 @@ def go(config: Path, settings: Sequence[str], options: LaunchOptions) -> int:
       LaunchError: processes cannot be started or found, or devices cannot be divided among them.
       JaxparError: as :func:`jaxpar.app.train.loop.train`.
     """
+    servers = {name: getattr(options, name) for name in ("servers", "workers")}
+    counts = [f"parallel.parameter_server.{name}={count}" for name, count in servers.items() if count is not None]
+    settings = [*settings, *counts]
     loaded = load_run(config, settings)
     if heartbeat.connect():
         return _train(loaded, options)
     if with_servers(loaded, options):
-        return go_with_servers(config, settings, loaded, options)
+        return go_with_servers(config, settings, loaded)
     policy = policy_of(loaded.config)
     count = options.processes if options.processes is not None else loaded.config.supervise.processes
     if count is None and not options.ray:

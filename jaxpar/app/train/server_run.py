@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ from jaxpar.app.console import RunConsole
 from jaxpar.app.launch.exit_codes import ExitCode
 from jaxpar.app.server_config import ServerSettings, server_config
 from jaxpar.app.train.options import LaunchOptions, set_up_devices
-from jaxpar.errors import ConfigError, LaunchError
+from jaxpar.errors import LaunchError
 
 if TYPE_CHECKING:
     from jaxpar.app.job import Job
@@ -32,7 +31,7 @@ def with_servers(loaded: Loaded, options: LaunchOptions) -> bool:
     Raises:
       LaunchError: options of processes that are no workers are set too.
     """
-    if loaded.config.parallel.parameter_server is None and options.servers is None and options.workers is None:
+    if loaded.config.parallel.parameter_server is None:
         return False
     for name in ("processes", "coordinator", "process_count", "process_id", "ray"):
         if getattr(options, name):
@@ -43,20 +42,18 @@ def with_servers(loaded: Loaded, options: LaunchOptions) -> bool:
     return True
 
 
-def go(file: Path, settings: Sequence[str], loaded: Loaded, options: LaunchOptions) -> int:
+def go(file: Path, settings: Sequence[str], loaded: Loaded) -> int:
     """Train with servers and workers; returns the exit status.
 
     Args:
       file, settings: the configuration, as each process reads it.
       loaded: the same, read.
-      options: the command line's.
 
     Raises:
       JaxparError: the configuration is not one of servers, Ray cannot be reached, or what a worker raised.
     """
     table = loaded.config.parallel.parameter_server or ServerSettings()
-    config = server_config(table, options.servers, options.workers)
-    check_run(loaded.config, config)
+    config = server_config(table)
     console = RunConsole()
     with _in_cluster(table, config, console):
         return _train(file, settings, loaded, config, console)
@@ -92,33 +89,6 @@ def _train(file: Path, settings: Sequence[str], loaded: Loaded, config: ServerCo
             result = going.wait()
         progress.conclude(result)
     return ExitCode.FINISHED
-
-
-def check_run(run: RunConfig, config: ServerConfig) -> None:
-    """Raises if a run has what servers do not train.
-
-    Raises:
-      ConfigError: the text names the key.
-    """
-    pipeline = run.parallel.pipeline
-    for key, value in (
-        ("parallel.offload.optimizer", run.parallel.offload.optimizer),
-        ("model.lora", run.model.get("lora")),
-        ("train.init_from", run.train.init_from),
-        ("optimizer.name: one_bit_adam", run.optimizer.name == "one_bit_adam"),
-        ("parallel.pipeline.schedule: pipedream", pipeline is not None and pipeline.schedule.startswith("pipedream")),
-    ):
-        if value:
-            raise ConfigError(
-                f"{key} does not work with parallel.parameter_server, whose servers hold the optimizer state. Remedy: "
-                "leave one of them out."
-            )
-    if run.data.batch % config.workers:
-        larger = math.ceil(run.data.batch / config.workers) * config.workers
-        raise ConfigError(
-            f"data.batch={run.data.batch} is divided among the {config.workers} workers of parallel.parameter_server, "
-            f"and is not a multiple of {config.workers}. Remedy: data.batch: {larger}."
-        )
 
 
 def job_program(file: str, settings: Sequence[str], config: ServerConfig) -> TrainingProgram:

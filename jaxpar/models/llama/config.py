@@ -113,7 +113,7 @@ class LlamaConfig:
     dtype: _Dtype = "float32"
     param_dtype: _Dtype = "float32"
     remat: str | RematPolicy = "none"
-    reshard_after_forward: bool | int = True
+    reshard_after_forward: bool | Annotated[int, Range(1, INT32)] = True
     context: Context = AUTO
     copies: int = 1
     copies_dim: Cut = "batch"

@@ -24,9 +24,9 @@ from jaxpar.app.config import load_run
 from jaxpar.app.console import RunConsole
 from jaxpar.app.job import make_job
 from jaxpar.app.optimizer_config import learning_rate
-from jaxpar.app.server_config import ServerSettings, server_config
+from jaxpar.app.server_config import ServerSettings
 from jaxpar.app.train.launch import LaunchOptions, go
-from jaxpar.app.train.server_run import _in_cluster, check_run, heldout_batches, job_program, worker_batches
+from jaxpar.app.train.server_run import _in_cluster, heldout_batches, job_program, worker_batches
 from jaxpar.checkpoint.manager import CheckpointManager
 from jaxpar.errors import ConfigError, LaunchError
 from jaxpar.parameter_server import ServerConfig
@@ -74,17 +74,21 @@ def _file(folder: Path, **changes: Any) -> Path:
     ],
 )
 def test_runs_that_servers_do_not_train(settings: list[str], text: str, tmp_path: Path) -> None:
-    run = load_run(_file(tmp_path), settings).config
+    file = _file(tmp_path)
+    with pytest.raises(ConfigError) as error:  # every command reads the configuration so
+        load_run(file, [*settings, "parallel.parameter_server={servers: 2, workers: 4}"])
+    assert str(error.value) == f"{file}: {text}"
     with pytest.raises(ConfigError) as error:
-        check_run(run, server_config(ServerSettings(), 2, 4))
-    assert str(error.value) == text
+        go(file, settings, LaunchOptions(servers=2, workers=4))
+    assert str(error.value) == f"{file}: {text}"
 
 
 def test_bad_numbers_and_options(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         go(_file(tmp_path), (), LaunchOptions(servers=0))
     assert str(error.value) == (
-        "parallel.parameter_server.servers must be an integer of at least 1, got 0. Remedy: servers: 1."
+        f"{tmp_path / 'run.yaml'}: parallel: parameter_server: servers must be from 1 to 65,536, got 0. Remedy: use a "
+        "number in this range, or leave the key out."
     )
     with pytest.raises(LaunchError) as launch:
         go(_file(tmp_path), (), LaunchOptions(processes=2, workers=2))
