@@ -330,6 +330,21 @@ def test_lookahead_keeps_its_slow_parameters_in_its_state(mlp: Any) -> None:
             assert max(jax.tree.leaves(apart)) > 1e-4
 
 
+def test_fast_and_slow_parameters_of_a_script_are_refused() -> None:
+    def both(key: jax.Array) -> Any:
+        return optax.LookaheadParams.init_synced({"w": jp.tag(jnp.ones(8), "embed")})
+
+    layout = jp.Layout(jp.MeshSpec(data=-1).build(), jp.Rules(batch="data", embed=None))
+    for tx in (optax.lookahead(optax.sgd(LR), 2, 0.5), optax.sgd(LR)):
+        with pytest.raises(ModelError) as error:
+            jp.init(layout, both, tx)
+        assert str(error.value) == (
+            "make_model returned optax.LookaheadParams, but optax.lookahead keeps its slow parameters in the optimizer's "
+            "state here, as Lookahead.slow. Remedy: return the fast parameters alone, as in make_model = lambda key: "
+            "make_both(key).fast."
+        )
+
+
 def test_lookahead_where_it_cannot_be_is_named(mlp: Any, tmp_path: Any) -> None:
     lookahead = optax.lookahead(optax.sgd(LR), 2, 0.5)
     inside = optax.chain(optax.add_decayed_weights(0.1), lookahead)

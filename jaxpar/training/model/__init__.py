@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import AbstractMesh
 
 from jaxpar.errors import JaxparError, ModelError
@@ -64,7 +65,7 @@ def read(model: Any) -> ModelParts:
       The arrays, the logical names of their dims, and how to rebuild the model.
 
     Raises:
-      ModelError: no parameters, or a Linen module instead of its variables.
+      ModelError: no parameters, a Linen module instead of its variables, or the state of a training loop.
       AnnotationError: a malformed annotation.
     """
     if isinstance(model, NamedModel):
@@ -86,6 +87,12 @@ def read(model: Any) -> ModelParts:
             "make_model returned a Flax TrainState, which also holds optimizer state. Remedy: return only the "
             "variables, as in make_model = lambda key: module.init(key, example_input), and pass the optax transform "
             "as tx."
+        )
+    if isinstance(model, optax.LookaheadParams):
+        raise ModelError(
+            "make_model returned optax.LookaheadParams, but optax.lookahead keeps its slow parameters in the optimizer's "
+            "state here, as Lookahead.slow. Remedy: return the fast parameters alone, as in make_model = lambda key: "
+            "make_both(key).fast."
         )
     if isinstance(model, _modules("linen")):
         raise ModelError(
