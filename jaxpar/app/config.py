@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from jaxpar.app.config_checks import check
 from jaxpar.app.config_ranges import AboveOne, BatchSize, Bytes, Count, Natural, NonNegative, Positive, Share
-from jaxpar.app.data_config import DataConfig, check_blend
+from jaxpar.app.data_config import DataConfig
 from jaxpar.app.quantize_config import QuantizeSettings
-from jaxpar.app.server_config import ServerSettings, check_run, server_config
+from jaxpar.app.server_config import ServerSettings
 from jaxpar.app.shipped_configs import find_config, find_layout
-from jaxpar.errors import ConfigError, prefixed
 from jaxpar.sharding.mesh import AxisSize, LayoutData
 from jaxpar.utils.checks import Range
 from jaxpar.utils.yaml_config import build, load_yaml, merge, override
@@ -458,7 +457,7 @@ def load_run(path: str | os.PathLike[str], settings: Sequence[str] = ()) -> Load
     file = find_config(Path(path))
     data = override(load_yaml(file, paths=("layout",)), settings)
     config = build(RunConfig, data, str(file))
-    _check(config, file)
+    check(config, file)
     own = LayoutData(mesh=None, rules=None)
     if config.layout is not None:
         source = find_layout(file, config.layout)
@@ -467,45 +466,3 @@ def load_run(path: str | os.PathLike[str], settings: Sequence[str] = ()) -> Load
     if rings := own.rings if config.rings is None else config.rings:
         layout["rings"] = rings
     return Loaded(config, layout, file.stem)
-
-
-def _check(config: RunConfig, file: Path) -> None:
-    """Raises an error for values that only some commands use, or that contradict each other, so that all refuse them.
-
-    Raises:
-      ConfigError: it names the keys.
-    """
-    check_blend(config.data, file)
-    _check_spike(config.train.spike, file)
-    _check_checkpoint(config.checkpoint, config.train, file)
-    if config.parallel.parameter_server is not None:
-        with prefixed(f"{file}: "):
-            check_run(config, server_config(config.parallel.parameter_server))
-
-
-def _check_checkpoint(checkpoint: CheckpointConfig | None, train: TrainConfig, file: Path) -> None:
-    if checkpoint is None:
-        return
-    every, minutes, best = checkpoint.save_interval_steps, checkpoint.save_interval_minutes, checkpoint.best
-    if every is not None and minutes is not None:
-        raise ConfigError(
-            f"{file}: checkpoint.save_interval_steps={every} and checkpoint.save_interval_minutes={minutes:g} are "
-            "mutually exclusive. Remedy: leave one out."
-        )
-    if best is None or best.metric == "loss" or (every is None and minutes is None):  # then only the last step is saved
-        return
-    if every is None or math.lcm(every, train.eval_every) > train.steps:
-        when = "by the clock" if every is None else f"every {every} steps"
-        raise ConfigError(
-            f"{file}: checkpoint.best ranks by heldout_loss, which is evaluated every {train.eval_every} steps, but "
-            f"checkpoints saved {when} before step {train.steps} may have none. Remedy: save_interval_steps: "
-            f"{train.eval_every}, or metric: loss."
-        )
-
-
-def _check_spike(spike: SpikeConfig | None, file: Path) -> None:
-    if spike is not None and spike.sigmas is not None and spike.factor is not None:
-        raise ConfigError(
-            f"{file}: train.spike.sigmas={spike.sigmas:g} and train.spike.factor={spike.factor:g} are mutually "
-            "exclusive: both define a spike. Remedy: leave one out."
-        )

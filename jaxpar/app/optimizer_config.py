@@ -108,7 +108,8 @@ def _decay_rate(config: OptimizerConfig) -> tuple[str, float | None]:
     """Returns the option of an optimizer that is its weight decay, and its value; ``None`` without weight decay."""
     known = parameters_of(_constructor(config.name))
     name = next((name for name in ("weight_decay", "weight_decay_rate") if name in known), "weight_decay")
-    return name, config.options.get(name, known[name].default if name in known else None)
+    rate: Any = config.options.get(name, known[name].default if name in known else None)
+    return name, rate
 
 
 def decay_lines(config: OptimizerConfig, make_model: MakeModel) -> list[str]:

@@ -133,19 +133,24 @@ def _two_updates(tx: Any, params: Mapping[str, Any], *grads: Mapping[str, Any]) 
     for grad in grads:
         updates, state = tx.update(_nest(grad), state, tree)
         tree = optax.apply_updates(tree, updates)
-    return {name: functools.reduce(lambda t, key: t[key], name.split("/"), tree) for name in params}
+    return {name: functools.reduce(lambda t, key: t[key], _path(name), tree) for name in params}
 
 
 def _nest(flat: Mapping[str, Any]) -> dict[str, Any]:
     """The nested dict of paths with slashes, as a model's parameters are (masks read these paths)."""
     tree: dict[str, Any] = {}
     for name, value in flat.items():
-        *folders, last = name.split("/")
+        *folders, last = _path(name)
         inner = tree
         for folder in folders:
             inner = inner.setdefault(folder, {})
         inner[last] = value
     return tree
+
+
+def _path(name: str) -> list[str]:
+    """The path of a parameter in the tree that an optimizer of a training step gets, without ``params``."""
+    return name.removeprefix("params/").split("/")
 
 
 def _tree(name: str, value: Any) -> dict[str, Any]:

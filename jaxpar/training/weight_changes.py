@@ -38,7 +38,7 @@ def changed(old: jax.Array, new: jax.Array) -> jax.Array:
     >>> float(changed(w, w + jnp.array([1e-5, 1e-3], jnp.bfloat16)))
     1.0
     """
-    # As bits, because a compiler that may keep excess precision would compare the sum before it is rounded.
+    # As bits: a compiler that is allowed excess precision could compare sums before they are rounded.
     a, b = (jax.lax.bitcast_convert_type(x, _BITS[x.dtype.itemsize]) for x in (old, new))
     return jnp.sum(a != b, dtype=jnp.float32)
 

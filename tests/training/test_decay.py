@@ -7,6 +7,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -15,6 +16,8 @@ import jaxpar as jp
 from jaxpar.errors import ConfigError
 from jaxpar.models import make_decoder
 from jaxpar.models.llama import LlamaConfig
+from jaxpar.parameter_server.piece_optimizer import PieceOptimizer
+from jaxpar.parameter_server.pieces import ParamPiece, ParamSpec
 from jaxpar.training.model import show
 
 SMALL = LlamaConfig(vocab=32, embed=8, layers=2, heads=2, kv_heads=2, head_dim=4, mlp=16)
@@ -102,6 +105,18 @@ def test_an_entry_without_an_effect_is_an_error(exclude: Any, text: str) -> None
     with pytest.raises(ConfigError) as error:
         jp.optimizers.decay_mask(stacked, exclude)
     assert str(error.value) == text
+
+
+def test_servers_that_hold_single_parameters_use_the_rule() -> None:
+    mask = jp.optimizers.decay_mask(linen, ["norm", "bias", "embed"])
+    servers = PieceOptimizer(optax.adamw(0.1, weight_decay=0.5, mask=mask))
+    moved = {}
+    for name, decays in (("Dense_0/kernel", True), ("Dense_0/bias", False), ("LayerNorm_0/scale", False)):
+        value = np.ones((4, 3), np.float32)
+        piece = ParamPiece(f"params/{name}", 0, 4, ParamSpec((4, 3), "float32"))
+        new, _ = servers.update(piece, value, servers.init(piece, value), np.zeros_like(value))
+        moved[name] = bool((new != value).any()) == decays
+    assert all(moved.values())
 
 
 def test_a_mask_of_another_model_is_an_error() -> None:
