@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from jaxpar.app.config_checks import check
-from jaxpar.app.config_ranges import AboveOne, BatchSize, Bytes, Count, Natural, NonNegative, Positive, Share
-from jaxpar.app.data_config import DataConfig
+from jaxpar.app.config_ranges import Bytes, Count, Natural, NonNegative, Positive, Share
+from jaxpar.app.data_config import DataConfig, check_blend
 from jaxpar.app.quantize_config import QuantizeSettings
-from jaxpar.app.server_config import ServerSettings
+from jaxpar.app.server_config import ServerSettings, server_config
 from jaxpar.app.shipped_configs import find_config, find_layout
+from jaxpar.app.train_config import CheckpointConfig, TrainConfig, check_checkpoint, check_spike
+from jaxpar.errors import ConfigError, prefixed
+from jaxpar.parameter_server.config import ServerConfig
 from jaxpar.sharding.mesh import AxisSize, LayoutData
 from jaxpar.utils.checks import Range
 from jaxpar.utils.yaml_config import build, load_yaml, merge, override
@@ -246,116 +249,6 @@ class PrecisionConfig:
 
 
 @dataclass(frozen=True)
-class SpikeConfig:
-    """Which losses count as spikes; the run rolls back after ``patience`` consecutive spikes.
-
-    Attributes:
-      sigmas: a spike is more than this many standard deviations (estimated from the median absolute deviation) above
-        the median of the last good losses; 6 if neither ``sigmas`` nor ``factor`` is set.
-      factor: alternatively, a spike is more than this multiple of that median.
-      window: number of losses in the median; with fewer, only a loss that is not finite is a spike.
-      patience: number of consecutive spikes that triggers a rollback.
-    """
-
-    sigmas: Positive | None = None
-    factor: AboveOne | None = None
-    window: Annotated[int, Range(2, 2**20)] = 50
-    patience: Count = 3
-
-
-@dataclass(frozen=True)
-class StragglerConfig:
-    """When a process counts as slow.
-
-    Attributes:
-      factor: its own time per step (data, bookkeeping) exceeds the median of the others by this factor.
-      every: number of steps over which the times are averaged.
-    """
-
-    factor: AboveOne = 2.0
-    every: Count = 50
-
-
-@dataclass(frozen=True)
-class ProfileConfig:
-    """Which steps are traced: ``steps`` of them, from the step ``start``."""
-
-    start: Count = 10
-    steps: Count = 3
-
-
-@dataclass(frozen=True)
-class TrainConfig:
-    """How long to train, and how often to evaluate.
-
-    Attributes:
-      steps: number of steps.
-      grad_accum_steps: number of microbatches into which each batch is cut.
-      skip_nonfinite: a step whose loss or gradients are not finite changes only the step counter; ``false`` applies it.
-      max_consecutive_nonfinite: this many such steps in a row cause a rollback to the newest undamaged checkpoint; the
-        run then skips the batches since that checkpoint.
-      spike: which losses are spikes, of which too many in a row also cause a rollback; ``{}`` takes the defaults, and
-        without it no loss is a spike.
-      max_rollbacks: the run stops with an error when it would roll back more often.
-      straggler: when a process counts as slow.
-      seed: seed of the initial parameters.
-      init_from: folder of one checkpoint whose parameters the run starts from, instead of random ones. A run that
-        resumes does not read it.
-      eval_every: steps between two evaluations.
-      eval_batches: batches of held-out data in each evaluation.
-      profile: steps of which ``jax.profiler`` writes a trace: ``{start: 10, steps: 3}``.
-    """
-
-    steps: Count = 100
-    grad_accum_steps: BatchSize = 1
-    skip_nonfinite: bool = True
-    max_consecutive_nonfinite: Count = 3
-    spike: SpikeConfig | None = None
-    max_rollbacks: Natural = 3
-    straggler: StragglerConfig = field(default_factory=StragglerConfig)
-    seed: Annotated[int, Range(-(2**31), 2**32 - 1)] = 0  # JAX drops all but 32 bits
-    init_from: str | None = None
-    eval_every: Count = 50
-    eval_batches: Count = 8
-    profile: ProfileConfig | None = None
-
-
-@dataclass(frozen=True)
-class BestConfig:
-    """Which steps are kept in addition to the newest: the ``keep`` best by ``metric``, also after a restart.
-
-    ``mode: min`` keeps the smallest values, ``max`` the largest.
-    """
-
-    metric: Literal["heldout_loss", "loss"] = "heldout_loss"
-    mode: Literal["min", "max"] = "min"
-    keep: Count = 1
-
-
-@dataclass(frozen=True)
-class CheckpointConfig:
-    """Which checkpoints a run keeps, and whether it resumes from them; see :class:`jaxpar.CheckpointManager`.
-
-    Attributes:
-      directory: folder of the checkpoints, relative to the current directory; by default ``checkpoints`` in the run's
-        output.
-      save_interval_steps, save_interval_minutes: save after this many steps or minutes; the last step is always saved.
-      keep: number of newest steps to keep.
-      best: which steps to keep in addition: ``{metric: heldout_loss, mode: min, keep: 2}``. A step has a held-out loss
-        only where ``train.eval_every`` evaluates.
-      resume: ``auto`` resumes from the newest undamaged step if there is one, ``required`` raises an error without one,
-        ``never`` starts anew.
-    """
-
-    directory: str | None = None
-    save_interval_steps: Count | None = None
-    save_interval_minutes: Positive | None = None
-    keep: Count = 3
-    best: BestConfig | None = None
-    resume: Literal["auto", "never", "required"] = "auto"
-
-
-@dataclass(frozen=True)
 class GenerateConfig:
     """The formats of the generator's weights and cache; see :func:`jaxpar.models.llama.decode.cached_llama`.
 
@@ -457,7 +350,7 @@ def load_run(path: str | os.PathLike[str], settings: Sequence[str] = ()) -> Load
     file = find_config(Path(path))
     data = override(load_yaml(file, paths=("layout",)), settings)
     config = build(RunConfig, data, str(file))
-    check(config, file)
+    _check(config, file)
     own = LayoutData(mesh=None, rules=None)
     if config.layout is not None:
         source = find_layout(file, config.layout)
@@ -466,3 +359,44 @@ def load_run(path: str | os.PathLike[str], settings: Sequence[str] = ()) -> Load
     if rings := own.rings if config.rings is None else config.rings:
         layout["rings"] = rings
     return Loaded(config, layout, file.stem)
+
+
+def _check(config: RunConfig, file: Path) -> None:
+    """Raises an error for values that only some commands use, or that contradict each other, so that all refuse them.
+
+    Raises:
+      ConfigError: it names the keys.
+    """
+    check_blend(config.data, file)
+    check_spike(config.train.spike, file)
+    check_checkpoint(config.checkpoint, config.train, file)
+    if config.parallel.parameter_server is not None:
+        with prefixed(f"{file}: "):
+            _check_servers(config, server_config(config.parallel.parameter_server))
+
+
+def _check_servers(run: RunConfig, config: ServerConfig) -> None:
+    """Raises if a run has what servers do not train.
+
+    Raises:
+      ConfigError: the text names the key.
+    """
+    pipeline = run.parallel.pipeline
+    for key, value in (
+        ("parallel.offload.optimizer", run.parallel.offload.optimizer),
+        ("model.lora", run.model.get("lora")),
+        ("train.init_from", run.train.init_from),
+        ("optimizer.name: one_bit_adam", run.optimizer.name == "one_bit_adam"),
+        ("parallel.pipeline.schedule: pipedream", pipeline is not None and pipeline.schedule.startswith("pipedream")),
+    ):
+        if value:
+            raise ConfigError(
+                f"{key} does not work with parallel.parameter_server, whose servers hold the optimizer state. Remedy: "
+                "leave one of them out."
+            )
+    if run.data.batch % config.workers:
+        larger = math.ceil(run.data.batch / config.workers) * config.workers
+        raise ConfigError(
+            f"data.batch={run.data.batch} is divided among the {config.workers} workers of parallel.parameter_server, "
+            f"and is not a multiple of {config.workers}. Remedy: data.batch: {larger}."
+        )

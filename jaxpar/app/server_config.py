@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from jaxpar.app.config_ranges import NonNegative
-from jaxpar.errors import ConfigError, prefixed
+from jaxpar.errors import prefixed
 from jaxpar.parameter_server.config import ServerConfig, ServerTable
-
-if TYPE_CHECKING:
-    from jaxpar.app.config import RunConfig
 
 
 @dataclass(frozen=True)
@@ -42,30 +38,3 @@ def server_config(settings: ServerSettings) -> ServerConfig:
     values: dict[str, Any] = {one.name: getattr(settings, one.name) for one in dataclasses.fields(ServerConfig)}
     with prefixed("parallel."):
         return ServerConfig(**values)
-
-
-def check_run(run: RunConfig, config: ServerConfig) -> None:
-    """Raises if a run has what servers do not train.
-
-    Raises:
-      ConfigError: the text names the key.
-    """
-    pipeline = run.parallel.pipeline
-    for key, value in (
-        ("parallel.offload.optimizer", run.parallel.offload.optimizer),
-        ("model.lora", run.model.get("lora")),
-        ("train.init_from", run.train.init_from),
-        ("optimizer.name: one_bit_adam", run.optimizer.name == "one_bit_adam"),
-        ("parallel.pipeline.schedule: pipedream", pipeline is not None and pipeline.schedule.startswith("pipedream")),
-    ):
-        if value:
-            raise ConfigError(
-                f"{key} does not work with parallel.parameter_server, whose servers hold the optimizer state. Remedy: "
-                "leave one of them out."
-            )
-    if run.data.batch % config.workers:
-        larger = math.ceil(run.data.batch / config.workers) * config.workers
-        raise ConfigError(
-            f"data.batch={run.data.batch} is divided among the {config.workers} workers of parallel.parameter_server, "
-            f"and is not a multiple of {config.workers}. Remedy: data.batch: {larger}."
-        )

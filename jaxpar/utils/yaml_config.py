@@ -287,7 +287,7 @@ def convert(hint: Any, value: Any, where: str, numbers: Range | None = None) -> 
         options = [arg for arg in args if arg is not types.NoneType]
         if value is None and len(options) < len(args):
             return None
-        # If only one option can accept the value, its own error is raised, because that names the key inside or a range.
+        # If only one option can accept the value, its own error is raised: it names the key inside or the range.
         kinds = [option for option in options if dataclasses.is_dataclass(option) and isinstance(value, Mapping)]
         kinds += [option for option in options if typing.get_origin(option) is Annotated and type(value) is int]
         if len(options) == 1 or kinds:

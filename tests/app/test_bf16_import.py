@@ -114,8 +114,8 @@ def test_a_cast_that_loses_bits_is_named_and_one_that_overflows_refused(tmp_path
     with pytest.raises(CheckpointError) as error:
         jp.restore(tmp_path / "one", like("float16", values), cast=True)
     assert str(error.value) == (
-        f"{tmp_path / 'one'}: large holds 1e+09, which float16 cannot represent. Remedy: a dtype of a larger range, such "
-        "as bfloat16."
+        f"{tmp_path / 'one'}: large holds 1e+09, which float16 cannot represent. Remedy: a dtype of a larger range, "
+        "such as bfloat16."
     )
     integers: Any = {**like("bfloat16", ["third", "two"]), "large": jax.ShapeDtypeStruct((1,), "int32")}
     with pytest.raises(CheckpointError, match="of another shape or dtype: large is float32"):

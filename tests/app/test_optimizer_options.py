@@ -97,18 +97,18 @@ def test_every_optimizer_with_weight_decay_leaves_out_what_is_excluded(name: str
     [
         (
             {"options": {"mask": "*norm*"}},
-            ("optimizer: options: mask of adamw is a function or a tree in Python, which no YAML value is, got '*norm*'. "
-            "Remedy: optimizer.decay: {exclude: [norm, bias, embed]}."),
+            ("optimizer: options: mask of adamw is a function or a tree in Python, which no YAML value is, got "
+            "'*norm*'. Remedy: optimizer.decay: {exclude: [norm, bias, embed]}."),
         ),
         (
             {"options": {"b2": 7}},
-            ("optimizer: options: b2 must be from 0, below 1, got 7. Remedy: use a number in this range, or leave the key "
-            "out."),
+            ("optimizer: options: b2 must be from 0, below 1, got 7. Remedy: use a number in this range, or leave the "
+            "key out."),
         ),
         (
             {"name": "sgd", "decay": DecaySettings(("norm",))},
-            ("optimizer: sgd does not support decay, because it has no weight decay of single parameters. Remedy: leave "
-            "decay out, or one of adadelta, adafactor, adamaxw, adamw, adan, lamb, lars, lion, muon."),
+            ("optimizer: sgd does not support decay, because it has no weight decay of single parameters. Remedy: "
+            "leave decay out, or one of adadelta, adafactor, adamaxw, adamw, adan, lamb, lars, lion, muon."),
         ),
         (
             {"name": "lamb", "decay": DecaySettings(("norm",))},
@@ -122,8 +122,8 @@ def test_every_optimizer_with_weight_decay_leaves_out_what_is_excluded(name: str
         ),
         (
             {"name": "rprop", "warmup": 3},
-            ("optimizer: rprop takes no schedule of its learning rate, but schedule is constant and warmup is 3. Remedy: "
-            "schedule: constant, warmup: 0."),
+            ("optimizer: rprop takes no schedule of its learning rate, but schedule is constant and warmup is 3. "
+            "Remedy: schedule: constant, warmup: 0."),
         ),
     ],
 )  # fmt: skip

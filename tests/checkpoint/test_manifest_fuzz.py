@@ -23,10 +23,10 @@ import numpy as np
 import pytest
 
 import jaxpar as jp
-from jaxpar.app.config import SpikeConfig
 from jaxpar.app.doctor.checkpoints import examine
 from jaxpar.app.train.checkpointing import config_changes, naming, resume
 from jaxpar.app.train.spikes import LossWatch, SkippedBatches
+from jaxpar.app.train_config import SpikeConfig
 from jaxpar.checkpoint.manifest import NAME, read
 from jaxpar.checkpoint.verify import problems_of
 from jaxpar.data import Batches, batches

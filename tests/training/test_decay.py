@@ -58,7 +58,11 @@ class Net(nnx.Module):
         (stacked, ("vectors",), {"b", "g"}),
         (stacked, ("embed",), {"g"}),  # the dim of a vector, not one of the three dims of `up`
         (stacked, ("mlp", "tab*"), {"b", "table"}),
-        (linen, ("norm", "bias", "embed"), {"LayerNorm_0/scale", "LayerNorm_0/bias", "Dense_0/bias", "Embed_0/embedding"}),
+        (
+            linen,
+            ("norm", "bias", "embed"),
+            {"LayerNorm_0/scale", "LayerNorm_0/bias", "Dense_0/bias", "Embed_0/embedding"},
+        ),
         (linen, ("*/bias",), {"LayerNorm_0/bias", "Dense_0/bias"}),
         (linen, ("Dense_0/?ias",), {"Dense_0/bias"}),
         (lambda key: Net(nnx.Rngs(key)), ("NORM", "bias"), {"norm1/scale", "norm1/bias", "up/bias"}),
@@ -92,11 +96,14 @@ def test_only_what_decays_shrinks_in_a_step_of_a_sharded_model() -> None:
 @pytest.mark.parametrize(
     ("exclude", "text"),
     [
-        (("norm",), "decay: exclude: no weight matches 'norm'. The nearest are 'b', 'g', 'table'. Remedy: one of these."),
+        (
+            ("norm",),
+            "decay: exclude: no weight matches 'norm'. The nearest are 'b', 'g', 'table'. Remedy: one of these.",
+        ),
         (("vocab",), "decay: exclude: no weight matches 'vocab'. The nearest are 'table'. Remedy: one of these."),
         (("vectors", "up", "table"),
-         ("decay: exclude: ['vectors', 'up', 'table'] matches all 4 parameters, so none decays. Remedy: fewer entries, or "
-         "weight_decay: 0.")),
+         ("decay: exclude: ['vectors', 'up', 'table'] matches all 4 parameters, so none decays. Remedy: fewer "
+         "entries, or weight_decay: 0.")),
         ("norm", "decay: exclude must be a list of texts, got 'norm'. Remedy: exclude: [norm, bias]."),
         ((), "decay: exclude must be a list of texts, got (). Remedy: exclude: [norm, bias]."),
     ],

@@ -339,9 +339,9 @@ def test_fast_and_slow_parameters_of_a_script_are_refused() -> None:
         with pytest.raises(ModelError) as error:
             jp.init(layout, both, tx)
         assert str(error.value) == (
-            "make_model returned optax.LookaheadParams, but optax.lookahead keeps its slow parameters in the optimizer's "
-            "state here, as Lookahead.slow. Remedy: return the fast parameters alone, as in make_model = lambda key: "
-            "make_both(key).fast."
+            "make_model returned optax.LookaheadParams, but optax.lookahead keeps its slow parameters in the "
+            "optimizer's state here, as Lookahead.slow. Remedy: return the fast parameters alone, as in make_model = "
+            "lambda key: make_both(key).fast."
         )
 
 

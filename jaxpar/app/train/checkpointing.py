@@ -17,9 +17,9 @@ from rich.console import Console
 from rich.markup import escape
 
 import jaxpar as jp
-from jaxpar.app.config import BestConfig
 from jaxpar.app.job import Job
 from jaxpar.app.train.spikes import LossWatch, SkippedBatches
+from jaxpar.app.train_config import BestConfig
 from jaxpar.checkpoint.manager import CheckpointManager, Restored
 from jaxpar.checkpoint.manifest import DISK, NAME
 from jaxpar.data.examples import BatchIterator

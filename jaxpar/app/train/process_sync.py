@@ -9,7 +9,7 @@ from dataclasses import astuple, dataclass, fields
 import jax
 import numpy as np
 
-from jaxpar.app.config import StragglerConfig
+from jaxpar.app.train_config import StragglerConfig
 from jaxpar.utils.multihost import gather_rows
 
 _PERIOD = 1.0

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import jax
 
-from jaxpar.app.config import ProfileConfig
+from jaxpar.app.train_config import ProfileConfig
 
 
 class Profiler:

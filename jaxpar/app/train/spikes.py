@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxpar.app.config import SpikeConfig, TrainConfig
+from jaxpar.app.train_config import SpikeConfig, TrainConfig
 from jaxpar.checkpoint.manifest import REMEDY
 from jaxpar.errors import DamagedError
 from jaxpar.utils.checks import is_count, shown

@@ -90,9 +90,9 @@ def read(model: Any) -> ModelParts:
         )
     if isinstance(model, optax.LookaheadParams):
         raise ModelError(
-            "make_model returned optax.LookaheadParams, but optax.lookahead keeps its slow parameters in the optimizer's "
-            "state here, as Lookahead.slow. Remedy: return the fast parameters alone, as in make_model = lambda key: "
-            "make_both(key).fast."
+            "make_model returned optax.LookaheadParams, but optax.lookahead keeps its slow parameters in the "
+            "optimizer's state here, as Lookahead.slow. Remedy: return the fast parameters alone, as in make_model = "
+            "lambda key: make_both(key).fast."
         )
     if isinstance(model, _modules("linen")):
         raise ModelError(

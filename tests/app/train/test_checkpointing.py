@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from jaxpar.app.config import SpikeConfig
 from jaxpar.app.launch.exit_codes import ExitCode, exit_code
 from jaxpar.app.train.checkpointing import naming, resume
 from jaxpar.app.train.spikes import LossWatch, SkippedBatches
+from jaxpar.app.train_config import SpikeConfig
 from jaxpar.checkpoint.manifest import REMEDY
 from jaxpar.data import Batches, batches
 from jaxpar.errors import DamagedError, DataError, JaxparError

@@ -19,11 +19,12 @@ from interpreters import python
 from listening_sockets import listening_sockets
 
 from jaxpar.app.cli import main
-from jaxpar.app.config import CheckpointConfig, RunConfig, TrainConfig
+from jaxpar.app.config import RunConfig
 from jaxpar.app.launch.cluster_detection import detect
 from jaxpar.app.launch.exit_codes import ExitCode
 from jaxpar.app.train import launch
 from jaxpar.app.train.launch import LaunchOptions
+from jaxpar.app.train_config import CheckpointConfig, TrainConfig
 from jaxpar.checkpoint.manifest import NAME as MANIFEST
 from jaxpar.checkpoint.verify import check, steps_in
 from jaxpar.errors import ConfigError

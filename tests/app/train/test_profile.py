@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import pytest
 
-from jaxpar.app.config import ProfileConfig
 from jaxpar.app.train.launch import profile_settings
 from jaxpar.app.train.profile import Profiler
+from jaxpar.app.train_config import ProfileConfig
 from jaxpar.errors import ConfigError
 
 

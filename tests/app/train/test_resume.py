@@ -178,8 +178,8 @@ def test_a_step_keeps_the_metric_that_the_best_are_known_by(whole: Path, tmp_pat
     assert [check(whole / str(step)).metadata.get("metric") for step in (2, 4, 6)] == [None, known[4], known[6]]
     config = write(tmp_path, "run")
     never = (
-        f"{config}: checkpoint.best ranks by heldout_loss, which is evaluated every 4 steps, but checkpoints saved every 5 steps "
-        "before step 6 may have none. Remedy: save_interval_steps: 4, or metric: loss."
+        f"{config}: checkpoint.best ranks by heldout_loss, which is evaluated every 4 steps, but checkpoints saved "
+        "every 5 steps before step 6 may have none. Remedy: save_interval_steps: 4, or metric: loss."
     )
     none = (
         f"{config}: checkpoint: best: keep must be from 1 to 2,147,483,647, got 0. Remedy: use a number in this range, "
@@ -235,12 +235,12 @@ def test_what_keeps_a_run_from_going_on_is_said(whole: Path, tmp_path: Path) -> 
     )
     assert "is at step 6, beyond train.steps=5." in refused(CheckpointError, at, "train.steps=5")
     assert refused(ConfigError, "checkpoint.save_interval_minutes=1") == (
-        f"{file}: checkpoint.save_interval_steps=2 and checkpoint.save_interval_minutes=1 are mutually exclusive. Remedy: "
-        "leave one out."
+        f"{file}: checkpoint.save_interval_steps=2 and checkpoint.save_interval_minutes=1 are mutually exclusive. "
+        "Remedy: leave one out."
     )
     assert refused(ConfigError, "checkpoint.keep=0") == (
-        f"{file}: checkpoint: keep must be from 1 to 2,147,483,647, got 0. Remedy: use a number in this range, or leave "
-        "the key out."
+        f"{file}: checkpoint: keep must be from 1 to 2,147,483,647, got 0. Remedy: use a number in this range, or "
+        "leave the key out."
     )
     other = refused(CheckpointError, at, "model.mlp=40")
     assert "does not match the state to restore:" in other and "blocks/mlp/gate" in other

@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxpar.app.config import SpikeConfig, StragglerConfig, TrainConfig, load_run
+from jaxpar.app.config import load_run
 from jaxpar.app.train import process_sync
 from jaxpar.app.train.goodput import CAUSES, Goodput, describe
 from jaxpar.app.train.process_sync import ProcessStatus, StatusExchange, Stragglers, slow
 from jaxpar.app.train.signals import Stop
 from jaxpar.app.train.spikes import LossWatch, SkippedBatches, describe_trouble, give_up_message
+from jaxpar.app.train_config import SpikeConfig, StragglerConfig, TrainConfig
 from jaxpar.errors import ConfigError
 
 
