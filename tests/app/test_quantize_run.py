@@ -82,7 +82,10 @@ def test_settings_that_do_not_fit_are_errors(tmp_path: Path) -> None:
         ),
         (
             {"model.quantize": "{group: -1}"},
-            "model.quantize: group must be an integer of at least 1, got -1. Remedy: group: 32.",
+            (
+                "model.quantize: group must be from 1 to 2,147,483,647, got -1. Remedy: use a number in this range, or "
+                "leave the key out."
+            ),
         ),
     ]
     for changes, text in cases:
