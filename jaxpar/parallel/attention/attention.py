@@ -25,7 +25,7 @@ from jaxpar.parallel.attention.select import Choice, select_here
 from jaxpar.parallel.attention.split import ulysses as exchange
 from jaxpar.parallel.attention.split.partition import AttentionPlan, Backend
 from jaxpar.parallel.attention.split.token_order import check_given, permutation
-from jaxpar.parallel.attention.tiled.padding import SAVED, Arrays, result_without_padding, without_padding
+from jaxpar.parallel.attention.tiled.padding import SAVED, Arrays, in_one_dtype, result_without_padding, without_padding
 from jaxpar.parallel.attention.tiled.tile import AttentionArrays, Segments, TileSpec
 from jaxpar.parallel.manual_axes import manual_axes_of
 from jaxpar.sharding.hardware.topology import platform_of
@@ -111,7 +111,7 @@ def attention(
     keep = read_keep(impl, options)
     rules, array_options, offset = read(q_BSHD, k_BTKD, v_BTKD, options)
     swapped = (heads_axis,) if isinstance(heads_axis, str) else tuple(heads_axis)
-    rows, arrays = q_BSHD.shape[1], (q_BSHD, k_BTKD, v_BTKD)
+    rows, arrays = q_BSHD.shape[1], in_one_dtype(q_BSHD, k_BTKD, v_BTKD)
     given = array_options.segments is not None
     if pad:
         arrays, array_options = _padded(arrays, array_options, (q_dims, kv_dims))
@@ -135,7 +135,7 @@ def attention(
         ring_size = _num_shards(tuple(axis for axis in sharding.q[1] if axis not in swapped))
         plain = functools.partial(_dense, rules, offset, (options.get("order"), ring_size), first_head)
         o = _auto_sharded(plain, sharding)((q, k, v), array_options)
-        return result_without_padding(checkpoint_name(hint(o, *q_dims), SAVED), segments)[:, :rows]
+        return result_without_padding(checkpoint_name(hint(o, *q_dims), SAVED), segments, q_BSHD.dtype)[:, :rows]
     if sharding.q[2] != sharding.kv[2]:
         # A shard of the query heads would meet the wrong key heads, so every query head gets its own key head.
         dims = (*kv_dims[:2], q_dims[2], kv_dims[3])
@@ -149,7 +149,7 @@ def attention(
     )
     check_heads(q.shape[2] // _num_shards(sharding.q[2]), _num_shards(heads), heads)
     o = hint(_sharded(picked, plan, options, sharding, (q, k, v), array_options, first_head), *q_dims)
-    return result_without_padding(o, segments)[:, :rows]
+    return result_without_padding(o, segments, q_BSHD.dtype)[:, :rows]
 
 
 def qkv_sharding(q: Any, k: Any, q_dims: Dims = Q_DIMS, kv_dims: Dims = KV_DIMS) -> QKVSharding:

@@ -18,7 +18,7 @@ from jaxpar.parallel.attention.split import ulysses as exchange
 from jaxpar.parallel.attention.split.partition import AttentionPlan, KeySource, side, turns_of
 from jaxpar.parallel.attention.split.token_order import check, check_given
 from jaxpar.parallel.attention.split.vjp import attend
-from jaxpar.parallel.attention.tiled.padding import result_without_padding, without_padding
+from jaxpar.parallel.attention.tiled.padding import in_one_dtype, result_without_padding, without_padding
 from jaxpar.parallel.attention.tiled.tile import AttentionArrays, varies_over
 from jaxpar.parallel.manual_axes import check_manual, enclosing_manual_axes, manual_axes_of
 from jaxpar.sharding.hardware.topology import platform_of
@@ -102,7 +102,7 @@ def attention_local(
     full_queries = impl == "split_kv"
     queries = tokens[0] * (1 if full_queries else ring_size)
     rules, array_options, offset = read(q_BSHD, k_BTKD, v_BTKD, options, tokens, queries)
-    q, k, v = without_padding((q_BSHD, k_BTKD, v_BTKD), array_options.segments)
+    q, k, v = without_padding(in_one_dtype(q_BSHD, k_BTKD, v_BTKD), array_options.segments)
     plan = AttentionPlan(rules, KEYS[impl], ring, heads, offset=offset, keep=keep, full_queries=full_queries)
     if plan.keys != "rows" and not plan.full_queries:
         platform = platform_of(jax.sharding.get_abstract_mesh())
@@ -117,7 +117,8 @@ def attention_local(
     first_head: Any = 0
     if rules.dropout:
         array_options, first_head = _add_sequence_indices(q, array_options, axes, (batch_axis, q_heads_axis))
-    return result_without_padding(compute(plan, q, k, v, array_options, first_head), array_options.segments)
+    o = compute(plan, q, k, v, array_options, first_head)
+    return result_without_padding(o, array_options.segments, q_BSHD.dtype)
 
 
 def _add_sequence_indices(

@@ -15,6 +15,7 @@ from jaxpar.errors import ConfigError, LayoutError, did_you_mean, listing, unkno
 from jaxpar.parallel.attention.integers import clipped, exact_ids, exact_offset, exact_positions, kind_of
 from jaxpar.parallel.attention.mask import Mask, Rule, mask_of
 from jaxpar.parallel.attention.tiled.tile import AttentionArrays, Segments, TileSpec
+from jaxpar.utils.arrays import accumulator
 
 Impl = Literal["auto", "dense", "flash", "gather", "ring", "ring_self_attention", "ulysses", "hybrid", "split_kv"]
 IMPLS: tuple[str, ...] = get_args(Impl)
@@ -238,13 +239,19 @@ def _bias(q: Any, bias: Any, tokens: tuple[int, int]) -> Any:
     if bias is None:
         return None
     batch, _, heads, _ = q.shape
-    shape = jnp.shape(bias)
+    bias = _array(bias)
+    shape = bias.shape
     if len(shape) != 4 or shape[0] not in (1, batch) or shape[1] not in (1, heads) or shape[2:] != tokens:
         raise LayoutError(
             f"attention: bias must have the shape [{batch} or 1, {heads} or 1, {tokens[0]}, {tokens[1]}] (batch, "
             f"heads, queries, keys), got {list(shape)}."
         )
-    return bias
+    if bias.dtype == bool:
+        raise LayoutError(
+            f"attention: bias {list(shape)} must be numbers, because it is added to the scores, got booleans. Remedy: "
+            f"bias=jnp.where(bias, 0, -jnp.inf), which hides the keys for which it is False."
+        )
+    return _floats(bias)
 
 
 def check_order(impl: str, options: Options, ring: Sequence[str], heads: Sequence[str]) -> None:
@@ -259,11 +266,23 @@ def check_order(impl: str, options: Options, ring: Sequence[str], heads: Sequenc
 
 
 def _per_head(name: str, heads: int, x: Any) -> Any:
-    if x is not None and jnp.shape(x) != (heads,):
+    if x is None:
+        return None
+    x = _array(x)
+    if x.shape != (heads,):
         raise LayoutError(
-            f"attention: {name} must be one number for each of {heads} query heads, got shape {list(jnp.shape(x))}."
+            f"attention: {name} must be one number for each of {heads} query heads, got shape {list(x.shape)}."
         )
-    return x
+    return _floats(x)
+
+
+def _array(x: Any) -> Any:
+    return x if hasattr(x, "dtype") else jnp.asarray(x)
+
+
+def _floats(x: Any) -> Any:
+    """Returns an array of floats, because integers have no gradients."""
+    return x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(accumulator(x))
 
 
 def _words(key: Any, batch: int) -> jax.Array:

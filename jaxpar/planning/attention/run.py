@@ -19,6 +19,7 @@ from jaxpar.sharding.hardware.links import links_of
 from jaxpar.sharding.layout import current_layout
 from jaxpar.sharding.names import Names
 from jaxpar.sharding.resolve import num_shards_over
+from jaxpar.utils.arrays import accumulator, at_least_fp32
 
 LOWEST = -2.5e28
 """The least number that is added to a score: it hides a key, and the sum of several is above -1e30.
@@ -26,7 +27,7 @@ LOWEST = -2.5e28
 At -1e30 :func:`jaxpar.attention` gives a query without keys 0, and a program the mean of the values.
 """
 ABSORBED = -1e9
-"""A number that leaves nothing of a score that it is added to in fp32, if that is below 32."""
+"""A number that leaves nothing of a score that it is added to in fp32, if that is below 32; in fp64 it is larger."""
 Shape = tuple[int, int, int, int]
 
 
@@ -126,7 +127,7 @@ def _absorbing(q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array, how: d
     """
     fixed = jax.lax.stop_gradient
     most = fixed(bias).max(-1, keepdims=True)
-    hidden = most <= ABSORBED
+    hidden = most <= ABSORBED * float(jnp.finfo(jnp.float32).eps / jnp.finfo(accumulator(q)).eps)
     bias = bias - jnp.where(hidden, most, 0)
     rows = jnp.moveaxis(hidden, 1, 2)
 
@@ -157,7 +158,7 @@ def _segments(found: FoundAttention, views: dict[View, jax.Array]) -> dict[str, 
 
 def _bias(found: FoundAttention, views: dict[View, jax.Array]) -> jax.Array | None:
     """What is added to the scores ``[batch or 1, heads or 1, queries, keys]``, other conditions included."""
-    parts = [jnp.maximum(_scores_like(found, view, views[view]).astype(jnp.float32), LOWEST) for view in found.biases]
+    parts = [jnp.maximum(at_least_fp32(_scores_like(found, view, views[view])), LOWEST) for view in found.biases]
     for condition, fill in found.masks.added:
         holds = reduce(jnp.logical_and, [_condition(found, part, views) for part in condition])
         parts.append(jnp.where(holds, 0.0, max(fill, LOWEST)))

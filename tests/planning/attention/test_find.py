@@ -74,6 +74,21 @@ def test_it_computes_the_same(style: str) -> None:
         np.testing.assert_allclose(np.asarray(own), np.asarray(right), rtol=1e-5, atol=1e-5)
 
 
+# jax.nn's own attention computes in fp32.
+BIASED = [style for style, (_, text, _) in styles.STYLES.items() if "bias" in text and not style.startswith("jax.nn")]
+
+
+@pytest.mark.parametrize("style", few(BIASED, keep=2))
+def test_a_bias_in_fp64_is_not_rounded(style: str) -> None:
+    function, _, options = styles.STYLES[style]
+    with jax.enable_x64(True), jp.unsharded():
+        *floats, lengths = styles.arrays(**options)
+        floats = [x.astype("float64") for x in floats]
+        _, replaced = recognised(function, (*floats, lengths))
+        right, result = jax.jit(lambda *x: [f(*x, lengths) for f in (function, replaced)])(*floats)
+    np.testing.assert_allclose(np.asarray(result), np.asarray(right), rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("style", "context"), few_pairs(styles.STYLES, (8, 4), keep=3))
 def test_a_sharded_sequence_computes_what_one_device_computes(style: str, context: int) -> None:

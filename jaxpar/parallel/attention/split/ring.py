@@ -51,7 +51,7 @@ def one_step_backward(split: SequenceSplit, q: jax.Array, k: jax.Array, v: jax.A
     at, none = (split.queries(), split.keys(distance)), no_gradients(q, k, v, extras)
     found = backward(split.plan, Operands(q, k, v, at, extras, split.expected(distance)), rows, none)
     if split.extras.bias is not None:  # the gradient of the full bias instead of that of the columns in use
-        found = found._replace(bias=split.put_bias(zeros(split.extras.bias), found.bias, distance))
+        found = found._replace(bias=split.put_bias(zeros(split.extras.bias, found.bias.dtype), found.bias, distance))
     if split.plan.keys == "here":
         return found
 

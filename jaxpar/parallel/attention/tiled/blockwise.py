@@ -164,13 +164,13 @@ def visit(rules: TileSpec, x: Operands, one: Callable[..., Any], carry: Any) -> 
 
 def initial_sums(q: jax.Array, v: jax.Array) -> Sums:
     """Returns the initial sums, of queries that have seen no key yet."""
-    rows = zeros(q[..., 0])
+    rows = zeros(q[..., 0], accumulator(q))
     return Sums(jnp.broadcast_to(rows[..., None], (*rows.shape, v.shape[-1])), rows + tile.FAR, rows)
 
 
-def zeros(x: jax.Array) -> jax.Array:
-    """Returns zeros of the shape of ``x`` in the dtype of sums, varying over the same manual axes as ``x``."""
-    none = jnp.zeros(x.shape, accumulator(x))
+def zeros(x: jax.Array, dtype: Any) -> jax.Array:
+    """Returns zeros of the shape of ``x`` in a dtype, varying over the same manual axes as ``x``."""
+    none = jnp.zeros(x.shape, dtype)
     axes = tuple(tile.varies_over(x))
     return jax.lax.pcast(none, axes, to="varying") if axes else none
 
@@ -232,9 +232,8 @@ def not_before[T](x: T, results: jax.Array) -> T:
 
 
 def no_gradients(q: jax.Array, k: jax.Array, v: jax.Array, extras: TileArrays) -> Gradients:
-    """Returns the initial sums of gradients, all 0."""
-    bias, slopes = (None if x is None else zeros(x) for x in (extras.bias, extras.slopes))
-    return Gradients(zeros(q), zeros(k), zeros(v), bias, slopes)
+    """Returns the initial sums of gradients, all 0, in the dtype of the scores: a bias may have another one."""
+    return Gradients(*(None if x is None else zeros(x, accumulator(q)) for x in (q, k, v, extras.bias, extras.slopes)))
 
 
 def backward(rules: TileSpec, x: Operands, rows: Rows, sums: Gradients) -> Gradients:

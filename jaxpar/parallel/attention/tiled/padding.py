@@ -77,6 +77,13 @@ def stated_flops(batch: int, heads: int, head_dim: int, *scores: int) -> str:
     return matmul_flops_scope(*(2 * batch * heads * n * head_dim for n in scores))
 
 
+def in_one_dtype(*arrays: jax.Array) -> Arrays:
+    """Returns queries, keys and values in the dtype of their product, because kernels take no others."""
+    dtype = jnp.result_type(*arrays)
+    q, k, v = (x.astype(dtype) for x in arrays)
+    return q, k, v
+
+
 def without_padding(arrays: Arrays, segments: Segments) -> Arrays:
     """Returns queries, keys and values with padded tokens, and thereby their gradients, set to 0.
 
@@ -91,8 +98,9 @@ def without_padding(arrays: Arrays, segments: Segments) -> Arrays:
     return _zeroed(q, segments[0]), _zeroed(k, segments[1]), _zeroed(v, segments[1])
 
 
-def result_without_padding(o_BSHD: jax.Array, segments: Segments) -> jax.Array:
-    """Returns the result with padded tokens set to 0, so that their incoming gradient is 0 too."""
+def result_without_padding(o_BSHD: jax.Array, segments: Segments, dtype: Any) -> jax.Array:
+    """Returns the result in a dtype, with padded tokens set to 0, so that their incoming gradient is 0 too."""
+    o_BSHD = o_BSHD.astype(dtype)
     return o_BSHD if segments is None else _zeroed(o_BSHD, segments[0])
 
 
