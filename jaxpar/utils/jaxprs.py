@@ -42,8 +42,8 @@ def opened(jaxpr: Jaxpr | ClosedJaxpr) -> Jaxpr:
 def inlined(jaxpr: Jaxpr, *, remat: bool = False) -> Jaxpr:
     """Returns a jaxpr with the bodies of jitted functions in place of their calls, also inside loops and branches.
 
-    Functions with shardings, compiler options or constants of their own remain calls; so do the bodies of custom
-    derivatives.
+    Arrays that a jitted function captures become literals, as in a scan, which takes no constants. Functions with
+    shardings or compiler options of their own remain calls; so do the bodies of custom derivatives.
 
     Args:
       jaxpr: the program.
@@ -67,9 +67,9 @@ def _inline(jaxpr: Jaxpr, names: dict[Any, Any], eqns: list[JaxprEqn], *, top: b
         reads = [names.get(atom, atom) if isinstance(atom, Var) else atom for atom in eqn.invars]
         body = _inlinable(eqn, remat)
         if body is not None:
-            inner = dict(zip(body.invars, reads, strict=True))
-            _inline(body, inner, eqns, top=False, remat=remat)
-            results = [inner[atom] if isinstance(atom, Var) else atom for atom in body.outvars]
+            inner = dict(zip(opened(body).invars, reads, strict=True)) | _literals(body)
+            _inline(opened(body), inner, eqns, top=False, remat=remat)
+            results = [inner[atom] if isinstance(atom, Var) else atom for atom in opened(body).outvars]
             names |= zip(eqn.outvars, results, strict=True)
             continue
         makes = eqn.outvars if top else [Var(var.aval) for var in eqn.outvars]
@@ -77,7 +77,13 @@ def _inline(jaxpr: Jaxpr, names: dict[Any, Any], eqns: list[JaxprEqn], *, top: b
         eqns.append(eqn.replace(invars=reads, outvars=makes, params=_inlined_params(eqn)))
 
 
-def _inlinable(eqn: JaxprEqn, remat: bool) -> Jaxpr | None:
+def _literals(body: Jaxpr | ClosedJaxpr) -> dict[Any, Any]:
+    """The constants of a function as literals, by their variables."""
+    pairs = zip(opened(body).constvars, getattr(body, "consts", ()), strict=True)
+    return {var: Literal(x, var.aval) for var, x in pairs}
+
+
+def _inlinable(eqn: JaxprEqn, remat: bool) -> Jaxpr | ClosedJaxpr | None:
     """The body of a call that means no more than its equations."""
     params = eqn.params
     if remat and eqn.primitive.name in ("remat2", "checkpoint"):
@@ -87,7 +93,7 @@ def _inlinable(eqn: JaxprEqn, remat: bool) -> Jaxpr | None:
     body = params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
     shardings = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
     own = any(type(one).__name__ != "UnspecifiedValue" for one in shardings) or params.get("compiler_options_kvs")
-    return None if own or getattr(body, "consts", ()) or opened(body).constvars else opened(body)
+    return None if own else body
 
 
 def _inlined_params(eqn: JaxprEqn) -> dict[str, Any]:

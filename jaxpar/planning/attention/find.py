@@ -10,9 +10,9 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from jaxpar.planning.attention.axes import Dims, Group, axes_of, fresh, moved
-from jaxpar.planning.attention.positions import as_choice, position
+from jaxpar.planning.attention.positions import as_choice, constant, position
 from jaxpar.planning.attention.scores import after, product
-from jaxpar.planning.attention.values import Linear, Lost, Product, Scores, Stage, Value, View
+from jaxpar.planning.attention.values import Lost, Product, Scores, Stage, Value, View
 from jaxpar.utils.jaxprs import opened
 
 MOVED_BOOLEANS = ("and", "or", "not", "select_n")
@@ -55,6 +55,7 @@ class ScoreReader:
     values: dict[Any, Value] = field(default_factory=dict)
     found: list[WeightedValues] = field(default_factory=list)
     lost: dict[Product, str] = field(default_factory=dict)
+    _literals: dict[int, Value] = field(default_factory=dict)
 
     def read(self, eqns: Iterable[JaxprEqn]) -> None:
         """Follow equations."""
@@ -72,7 +73,9 @@ class ScoreReader:
     def value(self, atom: Any) -> Value:
         """Returns what is known of a variable or a constant."""
         if isinstance(atom, Literal):
-            return Linear((), np.asarray(atom.val).item()) if np.ndim(atom.val) == 0 else View.of(atom)
+            if id(atom) not in self._literals:
+                self._literals[id(atom)] = constant(atom.val) or View.of(atom)
+            return self._literals[id(atom)]
         return self.values[atom] if atom in self.values else View.of(atom)
 
     def _inside(self, eqn: JaxprEqn, reads: Sequence[Value]) -> None:
@@ -126,11 +129,16 @@ def _known(eqn: JaxprEqn, reads: Sequence[Value]) -> Value | None:
     if (found := position(name, eqn.params, reads, out)) is not None:
         return found
     if len(reads) == 1 and isinstance(reads[0], View):
-        if name == "convert_element_type" and not np.can_cast(cast(Any, eqn.invars[0].aval).dtype, out.dtype):
-            return None  # a value that is rounded is another one
+        if name == "convert_element_type" and not _keeps_values(cast(Any, eqn.invars[0].aval).dtype, out.dtype):
+            return None
         dims = moved(name, eqn.params, reads[0].dims, out.shape)
         return None if dims is None else View(dims, reads[0].source, reads[0].source_dims)
     return None
+
+
+def _keeps_values(before: Any, after: Any) -> bool:
+    """Whether a conversion keeps a value: one that is rounded is another one, and so are floats made of integers."""
+    return np.can_cast(before, after) and not np.issubdtype(before, np.integer)
 
 
 def _weighted(eqn: JaxprEqn, scores: Scores, which: int) -> WeightedValues | str:

@@ -60,18 +60,20 @@ def constant(x: Any) -> Position | None:
     """Returns what is known of an array that a program contains: positions, a causal mask or a window.
 
     Args:
-      x: integers ``[n]`` at equal distances, or zeros and ones ``[queries, keys]``, with dims of size 1.
+      x: a number, integers ``[n]`` at equal distances, or zeros and ones ``[queries, keys]``; there may be more dims of
+        size 1.
     """
-    concrete = isinstance(x, np.ndarray | jax.Array) and not isinstance(x, jax.core.Tracer)
-    if not concrete or not isinstance(x.dtype, np.dtype) or not 0 < x.size <= _LARGEST:
-        return None
-    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+    plain = isinstance(getattr(x, "dtype", np.dtype(float)), np.dtype) and not isinstance(x, jax.core.Tracer)
+    if not plain or not 0 < np.size(x) <= _LARGEST or (isinstance(x, jax.Array) and not x.is_fully_addressable):
         return None
     x = np.asarray(x)
+    if x.ndim == 0:
+        return Linear((), x.item())
     dims = fresh(x.shape)
-    if x.ndim == 1 and x.dtype.kind in "iu" and x.size > 1 and len({*np.diff(x.astype(np.int64)).tolist()}) == 1:
-        return Linear(dims, int(x[0]), {dims[0][0]: int(x[1]) - int(x[0])})
     wide = [group for group in dims if group]
+    if len(wide) == 1 and x.dtype.kind in "iu":
+        first, *steps = np.diff(x.ravel().astype(np.int64)).tolist()
+        return Linear(dims, int(x.flat[0]), {wide[0][0]: first}) if all(step == first for step in steps) else None
     if len(wide) != 2 or not x.any() or not np.isin(x, (0, 1)).all():
         return None
     (rows,), (columns,) = wide

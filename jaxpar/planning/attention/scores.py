@@ -50,7 +50,12 @@ def after(eqn: JaxprEqn, reads: Sequence[Value]) -> Value:
             found = _elementwise(eqn, reads, scores, out.shape)
     if found is None or isinstance(found, str):
         dropout = scores.stage == Stage.WEIGHTS and eqn.primitive.name in ("mul", "div", "select_n")
-        reason = found or f"its {scores.stage} go through {eqn.primitive.name}{', as in dropout' * dropout}"
+        operation = eqn.primitive.name
+        if operation in ("jit", "pjit"):  # all others are inlined
+            operation = (
+                f"the jitted function {eqn.params['name']!r}, which has shardings or compiler options of its own"
+            )
+        reason = found or f"its {scores.stage} go through {operation}{', as in dropout' * dropout}"
         softmax = scores.stage in (Stage.EXPONENTIALS, Stage.SUM, Stage.WEIGHTS) or eqn.primitive.name == "exp"
         return Lost(scores.product, reason, softmax)
     return found

@@ -22,6 +22,9 @@ Known = Mapping[Any, Value]
 """What is known of variables."""
 
 
+OWN_DERIVATIVE = "it is in a function with a derivative of its own, which runs as it is"
+
+
 @dataclass(frozen=True)
 class AttentionSite:
     """Attention in one place of a program.
@@ -74,19 +77,27 @@ class BodyAttention:
         reader = find(jaxpr, is_data, known)
         return cls(tuple(_sites(jaxpr, reader, names)), reader)
 
-    def known_inside(self, step: Visited) -> Known:
-        """Returns what is known of the arguments of the body that a loop or a recomputed function runs."""
-        eqn, invars = step.eqn, list[Any]()
-        if eqn.primitive.name in ("remat2", "checkpoint"):
-            invars = opened(eqn.params["jaxpr"]).invars
-        elif eqn.primitive.name == "scan":
-            invars = opened(eqn.params["jaxpr"]).invars[: scan_counts(eqn)[0]]
-        pairs = zip(invars, (self.reader.value(atom) for atom in eqn.invars), strict=False)
-        return {var: x for var, x in pairs if isinstance(x, Linear | Conditional) and not _arrays_of(x)}
+    def known_inside(self, eqn: JaxprEqn, inside: Any) -> Known:
+        """Returns what is known of the constants of a body, and of its arguments that are the same in all its runs.
+
+        Args:
+          eqn: the call, loop, branch or recomputed function.
+          inside: the body, one of its parameters.
+        """
+        name, params = eqn.primitive.name, eqn.params
+        first, count = int(name == "cond"), len(eqn.invars)
+        if name == "scan":
+            count = scan_counts(eqn)[0]
+        elif name == "while":
+            first, count = params["cond_nconsts"], params["body_nconsts"]
+        values = (self.reader.value(atom) for atom in eqn.invars[first : first + count])
+        pairs = zip(opened(inside).invars, values, strict=False)
+        known = {var: x for var, x in pairs if isinstance(x, Linear | Conditional) and not _arrays_of(x)}
+        return known | known_constants(inside)
 
 
 def known_constants(jaxpr: Any) -> Known:
-    """Returns the masks and positions among the constants of a closed jaxpr."""
+    """Returns the masks and positions among the constants of a jaxpr."""
     pairs = zip(opened(jaxpr).constvars, getattr(jaxpr, "consts", ()), strict=True)
     return {var: known for var, x in pairs if (known := constant(x)) is not None}
 
@@ -98,12 +109,14 @@ def all_sites(
     body = BodyAttention.of(jaxpr, visited, names_of, known)
     yield from (replace(site, count=count) for site in body.sites)
     for step in visited:
-        if step.eqn.primitive.name.startswith("custom_"):
-            continue
-        times = count * (step.eqn.params["length"] if step.eqn.primitive.name == "scan" else 1)
+        name, params = step.eqn.primitive.name, step.eqn.params
+        times = count * (params["length"] if name == "scan" else 1)
         for key, index, inner in step.inner:
-            inside = step.eqn.params[key] if index is None else step.eqn.params[key][index]
-            yield from all_sites(opened(inside), inner, names_of, body.known_inside(step), times)
+            inside = params[key] if index is None else params[key][index]
+            sites = all_sites(opened(inside), inner, names_of, body.known_inside(step.eqn, inside), times)
+            if name.startswith("custom_"):
+                sites = (replace(site, attention=None, reason=OWN_DERIVATIVE) for site in sites)
+            yield from sites
 
 
 def _sites(jaxpr: Jaxpr, reader: ScoreReader, names: NamesOf) -> Iterator[AttentionSite]:

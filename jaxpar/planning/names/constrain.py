@@ -147,7 +147,7 @@ class _Body:
             return changed
         for key, index, visited in step.inner:
             before = step.eqn.params[key] if index is None else step.eqn.params[key][index]
-            body = constrained(opened(before), visited, self.names_of, self.attention.known_inside(step))
+            body = constrained(opened(before), visited, self.names_of, self.attention.known_inside(step.eqn, before))
             # Before jax 0.12 a ClosedJaxpr contains a Jaxpr; since then both are one class.
             after = body if isinstance(before, Jaxpr) else ClosedJaxpr(body, before.consts)
             changed[key] = after if index is None else (*changed.get(key, ()), after)

@@ -137,6 +137,8 @@ def test_nothing_is_claimed_of(case: str) -> None:
     "x",
     [
         jnp.arange(ROWS) * 3 - 4,
+        np.arange(ROWS)[:, None, None],
+        jnp.float32(0.5),
         np.tri(ROWS, COLUMNS, 1, dtype=bool)[:, None],
         np.triu(np.tri(ROWS, COLUMNS, 1), -2),
     ],
@@ -148,7 +150,6 @@ def test_arrays_that_a_program_contains_are_known(x: Any) -> None:
 @pytest.mark.parametrize(
     "x",
     [
-        3,
         jax.random.key(0),
         jnp.zeros((0, COLUMNS)),
         jnp.array([0, 1, 3]),
