@@ -137,10 +137,7 @@ print([shard.data.shape for shard in model.up.kernel[...].addressable_shards])
 # the inner dim of the feed-forward layer.
 
 # %%
-rules = jp.Rules(
-    **dict.fromkeys(parallel_step.annotation.names)
-    | {"batch": "data", "heads": "model", "mlp": "model", "params": {"embed": "data"}}
-)
+rules = parallel_step.annotation.rules(batch="data", heads="model", mlp="model", params={"embed": "data"})
 layout = jp.Layout(jp.MeshSpec(data=4, model=2).build(), rules)
 model, optimizer = new_objects()
 tensor_step = jp.parallelize(train_step, model, optimizer, batch_of(0), layout=layout)

@@ -86,7 +86,7 @@ display(found)
 # inner dim of each block over the two devices of a group, and the stored weights over all of them.
 
 # %%
-rules = jp.Rules(**dict.fromkeys(found.names) | {"batch": "data", "mlp": "model", "params": {"embed": "data"}})
+rules = found.rules(batch="data", mlp="model", params={"embed": "data"})
 layout = jp.Layout(jp.MeshSpec(data=4, model=2).build(), rules)
 tx = optax.adam(3e-3)
 jp.explain(layout, found.make_model, tx)
@@ -104,8 +104,8 @@ jp.analysis.draw_shards(layout, "embed", "mlp", shape=(WIDTH, INNER), role="para
 
 # %%
 LAYOUTS = {
-    "data parallel": jp.Rules(**dict.fromkeys(found.names) | {"batch": "data"}),
-    "tensor parallel": jp.Rules(**dict.fromkeys(found.names) | {"batch": "data", "mlp": "model"}),
+    "data parallel": found.rules(batch="data"),
+    "tensor parallel": found.rules(batch="data", mlp="model"),
     "both, and sharded storage": rules,
 }
 sizes = {

@@ -17,7 +17,7 @@ from jaxpar.sharding.names import Names
 from jaxpar.training.arguments import check_loss
 from jaxpar.training.batch import shapes_of_batch
 from jaxpar.training.loss import LossFn, LossProgram, loss_program, wants_key
-from jaxpar.training.model import MakeModel, NamedModel, Tagged, build_shapes, leaves_with_paths, show
+from jaxpar.training.model import FoundNames, MakeModel, NamedModel, Tagged, build_shapes, leaves_with_paths, show
 from jaxpar.utils.contexts import experts_traced, hint_observer
 
 
@@ -55,14 +55,16 @@ def annotate(make_model: MakeModel, loss_fn: LossFn, batch: Any, *, names: Patte
     >>> found = jp.annotate(make_model, loss_fn, {"x": jax.ShapeDtypeStruct((16, 8), "float32")})
     >>> found.names, found.batch_dims
     (('batch', 'embed', 'mlp'), {'x': ('batch', 'embed')})
-    >>> layout = jp.Layout(jp.MeshSpec(data=4, model=2).build(), jp.Rules(batch="data", embed=None, mlp="model"))
+    >>> layout = jp.Layout(jp.MeshSpec(data=4, model=2).build(), found.rules(batch="data", mlp="model"))
     >>> state = jp.init(layout, found.make_model, optax.sgd(0.1))
     >>> state.params["up"].sharding.spec
     P(None, 'model')
     """
     arrays = (program := trace_loss(make_model, loss_fn, batch, names=names)).arrays()
     found = {array.path: array.names for array in arrays if array.path.startswith(("params/", "variables/"))}
-    by_path = tuple((tuple(path.split("/")), dims) for path, dims in found.items())
+    by_path = tuple(
+        (tuple(path.split("/")), dims if path in program.given else FoundNames(dims)) for path, dims in found.items()
+    )
     return Annotation(
         make_model=lambda key: NamedModel(make_model(key), by_path),
         loss_fn=AnnotatedLoss(loss_fn, {array.path: array.names for array in arrays}),
@@ -70,6 +72,7 @@ def annotate(make_model: MakeModel, loss_fn: LossFn, batch: Any, *, names: Patte
         unknown=dict(program.unknown),
         notes=program.notes,
         attention=program.attention_sites(),
+        hinted=program.hinted,
         matched={
             pattern: tuple(path for path, (_, origin) in program.given.items() if origin == _origin(pattern))
             for pattern in names or {}

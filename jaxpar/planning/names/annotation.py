@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxpar.analysis.units import aligned
-from jaxpar.errors import AnnotationError, listing
+from jaxpar.errors import AnnotationError, RulesError, listing, unknown
 from jaxpar.planning.names.attention_sites import AttentionSite
+from jaxpar.planning.names.constrain import RESIDUAL_SEQ
 from jaxpar.planning.names.fold import folded
 from jaxpar.planning.names.roles import DimName
 from jaxpar.sharding.names import Names
+from jaxpar.sharding.rules import Rules
 from jaxpar.training.batch import shapes_of_batch, tag_batch
 from jaxpar.training.loss import LossFn
 from jaxpar.training.model import MakeModel, leaves_with_paths, part_of, show
@@ -54,6 +56,7 @@ class Annotation:
       attention: the attention of the loss, as written in matmuls: what is recognised, and what is not and why.
       matched: path pattern that the user gave → the parameters that it names. Of patterns that match the same one, the
         first names it.
+      hinted: the names that hints of the model use.
     """
 
     make_model: MakeModel
@@ -63,11 +66,37 @@ class Annotation:
     notes: tuple[str, ...] = ()
     attention: tuple[AttentionSite, ...] = ()
     matched: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    hinted: frozenset[str] = field(default=frozenset(), repr=False)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names, for the table of rules."""
-        return tuple(sorted({name for array in self.arrays for name in array.names if name is not None}))
+        """All names, for the table of rules; :meth:`rules` makes it."""
+        names = {name for array in self.arrays for name in array.names if name is not None}
+        return tuple(sorted(names | self.hinted))
+
+    def rules(self, **rules: Any) -> Rules:
+        """Returns rules with ``None`` for each name that has none here.
+
+        Args:
+          rules: as for :class:`jaxpar.Rules`.
+
+        Raises:
+          RulesError: a rule for a name that nothing has, or as :class:`jaxpar.Rules` raises.
+
+        >>> import jax, jax.numpy as jnp
+        >>> import jaxpar as jp
+        >>> loss_fn = lambda p, batch: (batch["x"] @ p["w"]).mean()
+        >>> x = jax.ShapeDtypeStruct((16, 8), "float32")
+        >>> annotation = jp.annotate(lambda key: {"w": jnp.ones((8, 4))}, loss_fn, {"x": x})
+        >>> annotation.rules(batch="data").table["batch"]
+        'data'
+        """
+        table = Rules(**dict.fromkeys(self.names) | rules)
+        known = [*self.names, RESIDUAL_SEQ]
+        for name in table.table:
+            if name not in known:
+                raise RulesError(f"rules: {unknown('logical dim', name, known)}")
+        return table
 
     @property
     def batch_dims(self) -> dict[str, Names]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -14,11 +14,12 @@ from jaxpar.parallel.experts.options import dims_of_name
 from jaxpar.planning.names.annotation import NamedArray
 from jaxpar.planning.names.attention_sites import AttentionSite, all_sites, known_constants
 from jaxpar.planning.names.constrain import constrained
+from jaxpar.planning.names.dim_classes import DimClasses
 from jaxpar.planning.names.fold import fold
 from jaxpar.planning.names.given import Given, by_class
 from jaxpar.planning.names.primitive_rules import TracedValue
 from jaxpar.planning.names.propagate import Propagation, Visited
-from jaxpar.planning.names.roles import SPACE, ClassNames, DimName, ProgramArrays, name_classes
+from jaxpar.planning.names.roles import SPACE, ClassNames, DimName, Product, ProgramArrays, name_classes
 from jaxpar.sharding.names import Names
 from jaxpar.training.loss import LossProgram
 from jaxpar.training.model import leaves_with_paths, part_of, show
@@ -69,25 +70,25 @@ class NamedProgram:
         traced = with_inlined(traced)
         parts = dict(zip(("params", "variables", "batch", "extra"), args, strict=True))
         order = [show(path) for part in parts for path, _ in leaves_with_paths({part: parts[part]})]
+        numbers = [jax.numpy.issubdtype(leaf.dtype, jax.numpy.integer) for leaf in jax.tree.leaves(args)]
         propagation = Propagation()
-        values = [
-            propagation.value(var.aval, data=part_of(path) == "batch", weight=part_of(path) == "params")
-            for var, path in zip(traced.jaxpr.invars, order, strict=True)
-        ]
-        for leaf, value in zip(jax.tree.leaves(args), values, strict=True):
-            value.numbers = value.data and jax.numpy.issubdtype(leaf.dtype, jax.numpy.integer)
-        inputs = dict(zip(order, values, strict=True))
-        outputs, visited = propagation.run(traced.jaxpr, values)
+        inputs, outputs, visited = _followed(propagation, traced, order, numbers)
+        of_each_row = propagation.of_each_row(_rows(propagation.classes, _of_batch(inputs)))
+        if of_each_row:
+            propagation = Propagation(of_each_row)
+            inputs, outputs, visited = _followed(propagation, traced, order, numbers)
         params = {path: value for path, value in inputs.items() if part_of(path) == "params"}
         propagation.classes.unite_equal_sums()
         classes = fold(propagation.classes, {path: value.dims for path, value in params.items()})
-        batch = {path: value for path, value in inputs.items() if part_of(path) == "batch"}
+        batch = _of_batch(inputs)
         dims = {path: value.dims for path, value in inputs.items()}
         for number, (value, own) in enumerate(_operands_of_experts(visited)):
             dims[f"experts/{number}"] = value.dims
             given = {**given, f"experts/{number}": (own, "named in the call of jp.experts")}
         single, several, notes = by_class(classes, dims, {path: own for path, own in given.items() if path in dims})
-        names = name_classes(classes, ProgramArrays(params, batch, tuple(propagation.values)), single)
+        names = name_classes(
+            classes, ProgramArrays(params, batch, tuple(propagation.values), tuple(_products(visited))), single
+        )
         names.by_dim |= several
         if any(path.startswith("experts/") for path in given):
             names.without_choices(single)
@@ -125,6 +126,42 @@ class NamedProgram:
         jaxpr = constrained(self.jaxpr.jaxpr, self.visited, _NamesOf(self.names, with_gradients), known)
         closed = jaxpr if isinstance(self.jaxpr, Jaxpr) else self.jaxpr.replace(jaxpr=jaxpr)
         return jax.tree.unflatten(self.out_tree, jaxpr_as_fun(closed)(*jax.tree.leaves(args)))
+
+
+def _followed(
+    propagation: Propagation, traced: Any, paths: Sequence[str], numbers: Sequence[bool]
+) -> tuple[dict[str, TracedValue], list[TracedValue], list[Visited]]:
+    """The arguments of a program by path, its results, and its equations, after its dims were followed."""
+    values = [
+        propagation.value(var.aval, data=part_of(path) == "batch", weight=part_of(path) == "params")
+        for var, path in zip(traced.jaxpr.invars, paths, strict=True)
+    ]
+    for value, integers in zip(values, numbers, strict=True):
+        value.numbers = value.data and integers
+    outputs, visited = propagation.run(traced.jaxpr, values)
+    return dict(zip(paths, values, strict=True)), outputs, visited
+
+
+def _of_batch(inputs: Mapping[str, TracedValue]) -> dict[str, TracedValue]:
+    return {path: value for path, value in inputs.items() if part_of(path) == "batch"}
+
+
+def _rows(classes: DimClasses, batch: Mapping[str, TracedValue]) -> set[int]:
+    """The classes of the first dims of the batch's arrays."""
+    return {atom for value in batch.values() if value.dims for atom in classes.flat(value.dims[0])}
+
+
+def _products(visited: Sequence[Visited]) -> Iterator[Product]:
+    """The products of activations with weights."""
+    for step in visited:
+        if step.eqn.primitive.name == "dot_general" and step.reads[0].data != step.reads[1].data:
+            side = 0 if step.reads[0].data else 1
+            contracted, batch = (dims[side] for dims in step.eqn.params["dimension_numbers"])
+            dims = step.reads[side].dims
+            kept = [dim for i, dim in enumerate(dims) if i not in (*contracted, *batch)]
+            yield Product([dims[i] for i in contracted], kept, [dims[i] for i in batch])
+        for _, _, inner in step.inner:
+            yield from _products(inner)
 
 
 def _operands_of_experts(visited: Sequence[Visited]) -> Iterator[tuple[TracedValue, Names]]:

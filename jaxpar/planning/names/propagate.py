@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,11 +50,22 @@ class Propagation:
       classes: the union-find of dims.
       values: every value that the program makes.
       unknown: how often each primitive occurs through which no dims are followed.
+      activations: the places in ``values`` of those that depend on no data, and yet are activations.
     """
 
+    activations: frozenset[int] = frozenset()
     classes: DimClasses = field(default_factory=DimClasses)
     values: list[TracedValue] = field(default_factory=list)
     unknown: Counter[str] = field(default_factory=Counter)
+
+    def of_each_row(self, rows: Collection[int]) -> frozenset[int]:
+        """Returns the places of values that are made of weights for each row of the batch, as repeated queries are.
+
+        Args:
+          rows: the classes of the batch's rows.
+        """
+        has_rows = lambda x: any(atom in rows for dim in x.dims for atom in self.classes.flat(dim))
+        return frozenset(place for place, x in enumerate(self.values) if x.weight and has_rows(x))
 
     def value(self, aval: Any, *, data: bool = False, weight: bool = False) -> TracedValue:
         """Returns a value that nothing is known of."""
@@ -88,8 +99,10 @@ class Propagation:
         data, weight = any(x.data for x in reads), any(x.weight for x in reads)
         numbers = data and all(x.numbers for x in reads if x.data) and name not in _CHOICES
         makes = [self.value(var.aval, data=data, weight=weight and not data) for var in eqn.outvars]
-        for out in makes:
+        for place, out in enumerate(makes, len(self.values)):
             out.numbers = numbers
+            if place in self.activations:
+                out.data, out.weight = True, False
         if name in RULES:
             RULES[name](Operation(self.classes, name, params, reads, makes))
         elif name not in _NO_DIMS:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jaxpar.planning.names.dim_classes import Dim, DimClasses, Use
@@ -23,6 +23,21 @@ class DimName:
 
 
 @dataclass(frozen=True)
+class Product:
+    """A product of an activation with a weight.
+
+    Attributes:
+      contracted: the dims of the activation that are summed over.
+      kept: its other dims, without those that the weight has too.
+      apart: the dims that both have and the product keeps apart.
+    """
+
+    contracted: Sequence[Dim]
+    kept: Sequence[Dim]
+    apart: Sequence[Dim]
+
+
+@dataclass(frozen=True)
 class ProgramArrays:
     """The arrays of a program.
 
@@ -30,11 +45,13 @@ class ProgramArrays:
       params: the parameters, by path.
       batch: the arrays of the batch, by path.
       others: all values that the program makes.
+      products: its products of activations with weights.
     """
 
     params: Mapping[str, TracedValue]
     batch: Mapping[str, TracedValue]
     others: tuple[TracedValue, ...]
+    products: tuple[Product, ...] = ()
 
 
 @dataclass
@@ -119,8 +136,15 @@ class _Roles:
         self.rows = {atom for value in inputs if value.dims for atom in classes.flat(value.dims[0])}
         columns = {atom for value in inputs if len(value.dims) in (2, 3) for atom in classes.flat(value.dims[1])}
         features = {atom for value in inputs if len(value.dims) == 2 for atom in classes.flat(value.dims[1])}
-        contracted = {atom for atom in features if Use.CONTRACTED in classes.uses[atom]}
-        self.columns = columns - contracted - self.rows
+        by_weights = {Use.CONTRACTED, Use.PRODUCED}
+        self.columns = columns - {atom for atom in features if classes.uses[atom] & by_weights} - self.rows
+        self.kept, self.per_head = defaultdict[int, set[int]](set), set[int]()
+        flat = lambda dims: {atom for dim in dims for atom in classes.flat(dim)}
+        for product in arrays.products:
+            for atom in flat(product.contracted):
+                self.kept[atom] |= flat(product.kept)
+            if any(Use.SEPARATE in classes.uses[atom] for atom in flat(product.apart)):
+                self.per_head |= flat(product.contracted)
         self.space = {
             atom: name
             for value in inputs
@@ -154,14 +178,20 @@ class _Roles:
         A class between a table that is looked up and a head that is chosen from comes before those in more parameters.
         """
         no = {Use.SCANNED, Use.JOINED, Use.SEPARATE, Use.WINDOW, Use.PARTS, Use.PER_WEIGHT}
-        inner = [a for a in self.places if self._inner(a) and not self.classes.uses[a] & no and a not in self.scored]
+        inner = [a for a in self.places if self._inner(a) and not self.classes.uses[a] & no]
+        inner = [a for a in inner if a not in self.scored and a not in self.per_head]
         taken: set[int] = set()
         for atom in sorted(inner, key=lambda a: (not self._at_both_ends(a), -len(self.places[a]), a)):
-            if self.neighbours[atom] & taken or (taken and Use.OPPOSED in self.classes.uses[atom]):
+            beside = self.neighbours[atom] | self.kept[atom]  # in one parameter, or in one activation
+            if beside & taken or (taken and Use.OPPOSED in self.classes.uses[atom]):
                 continue
             if self._seldom_convolved(atom):
                 taken.add(atom)
                 yield atom
+
+    def _mixed(self, atom: int) -> bool:
+        """Whether weights mix what is at different places, as the tokens of an MLP-Mixer."""
+        return any(atom in self.kept[width] and width in self.kept[atom] for width in self.embed)
 
     def _at_both_ends(self, atom: int) -> bool:
         uses = {use for other in self.neighbours[atom] for use in self.classes.uses[other]}
@@ -188,6 +218,7 @@ class _Roles:
     def role(self, atom: int) -> DimName:
         """Returns the first name whose condition holds, without a number for classes that share it."""
         uses, size, count = self.classes.uses[atom], self.classes.sizes[atom], len(self.places[atom])
+        in_head = Use.JOINED in uses or {Use.OPPOSED, Use.CONTRACTED} <= uses  # of queries and keys, or of values
         roles: tuple[tuple[bool, str | None, str], ...] = (
             (atom in self.rows, "batch", "the first dim of the batch's arrays"),
             (atom in self.columns, "seq", "the second dim of the batch's arrays"),
@@ -200,13 +231,15 @@ class _Roles:
                 "seq",
                 "twice in one activation, as attention scores",
             ),
+            (self._mixed(atom), "seq", "contracted with weights, and kept where the width is contracted"),
             (Use.PER_WEIGHT in uses and not self._inner(atom), "experts", Use.PER_WEIGHT),
             (Use.SELECTED in uses, "experts", Use.SELECTED),
             (Use.SEPARATE in uses, "heads", Use.SEPARATE),
             (atom in self.scored and Use.OPPOSED in uses, "head_groups", "in attention scores, for queries alone"),
             (atom in self.scored, "heads", "in attention scores"),
             (atom in self.embed, "embed", f"in {count} parameters, contracted and produced by weights"),
-            (bool(uses & {Use.JOINED, Use.OPPOSED}) and self._beside_heads(atom), "head_dim", Use.JOINED),
+            (in_head and self._beside_heads(atom), "head_dim", Use.JOINED),
+            (atom in self.per_head, "head_dim", "contracted with a weight for each head, such as a learned query"),
             (Use.WINDOW in uses, None, Use.WINDOW),
             (Use.PARTS in uses, None, Use.PARTS),
             (Use.CONVOLVED in uses and not self._seldom_convolved(atom), "channels", Use.CONVOLVED),

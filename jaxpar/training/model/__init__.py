@@ -22,6 +22,7 @@ from jaxpar.training.model import pytree
 from jaxpar.training.model.fixed_order import Causes, in_fixed_order
 from jaxpar.training.model.lora import AdaptedModel, LoraModel, adapted_parts
 from jaxpar.training.model.parts import (
+    FoundNames,
     Kind,
     MakeModel,
     ModelParts,
@@ -39,6 +40,7 @@ from jaxpar.training.model.quantized import QuantizeAware, RoundedModel, rounded
 from jaxpar.training.model.stacked import StackedModel, StackLayers, stack_parts
 
 __all__ = [
+    "FoundNames",
     "Kind",
     "MakeModel",
     "ModelParts",

@@ -73,6 +73,12 @@ class ModelParts:
     kind: Kind
 
 
+class FoundNames(tuple[str | None, ...]):
+    """Names of dims that :func:`jaxpar.annotate` found and nobody wrote; errors about them say so."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True)
 class NamedModel:
     """A model whose dims are named beside it, by path from ``params`` or ``variables``; its own names come second."""
