@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxpar.analysis.divergence import first_divergence
+from jaxpar.analysis.divergence import difference, first_divergence, first_nonfinite, size
 from jaxpar.errors import LayoutError, listing
 from jaxpar.sharding.layout import Layout
 from jaxpar.training.batch import shard_batch
@@ -188,7 +188,10 @@ class _Comparison:
         updates |= carried
         gradient, leaf = (max(gaps, key=lambda path: gaps[path]) for gaps in (grads, updates))
         where = None
-        if search and max(loss, grads[gradient]) > self.bound:
+        if search and not math.isfinite(float(metrics["loss"])):
+            place = first_nonfinite(self.layouts[0], right, batches[0], self.loss_fn)
+            where = f"one device's step is not finite: {place}"
+        elif search and max(loss, grads[gradient]) > self.bound:
             where = first_divergence(self.layouts, (right, own), batches, self.loss_fn, self.bound)
             where = where or f"the gradient of {gradient}; every activation agrees"
         elif search and updates[leaf] > self.bound:
@@ -204,7 +207,7 @@ class _Comparison:
             after, metrics = self.reference(moved, jax.tree.map(near, batch))
             for want, got in ((grads, metrics["grads"]), ({"variables": rest}, {"variables": after.variables})):
                 for path, a, b in _numbers(want, got):
-                    most[path] = max(most.get(path, 0.0), float(np.abs(a - b).max(initial=0)))
+                    most[path] = max(most.get(path, 0.0), difference(a, b))
         return most
 
 
@@ -245,9 +248,7 @@ def _gaps(want: Any, got: Any, least: Mapping[str, float] | None = None) -> dict
     """Returns path → the largest difference of each array, relative to its largest entry or to ``least``."""
     tiny = float(np.finfo(np.float32).tiny)
     return {
-        path: _number(
-            float(np.abs(a - b).max(initial=0)) / max(float(np.abs(a).max(initial=0)), (least or {}).get(path, tiny))
-        )
+        path: _number(difference(a, b) / max(size(a), (least or {}).get(path, 0.0), tiny))
         for path, a, b in _numbers(want, got)
     }
 
@@ -261,15 +262,15 @@ def gradient_gaps(want: Any, got: Any, least: Mapping[str, float] | None = None)
       want, got: pytrees of gradients, on the host.
       least: path → the least size to compare a tensor with.
     """
-    scale = max(float(np.abs(leaf).max(initial=0)) for leaf in jax.tree.leaves(want))
+    scale = max(map(size, jax.tree.leaves(want)), default=0.0)
     floor = max(FLOOR * scale, float(np.finfo(np.float32).tiny))
     gaps = {}
     for (path, a), b in zip(leaves_with_paths(want), jax.tree.leaves(got), strict=True):
-        largest = float(np.abs(a).max(initial=0))
+        largest = size(a)
         # The rounding noise of a zero gradient scales with the terms that cancel in it: with the largest gradient.
         noise = largest <= 8 * min(float(jnp.finfo(jnp.float32).eps), float(jnp.finfo(a.dtype).eps)) * scale
-        size = max(scale if noise else largest, floor, (least or {}).get(show(path), 0.0))
-        gaps[show(path)] = _number(float(np.abs(a - b).max(initial=0)) / size)
+        relative_to = max(scale if noise else largest, floor, (least or {}).get(show(path), 0.0))
+        gaps[show(path)] = _number(difference(a, b) / relative_to)
     return gaps
 
 

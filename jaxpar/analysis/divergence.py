@@ -34,24 +34,63 @@ def first_divergence(
     traces: list[list[tuple[str, Sequence[str | None], np.ndarray]]] = []
     for layout, state, batch in zip(layouts, states, batches, strict=True):
         trace: list[tuple[str, Sequence[str | None], np.ndarray]] = []
-
-        def note(site: str, dims: Sequence[str | None], x: Any, _: Any, trace: list[Any] = trace) -> None:
-            trace.append((site, dims, np.asarray(jax.device_get(x))))
-
-        with layout, jax.disable_jit(), hint_observer(note):
-            loss_of(loss_fn, state, batch)(state.params)
+        keep = lambda site, dims, x, trace=trace: trace.append((site, dims, np.asarray(jax.device_get(x))))
+        _probe(layout, lambda: loss_of(loss_fn, state, batch)(state.params), keep)  # noqa: B023
         traces.append(trace)
     # A layout may run other code than one device in places, so only calls that both make are compared.
     keys = [[(place, tuple(dims), x.shape) for place, dims, x in trace] for trace in traces]
     same = difflib.SequenceMatcher(None, keys[0], keys[1], autojunk=False).get_matching_blocks()
     pairs = [(m.a + i, m.b + i) for m in same for i in range(m.size)]
-    for number, ((place, dims, a), b) in ((i + 1, (traces[0][i], traces[1][j][2])) for i, j in pairs):
-        gap = float(np.abs(a - b).max(initial=0)) / max(float(np.abs(a).max(initial=0)), 1e-30)
+    # Rounding changes an integer or a choice by more than the bound.
+    is_float = lambda x: bool(jnp.issubdtype(x.dtype, jnp.inexact))
+    for i, j in sorted(pairs, key=lambda pair: not is_float(traces[0][pair[0]][2])):
+        (place, dims, a), b = traces[0][i], traces[1][j][2]
+        gap = difference(a, b, nan_equal=True) / max(size(a), 1e-30)
         if not gap <= bound:  # true for NaN
-            called = sum(earlier == place for earlier, _, _ in traces[0][:number])
+            called = sum(earlier == place for earlier, _, _ in traces[0][: i + 1])
             named = ", ".join(map(str, dims))
             return f"{place} ({named}), call {called}: its activation differs by {gap:.2e}"
     return None
+
+
+def difference(a: np.ndarray, b: np.ndarray, *, nan_equal: bool = False) -> float:
+    """Returns the largest difference of two arrays of numbers; equal infinities do not differ.
+
+    Args:
+      a, b: the arrays, of one shape and any dtype.
+      nan_equal: whether two NaN do not differ either; otherwise the result is NaN.
+    """
+    a, b = (x.astype(np.promote_types(x.dtype, np.float64) if x.dtype.kind in "biufc" else np.float64) for x in (a, b))
+    same = (a == b) | (nan_equal & np.isnan(a) & np.isnan(b))
+    with np.errstate(invalid="ignore"):
+        return float(np.abs(np.where(same, 0, a - b)).max(initial=0))
+
+
+def size(x: np.ndarray) -> float:
+    """Returns the largest finite entry of an array of numbers, without its sign."""
+    x = np.abs(x if x.dtype.kind in "iufc" else x.astype(np.float64))
+    return float(x.max(initial=0, where=np.isfinite(x)))
+
+
+def _probe[T](layout: Layout, run: Callable[[], T], visit: Callable[[str, Sequence[str | None], Any], None]) -> T:
+    """Runs a function without jit, and calls ``visit(place, dims, x)`` for the values of its hints, in their order.
+
+    A loss whose names were found is traced before its operations run one by one, so its hints see tracers, and become
+    operations that call back.
+    """
+
+    def note(site: str, dims: Sequence[str | None], x: Any, _: Any) -> None:
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return
+        if not isinstance(x, jax.core.Tracer):
+            visit(site, dims, x)
+        elif jax.process_count() == 1:  # a callback gets no arrays whose shards other processes hold
+            jax.debug.callback(lambda value: visit(site, dims, value), x)
+
+    with layout, jax.disable_jit(), hint_observer(note):
+        result = run()
+        jax.effects_barrier()
+    return result
 
 
 def first_nonfinite(
@@ -71,32 +110,27 @@ def first_nonfinite(
         if not _finite(leaf):
             return f"the parameter {show(path)} is not finite before the step"
     precision = precision or Precision()
-    found: list[str] = []
+    places: list[str] = []
     calls: dict[str, int] = {}
-    unseen: list[str] = []
 
-    def note(site: str, dims: Sequence[str | None], x: Any, _: Any) -> None:
+    def note(site: str, dims: Sequence[str | None], x: Any) -> None:
         calls[site] = calls.get(site, 0) + 1
-        if isinstance(x, jax.core.Tracer):  # an annotated loss is traced, and then run by its operations
-            unseen.append(site)
-        elif not found and not _finite(x):
-            found.append(f"{site} ({', '.join(map(str, dims))}), call {calls[site]}")
+        if not places and not _finite(x):
+            places.append(f"{site} ({', '.join(map(str, dims))}), call {calls[site]}")
 
     compute = lambda params: loss_of(loss_fn, state, batch)(jax.tree.map(precision.computing, params))[0]
-    with layout, jax.disable_jit(), hint_observer(note):
-        loss = compute(state.params)
-    if found:
-        return found[0]
+    loss = _probe(layout, lambda: compute(state.params), note)
+    if places:
+        return places[0]
+    seen = "every activation" if calls else "the parameters"
     if not _finite(loss):
-        return f"the loss; {'the parameters are' if unseen else 'every activation is'} finite"
+        return f"the loss; {seen} {'is' if calls else 'are'} finite"
     with layout:
         grads = jax.jit(jax.grad(compute))(state.params)
     bad = [show(path) for path, leaf in leaves_with_paths(grads) if not _finite(leaf)]
     if bad:
         more = f" and of {len(bad) - 1} more" if len(bad) > 1 else ""
-        return (
-            f"the gradient of {bad[0]}{more}; {'the loss is' if unseen else 'every activation and the loss are'} finite"
-        )
+        return f"the gradient of {bad[0]}{more}; {f'{seen} and the loss are' if calls else 'the loss is'} finite"
     return "the norm of the gradients, which overflows; each of them is finite"
 
 

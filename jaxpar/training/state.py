@@ -29,10 +29,10 @@ from jaxpar.sharding.layout import Layout, to_spec, tracing_under
 from jaxpar.sharding.names import LAYERS, Names
 from jaxpar.sharding.resolve import Resolved, ResolvedDim
 from jaxpar.training.arguments import check_layout, check_optimizer
-from jaxpar.training.model import FoundNames, Kind, MakeModel, Path, build_with_or_without_mesh, leaves_with_paths, show
+from jaxpar.training.model import Kind, MakeModel, Path, build_with_or_without_mesh, leaves_with_paths, show
 from jaxpar.training.model.fixed_order import FIXED, ONE_CODE, Causes
 from jaxpar.training.model.lora import LoraKind
-from jaxpar.training.model.parts import FROZEN
+from jaxpar.training.model.parts import FROZEN, FoundNames
 from jaxpar.training.optimizers import with_slow_parameters
 from jaxpar.training.self_reducing import SelfReducing
 from jaxpar.utils.contexts import hint_observer
@@ -363,8 +363,7 @@ def place(layout: Layout, state: TrainState) -> list[PlacedLeaf]:
 def problems_of(layout: Layout, tensors: Sequence[PlacedLeaf]) -> list[str]:
     """Returns the problems of all leaves, each text once.
 
-    All parameters without annotations are one problem, and so are all stacks of layers that the pipeline's stages do
-    not divide.
+    All parameters without annotations are one problem, and so are all stacks that the pipeline's stages do not divide.
     """
     unannotated = {t.path: t.shape for t in tensors if t.is_weight and t.names is None and t.problems}
     grouped = (_unannotated(list(unannotated.items())),) if unannotated else ()
@@ -384,8 +383,10 @@ def problems_of(layout: Layout, tensors: Sequence[PlacedLeaf]) -> list[str]:
         return (text, *(other for other in tensor.problems if f": {layers.why} (rule" not in other))
 
     texts = list(dict.fromkeys(text for tensor in tensors for text in one(tensor)))
-    guessed = next((tensor for tensor in tensors if tensor.problems and isinstance(tensor.names, FoundNames)), None)
-    return texts if guessed is None else [*texts[:-1], f"{texts[-1]} {_may_be_wrong(guessed)}"]
+    doubts = [
+        t.names.doubt(t.path) for t in tensors if isinstance(t.names, FoundNames) and "claimed" in str(t.problems)
+    ]
+    return [*texts[:-1], f"{texts[-1]} {doubts[0]}"] if doubts else texts
 
 
 def _undivided(tensor: PlacedLeaf, stages: int) -> bool:
@@ -394,17 +395,6 @@ def _undivided(tensor: PlacedLeaf, stages: int) -> bool:
         return False
     first = tensor.resolved.dims[0]
     return messages.no_multiple(LAYERS, first.size or 0, {AXIS: stages}) == first.why
-
-
-def _may_be_wrong(tensor: PlacedLeaf) -> str:
-    """A sentence for errors about dims that nobody named."""
-    names = tensor.names or ()
-    written = f"({', '.join(map(repr, names))}{',' * (len(names) == 1)})"
-    return (
-        "jp.annotate found these names, and one may be wrong: print(jp.annotate(make_model, loss_fn, batch)) gives the "
-        f"reason for each. Names in the model, or names={{{tensor.path.partition('/')[2]!r}: {written}}} with other "
-        "ones, correct them."
-    )
 
 
 def _model_tensor(layout: Layout, path: Path, names: Names | None, leaf: Any, tx: Any) -> PlacedLeaf:

@@ -88,7 +88,10 @@ class RematLoss:
     def rewrite(self, run: LossProgram) -> LossProgram:
         """Returns the loss as a function of arrays, with its layers recomputed; a step calls this."""
         inner = getattr(self.loss_fn, "rewrite", None)
-        return recomputed(run if inner is None else inner(run), self.policy)
+        run = run if inner is None else inner(run)
+        if jax.config.jax_disable_jit:  # it is used to inspect values, and writes out each step of a scan
+            return run
+        return recomputed(run, self.policy)
 
 
 def recomputed(run: LossProgram, policy: RematPolicy) -> LossProgram:

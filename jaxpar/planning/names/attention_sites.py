@@ -93,7 +93,7 @@ class BodyAttention:
         values = (self.reader.value(atom) for atom in eqn.invars[first : first + count])
         pairs = zip(opened(inside).invars, values, strict=False)
         known = {var: x for var, x in pairs if isinstance(x, Linear | Conditional) and not _arrays_of(x)}
-        return known | known_constants(inside)
+        return {**known, **known_constants(inside)}
 
 
 def known_constants(jaxpr: Any) -> Known:

@@ -18,6 +18,7 @@ from jaxpar.planning.names.propagate import Visited
 from jaxpar.sharding.layout import current_layout, with_sharding
 from jaxpar.sharding.names import Names
 from jaxpar.sharding.resolve import resolve
+from jaxpar.utils.call_site import traced_site
 from jaxpar.utils.contexts import hint_observer
 from jaxpar.utils.jaxprs import opened, spliced
 
@@ -131,14 +132,14 @@ class _Body:
             if value.weight:
                 (self.gathered[atom],) = self._insert(_gather(self.names_of(value)), [atom], step)
             elif value.data and _separate_residual() and self.names_of.is_residual(value):
-                (self.gathered[atom],) = self._insert(_shard(self.names_of(value)), [atom], step)
+                (self.gathered[atom],) = self._insert(_shard(self.names_of(value), _site(step)), [atom], step)
         return self.gathered.get(atom, atom)
 
     def _shard_result(self, step: Visited, var: Any, *, weighted: bool) -> None:
         names, out, role = self.names_of(step.makes[0]), step.eqn.outvars[0], self.names_of.role(step.makes[0])
         if weighted and _separate_residual() and self.names_of.is_residual(step.makes[0]):
             names = tuple(RESIDUAL_SEQ if name == "seq" else name for name in names)
-        self.replaced[out] = self._insert(_shard(names, role), [var], step)[0] if any(names) else var
+        self.replaced[out] = self._insert(_shard(names, _site(step), role), [var], step)[0] if any(names) else var
 
     def _rewritten(self, step: Visited) -> dict[str, Any]:
         """The parameters of an equation that are jaxprs, with their constraints."""
@@ -206,7 +207,12 @@ def _separate_residual() -> bool:
     return RESIDUAL_SEQ in current_layout().rules.table
 
 
-def _shard(names: Names, role: str = "activations") -> Callable[[jax.Array], jax.Array]:
+def _site(step: Visited) -> str:
+    """The line of the model that an operation comes from."""
+    return traced_site(step.eqn.source_info.traceback)
+
+
+def _shard(names: Names, site: str, role: str = "activations") -> Callable[[jax.Array], jax.Array]:
     """Shards an array by its names, and leaves dims that have no name, or do not fit the rules, to the compiler."""
 
     def shard(x: jax.Array) -> jax.Array:
@@ -217,7 +223,7 @@ def _shard(names: Names, role: str = "activations") -> Callable[[jax.Array], jax
         sizes = {axis: size for axis, size in layout.sizes.items() if axis not in context.manual_axes}
         resolved = resolve(layout.rules, sizes, fitting, x.shape, role=role, itemsize=x.dtype.itemsize)
         if hint_observer.value is not None:
-            hint_observer.value("annotate", fitting, x, resolved)
+            hint_observer.value(site, fitting, x, resolved)
         free = None if AxisType.Explicit in layout.mesh.axis_types else PartitionSpec.UNCONSTRAINED
         spec = PartitionSpec(*(free if dim is None else own for dim, own in zip(fitting, resolved.axes, strict=True)))
         return with_sharding(context if context.manual_axes else layout.mesh, x, spec)

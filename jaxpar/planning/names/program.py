@@ -19,7 +19,7 @@ from jaxpar.planning.names.fold import fold
 from jaxpar.planning.names.given import Given, by_class
 from jaxpar.planning.names.primitive_rules import TracedValue
 from jaxpar.planning.names.propagate import Propagation, Visited
-from jaxpar.planning.names.roles import SPACE, ClassNames, DimName, Product, ProgramArrays, name_classes
+from jaxpar.planning.names.roles import SPACE, ClassNames, DimName, ProgramArrays, WeightProduct, name_classes
 from jaxpar.sharding.names import Names
 from jaxpar.training.loss import LossProgram
 from jaxpar.training.model import leaves_with_paths, part_of, show
@@ -151,7 +151,7 @@ def _rows(classes: DimClasses, batch: Mapping[str, TracedValue]) -> set[int]:
     return {atom for value in batch.values() if value.dims for atom in classes.flat(value.dims[0])}
 
 
-def _products(visited: Sequence[Visited]) -> Iterator[Product]:
+def _products(visited: Sequence[Visited]) -> Iterator[WeightProduct]:
     """The products of activations with weights."""
     for step in visited:
         if step.eqn.primitive.name == "dot_general" and step.reads[0].data != step.reads[1].data:
@@ -159,7 +159,7 @@ def _products(visited: Sequence[Visited]) -> Iterator[Product]:
             contracted, batch = (dims[side] for dims in step.eqn.params["dimension_numbers"])
             dims = step.reads[side].dims
             kept = [dim for i, dim in enumerate(dims) if i not in (*contracted, *batch)]
-            yield Product([dims[i] for i in contracted], kept, [dims[i] for i in batch])
+            yield WeightProduct([dims[i] for i in contracted], kept, [dims[i] for i in batch])
         for _, _, inner in step.inner:
             yield from _products(inner)
 

@@ -23,7 +23,7 @@ class DimName:
 
 
 @dataclass(frozen=True)
-class Product:
+class WeightProduct:
     """A product of an activation with a weight.
 
     Attributes:
@@ -51,7 +51,7 @@ class ProgramArrays:
     params: Mapping[str, TracedValue]
     batch: Mapping[str, TracedValue]
     others: tuple[TracedValue, ...]
-    products: tuple[Product, ...] = ()
+    products: tuple[WeightProduct, ...] = ()
 
 
 @dataclass

@@ -74,9 +74,16 @@ class ModelParts:
 
 
 class FoundNames(tuple[str | None, ...]):
-    """Names of dims that :func:`jaxpar.annotate` found and nobody wrote; errors about them say so."""
+    """Names of dims that :func:`jaxpar.annotate` found and nobody wrote."""
 
-    __slots__ = ()
+    def doubt(self, path: str) -> str:
+        """Returns what an error about the array at ``path``, such as ``params/up/kernel``, says of its names."""
+        written = f"({', '.join(map(repr, self))}{',' * (len(self) == 1)})"
+        return (
+            "jp.annotate found these names, and one may be wrong: print(jp.annotate(make_model, loss_fn, batch)) gives "
+            f"the reason for each. Names in the model, or names={{{path.partition('/')[2]!r}: {written}}} with other "
+            "ones, correct them."
+        )
 
 
 @dataclass(frozen=True)

@@ -44,10 +44,11 @@ def test_arrays_of_several_dtypes(impl: str, case: str) -> None:
         bias = draw(1, HEADS, SEQ, SEQ, seed=3, dtype=kinds[3])
         slopes = abs(draw(HEADS, seed=4, dtype=kinds[3]))
         gradient = draw(BATCH, SEQ, HEADS, 5, seed=5, dtype=kinds[0])
-        dims: Any = {"q_dims": ("batch", "q_seq", "heads", "head_dim")} if impl == "split_kv" else {}
+        how: Any = {"impl": impl}
+        how |= {"q_dims": ("batch", "q_seq", "heads", "head_dim")} if impl == "split_kv" else {}
 
         def attend(q: Any, k: Any, v: Any, bias: Any, slopes: Any) -> jax.Array:
-            return jp.attention(q, k, v, impl=impl, bias=bias, alibi=slopes, q_offset=0, **dims)  # type: ignore[arg-type]
+            return jp.attention(q, k, v, bias=bias, alibi=slopes, q_offset=0, **how)
 
         def both(*given: Any) -> Any:
             o, back = jax.vjp(attend, *given)

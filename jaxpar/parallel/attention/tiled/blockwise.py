@@ -233,7 +233,9 @@ def not_before[T](x: T, results: jax.Array) -> T:
 
 def no_gradients(q: jax.Array, k: jax.Array, v: jax.Array, extras: TileArrays) -> Gradients:
     """Returns the initial sums of gradients, all 0, in the dtype of the scores: a bias may have another one."""
-    return Gradients(*(None if x is None else zeros(x, accumulator(q)) for x in (q, k, v, extras.bias, extras.slopes)))
+    dtype = accumulator(q)
+    bias, slopes = (None if x is None else zeros(x, dtype) for x in (extras.bias, extras.slopes))
+    return Gradients(zeros(q, dtype), zeros(k, dtype), zeros(v, dtype), bias, slopes)
 
 
 def backward(rules: TileSpec, x: Operands, rows: Rows, sums: Gradients) -> Gradients:
