@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -113,6 +114,13 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
     def latest(self) -> int | None:
         """Returns the newest of :meth:`steps`, or ``None``."""
         return next(reversed(self.steps()), None)
+
+    def paths(self) -> frozenset[str]:
+        """Returns the paths of the tensors of the newest step whose manifest is intact; none if there is no step."""
+        for step in reversed(self.steps()):
+            with contextlib.suppress(CheckpointError):
+                return frozenset(self._read(step).tensors)
+        return frozenset()
 
     def best(self) -> int | None:
         """Returns the step with the best metric; ``None`` if ``best`` is not set or no step has a metric."""

@@ -9,6 +9,7 @@ from typing import Any
 from jaxpar.checkpoint.manager import CheckpointManager
 from jaxpar.errors import ModelError
 from jaxpar.planning.names.given import Patterns
+from jaxpar.planning.script.carry import Given
 from jaxpar.planning.script.choose import SEARCHED, Chosen, choose
 from jaxpar.planning.script.naming import NamedStep
 from jaxpar.planning.script.parallel_step import ParallelStep, manager_of
@@ -28,6 +29,7 @@ def parallelize(
     search: SearchOptions = SEARCHED,
     donate: bool = True,
     axis_name: str | None = None,
+    state: Given | None = None,
     progress: Callable[[str], None] = print,
     **kwargs: Any,
 ) -> ParallelStep:
@@ -52,6 +54,9 @@ def parallelize(
       donate: whether a step may overwrite the state that it is passed, which saves the memory of a copy.
       axis_name: of the axis over which the step averages, as in ``jax.lax.pmean(grads, "batch")``, if it was made for
         ``jax.pmap``. All means are then those of the global batch.
+      state: name of an argument, or path of a part of it → index or path of the result that the next call is passed in
+        its place, as in ``{"student": 1, "teacher": 0}``. Without it, results continue the arguments whose arrays they
+        carry on, and the second call shows what that leaves open.
       progress: is given a line for each plan that is compiled.
       **kwargs: keyword arguments of the first call.
 
@@ -90,7 +95,7 @@ def parallelize(
             f"train_step must be a function, got {type(train_step).__name__}. Remedy: pass the script's train step, "
             "and then the arguments of its first call: parallelize(train_step, model, optimizer, batch)."
         )
-    step = NamedStep.of(StepTrace.of(train_step, args, kwargs, axis_name), names)
+    step = NamedStep.of(StepTrace.of(train_step, args, kwargs, axis_name, state), names)
     choice = choose(step, layout, topology=topology, options=search, progress=progress)
     manager = manager_of(checkpoints, save_interval_steps)
-    return ParallelStep(train_step, step, choice, args, kwargs, manager=manager, donate=donate, axis_name=axis_name)
+    return ParallelStep(train_step, step, choice, args, kwargs, manager=manager, donate=donate, axis_name=axis_name, state=state)

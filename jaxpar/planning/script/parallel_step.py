@@ -16,7 +16,9 @@ from jaxpar.errors import ConfigError, StateError
 from jaxpar.planning.names.annotation import Annotation
 from jaxpar.planning.names.fold import folded
 from jaxpar.planning.script.arguments import Name, places_of, take_apart
+from jaxpar.planning.script.carry import Given
 from jaxpar.planning.script.choose import ChosenLayout
+from jaxpar.planning.script.held_state import HeldState
 from jaxpar.planning.script.naming import NamedStep
 from jaxpar.planning.script.placed import PlacedArray, PlacedStep
 from jaxpar.planning.script.trace import StepTrace, shape_of
@@ -44,16 +46,21 @@ class ParallelStep:
         manager: CheckpointManager | None = None,
         donate: bool = True,
         axis_name: str | None = None,
+        state: Given | None = None,
     ):
-        self._axis_name = axis_name
+        self._axis_name, self._given_state = axis_name, state
         self._train_step, self._first, self._donate = train_step, step, donate
         self.choice, self.steps, self._manager = choice, 0, manager
         self._programs: list[PlacedStep] = []
         placed = self._placed(step)
-        _, arrays = self._take_apart(args, kwargs)
-        self._arrays = self._restored(placed, arrays)
-        self._example: dict[Name, Any] = places_of(args, kwargs)
-        self._update_objects(self._example, self._arrays)
+        call, arrays = self._take_apart(args, kwargs)
+        trace, paths = step.trace, step.trace.call.paths
+        self._objects = {place: x for place, x in places_of(args, kwargs).items() if place in call.objects}
+        self._others = {path: x for i, (path, x) in enumerate(zip(paths, arrays, strict=True)) if i not in trace.updates}
+        self._held = HeldState(trace, {paths[i]: placed.put(i, arrays[i]) for i in self._to_place(trace)})
+        if manager is not None:
+            self._restore(placed, manager)
+        self._update_objects(self._objects)
 
     @property
     def layout(self) -> Layout:
@@ -75,18 +82,18 @@ class ParallelStep:
         """The newest state, on its devices: the step's arguments that it changes, a tuple if there are several.
 
         Objects of NNX are the script's own.
+
+        Raises:
+          StateError: it is open which results continue which arguments; the second call shows it, or ``state=``.
         """
-        call, trace = self._first.trace.call, self._first.trace
-        names = dict(call.names)
-        changed = {path.split("/")[0] for path in (call.paths[i] for i in trace.updates)}
-        arrays = [self._arrays.get(i, shape) for i, shape in enumerate(trace.shapes)]
-        plain = call.plain_arguments(arrays)
-        found = [
-            self._example[place] if place in call.objects else plain[place]
-            for place in self._example
-            if names[place] in changed
-        ]
-        return found[0] if len(found) == 1 else tuple(found)
+        self._held.check("train_step.state")
+        call, held = self._first.trace.call, self._held
+        changed = {path.split("/")[0] for path in held.arrays} | self._first.trace.empty
+        shapes = zip(call.paths, self._first.trace.shapes, strict=True)
+        plain = call.plain_arguments([held.arrays.get(path, self._others.get(path, shape)) for path, shape in shapes])
+        places = [place for place, name in call.names if name in changed and (place in plain or place in self._objects)]
+        arguments = [self._objects[place] if place in self._objects else plain[place] for place in places]
+        return arguments[0] if len(arguments) == 1 else tuple(arguments)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Take a step: as the script's own, with arrays on the devices of the layout.
@@ -99,6 +106,8 @@ class ParallelStep:
           StateError: an array of the state was overwritten by an earlier call.
         """
         call, arrays = self._take_apart(args, kwargs)
+        if self._held.verify(call.paths, arrays):
+            self._programs.clear()
         program = self._program(call, arrays, args, kwargs)
         trace = program.step.trace
         gone = [call.paths[i] for i, x in enumerate(arrays) if isinstance(x, jax.Array) and x.is_deleted()]
@@ -109,12 +118,12 @@ class ParallelStep:
                 "keeps both in memory."
             )
         outputs = program.run(*(program.put(i, x) for i, x in enumerate(arrays)))
-        self._arrays = {i: outputs[j] for i, j in trace.updates.items()}
+        self._held.take(trace, outputs)
         arguments: dict[Name, Any] = places_of(args, kwargs)
-        self._update_objects(arguments, self._arrays)
+        self._update_objects(arguments)
         self.steps += 1
         if self._manager is not None and self._manager.due(self.steps):
-            self._manager.save(self.steps, self._by_path(), layout=self.layout)
+            self._save(self._manager)
         return trace.returned.result(outputs[call.in_objects :], arguments)
 
     def save(self) -> None:
@@ -122,10 +131,11 @@ class ParallelStep:
 
         Raises:
           ConfigError: ``parallelize`` was given no ``checkpoints``.
+          StateError: as for :attr:`state`.
         """
         if self._manager is None:
             raise ConfigError("save: there is no folder. Remedy: parallelize(..., checkpoints='runs/one').")
-        self._manager.save(self.steps, self._by_path(), layout=self.layout)
+        self._save(self._manager)
         self._manager.wait()
 
     def close(self) -> None:
@@ -158,37 +168,41 @@ class ParallelStep:
             trace = known.step.trace
             if shapes == [(s.shape, s.dtype) for s in trace.shapes] and call == trace.call:
                 return known
-        trace = StepTrace.of(self._train_step, args, kwargs, self._axis_name)
+        known = self._held.known() if self._given_state is None and self._held.calls else self._given_state
+        trace = StepTrace.of(self._train_step, args, kwargs, self._axis_name, known)
         return self._placed(NamedStep.of(trace, self._first.names))
 
     def _placed(self, step: NamedStep) -> PlacedStep:
         self._programs.append(PlacedStep(step, self.layout, donate=self._donate))
         return self._programs[-1]
 
-    def _restored(self, placed: PlacedStep, arrays: Sequence[Any]) -> dict[int, Any]:
-        """The state of the newest checkpoint, or the script's own, on its devices."""
+    def _to_place(self, trace: StepTrace) -> list[int]:
+        """The indices of the arrays of a state that is not restored."""
+        return [*range(trace.call.in_objects), *(i for part in trace.parts for i in part.arrays)]
+
+    def _restore(self, placed: PlacedStep, manager: CheckpointManager) -> None:
+        """Take the newest checkpoint, if there is one. Of arrays that may be data, those are state that it has."""
         trace = placed.step.trace
-        if self._manager is not None:
-            like = {
-                trace.call.paths[i]: jax.ShapeDtypeStruct(
-                    trace.shapes[i].shape, trace.shapes[i].dtype, sharding=placed.shardings[i]
-                )
-                for i in trace.updates
-            }
-            found = self._manager.restore_latest(like)
-            if found is not None:
-                self.steps = found.step
-                return {i: found.state[trace.call.paths[i]] for i in trace.updates}
-        return {i: placed.put(i, arrays[i]) for i in trace.updates}
+        stored = manager.paths() if self._given_state is None else ()
+        state = [i for i, path in enumerate(trace.call.paths) if i in trace.updates or path in stored]
+        struct = lambda i: jax.ShapeDtypeStruct(
+            trace.shapes[i].shape, trace.shapes[i].dtype, sharding=placed.shardings[i]
+        )
+        restored = manager.restore_latest({trace.call.paths[i]: struct(i) for i in state})
+        if restored is not None:
+            self.steps = restored.step
+            self._held.restored(restored.state)
 
-    def _by_path(self) -> dict[str, Any]:
-        return {self._first.trace.call.paths[i]: x for i, x in self._arrays.items()}
+    def _save(self, manager: CheckpointManager) -> None:
+        self._held.check(f"checkpoint of step {self.steps}")
+        manager.save(self.steps, self._held.arrays, layout=self.layout)
+        self._held.saved = self.steps
 
-    def _update_objects(self, arguments: Mapping[Name, Any], arrays: Mapping[int, Any]) -> None:
+    def _update_objects(self, arguments: Mapping[Name, Any]) -> None:
         call = self._first.trace.call
         if call.objects:
-            state = jax.tree.unflatten(call.graph_tree, [arrays[i] for i in range(call.in_objects)])
-            nnx.update(tuple(arguments[place] for place in call.objects), state)
+            arrays = [self._held.arrays[path] for path in call.paths[: call.in_objects]]
+            nnx.update(tuple(arguments[place] for place in call.objects), jax.tree.unflatten(call.graph_tree, arrays))
 
     def _head(self) -> list[str]:
         devices = self.layout.mesh.devices.flat

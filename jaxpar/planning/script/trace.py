@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from jaxpar.errors import ModelError
+from jaxpar.errors import JaxparError, ModelError
 from jaxpar.parallel.unsharded import unsharded
 from jaxpar.planning.names.constrain import MATMULS
-from jaxpar.planning.script.arguments import CallStructure, Name, ReturnStructure, take_apart, take_result_apart
+from jaxpar.planning.script.arguments import CallStructure, ReturnStructure, take_apart, take_result_apart
+from jaxpar.planning.script.carry import Given, StatePart, StepData, empty_state, parts_of, state_parts
 from jaxpar.utils.jaxprs import equations, inner_jaxprs, needed_equations, opened
 
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
@@ -33,7 +34,9 @@ class StepTrace:
       jaxpr: its program, with the bodies of jitted functions inlined: from the arrays of the arguments to those of the
         changed NNX objects and of what the step returns.
       returned: the structure of what it returns.
-      updates: index of an array of the arguments → that of its next value among the results.
+      parts: the parts of the arguments that it returns changed, apart from NNX objects.
+      empty: the names of the arguments without arrays that it returns.
+      result_paths: the path of each result, and of NNX objects that of the argument; of equal results the first one's.
       numbers: as for :func:`take_apart`.
     """
 
@@ -41,12 +44,19 @@ class StepTrace:
     shapes: tuple[jax.ShapeDtypeStruct, ...]
     jaxpr: ClosedJaxpr
     returned: ReturnStructure
-    updates: Mapping[int, int]
+    parts: tuple[StatePart, ...]
+    empty: frozenset[str]
+    result_paths: tuple[str, ...]
     numbers: bool
 
     @classmethod
     def of(
-        cls, step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], axis_name: str | None = None
+        cls,
+        step: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        axis_name: str | None = None,
+        state: Given | None = None,
     ) -> StepTrace:
         """Trace a train step; Python numbers among its arguments are arrays, unless it needs their values.
 
@@ -54,21 +64,23 @@ class StepTrace:
           step: the step.
           args, kwargs: its arguments.
           axis_name: of the axis over which the step averages, if it was made for ``pmap``; it has one element.
+          state: the result that continues each argument, if it is known.
 
         Raises:
           ModelError: the step returns no state that it was passed, and changes no NNX object.
+          ConfigError: ``state`` does not fit the step.
         """
         call, arrays = take_apart(step, args, kwargs, numbers=True)
         try:
-            return cls._trace(step, call, arrays, axis_name, numbers=True)
+            return cls._trace(step, call, arrays, axis_name, state, numbers=True)
         except (TypeError, ValueError) as error:
-            if isinstance(error, ModelError):
+            if isinstance(error, JaxparError):
                 raise
             static, arrays = take_apart(step, args, kwargs, numbers=False)
             if static == call:
                 raise
             try:
-                return cls._trace(step, static, arrays, axis_name, numbers=False)
+                return cls._trace(step, static, arrays, axis_name, state, numbers=False)
             except (TypeError, ValueError):
                 raise error from None
 
@@ -79,6 +91,7 @@ class StepTrace:
         call: CallStructure,
         arrays: Sequence[Any],
         axis_name: str | None,
+        state: Given | None,
         *,
         numbers: bool,
     ) -> StepTrace:
@@ -95,26 +108,34 @@ class StepTrace:
         with unsharded():
             traced = jax.make_jaxpr(flat if axis_name is None else _over_one(flat, axis_name))(*shapes)
             traced = jax.make_jaxpr(lambda *args: evaluate(traced, args))(*shapes)
-        updates = _updates(call, shapes, found[-1], [shape_of(a) for a in traced.out_avals])
-        if not updates:
+        loaded = frozenset(i for i, x in enumerate(arrays) if not isinstance(x, jax.Array))
+        data = StepData(call, found[-1], traced, loaded)
+        if state is not None:
+            parts = parts_of(data, state)
+        else:
+            depends = _dependencies(opened(traced))
+            on = [depends.get(atom, frozenset()) if isinstance(atom, Var) else frozenset() for atom in traced.jaxpr.outvars]
+            parts = state_parts(data, on, is_key)
+        if not call.objects and not any(part.placed for part in parts):
             raise ModelError(
                 "train_step returns no state that it was passed, and changes no NNX object. Remedy: pass and return "
                 "the state, as in state, metrics = train_step(state, batch), or pass the nnx.Module and its optimizer."
             )
-        return cls(call, shapes, traced, found[-1], updates, numbers)
+        empty = empty_state(data) if state is None else frozenset(path.split("/")[0] for path in state)
+        return cls(call, shapes, traced, found[-1], parts, empty, data.result_paths(), numbers)
+
+    @cached_property
+    def updates(self) -> dict[int, int]:
+        """The index of an array that is placed as state → that of its next value among the results."""
+        changed = {i: i for i in range(self.call.in_objects)}
+        for part in self.parts:
+            changed |= part.updates() if part.placed else {}
+        return changed
 
     @cached_property
     def dependencies(self) -> dict[Any, frozenset[int]]:
         """The arrays of the arguments that each variable of the program depends on, by their index."""
-        jaxpr = opened(self.jaxpr)
-        found: dict[Any, frozenset[int]] = {var: frozenset((i,)) for i, var in enumerate(jaxpr.invars)}
-        known: dict[frozenset[frozenset[int]], frozenset[int]] = {}
-        for eqn in jaxpr.eqns:
-            reads = frozenset(found[atom] for atom in eqn.invars if isinstance(atom, Var) and atom in found)
-            if reads not in known:
-                known[reads] = frozenset(itertools.chain.from_iterable(reads))
-            found |= dict.fromkeys(eqn.outvars, known[reads])
-        return found
+        return _dependencies(opened(self.jaxpr))
 
     def forward(self, batch: Collection[int]) -> tuple[list[JaxprEqn], list[Any]]:
         """Returns the equations that compute the loss, and the scalars that they compute, the loss or metrics first.
@@ -154,6 +175,17 @@ class StepTrace:
         least = min(costs.values())
         losses = [atom for atom in losses if costs[atom] <= _SLACK * least]
         return needed_equations(jaxpr, losses, effects=False), losses
+
+
+def _dependencies(jaxpr: Jaxpr) -> dict[Any, frozenset[int]]:
+    found: dict[Any, frozenset[int]] = {var: frozenset((i,)) for i, var in enumerate(jaxpr.invars)}
+    known: dict[frozenset[frozenset[int]], frozenset[int]] = {}
+    for eqn in jaxpr.eqns:
+        reads = frozenset(found[atom] for atom in eqn.invars if isinstance(atom, Var) and atom in found)
+        if reads not in known:
+            known[reads] = frozenset(itertools.chain.from_iterable(reads))
+        found |= dict.fromkeys(eqn.outvars, known[reads])
+    return found
 
 
 def _over_one(run: Callable[..., Any], axis_name: str) -> Callable[..., Any]:
@@ -229,46 +261,3 @@ def evaluate(
                 made = list(made) if eqn.primitive.multiple_results else [made]
         values |= zip(eqn.outvars, made, strict=True)
     return [get(atom) for atom in (jaxpr.outvars if results is None else results)]
-
-
-def _updates(
-    call: CallStructure,
-    shapes: Sequence[jax.ShapeDtypeStruct],
-    returned: ReturnStructure,
-    out: Sequence[jax.ShapeDtypeStruct],
-) -> dict[int, int]:
-    """Finds the arguments that the step returns changed: those of the structure and shapes of a part of its result."""
-    first = call.in_objects
-    found = {i: i for i in range(first)}
-    static, arguments, count, array = dict(call.static), list[tuple[Name, Any, range]](), first, first
-    for place, tree in call.trees:
-        size = sum(i not in static for i in range(count, count + tree.num_leaves))
-        count += tree.num_leaves
-        arguments.append((place, tree, range(array, array + size)))
-        array += size
-    dynamic = set(range(returned.leaves)) - dict(returned.objects).keys() - dict(returned.static).keys()
-    numbers = {leaf: first + n for n, leaf in enumerate(sorted(dynamic))}
-    todo: list[tuple[Any, range]] = [(returned.tree, range(returned.leaves))]
-    while todo:
-        tree, leaves = todo.pop(0)
-        arrays = [numbers[i] for i in leaves if i in numbers]
-        for argument in arguments:
-            _, theirs, own = argument
-            same = theirs == tree and len(own) == len(arrays) and _is_state(shapes, theirs, own)
-            kind = lambda shape: (shape.shape, shape.dtype)
-            if same and all(kind(shapes[i]) == kind(out[j]) for i, j in zip(own, arrays, strict=True)):
-                found |= zip(own, arrays, strict=True)
-                arguments.remove(argument)
-                break
-        else:
-            start = leaves.start
-            container, _ = tree.node_data() or (None, None)
-            for child in tree.children() if container in (tuple, list, dict) else ():
-                todo.append((child, range(start, start + child.num_leaves)))
-                start += child.num_leaves
-    return found
-
-
-def _is_state(shapes: Sequence[jax.ShapeDtypeStruct], tree: Any, own: range) -> bool:
-    """Whether an argument can be state: a bare array is only if it is a key."""
-    return len(own) > 0 and (tree.node_data() is not None or is_key(shapes[own.start]))
