@@ -73,6 +73,11 @@ class StepData:
         """Returns the shape and dtype of a result."""
         return self.program.out_avals[j].shape, self.program.out_avals[j].dtype
 
+    def result_var(self, j: int) -> Any:
+        """Returns the variable of a result; ``None`` for a constant."""
+        atom = self.program.jaxpr.outvars[j]
+        return None if isinstance(atom, Literal) else atom
+
     def is_same(self, i: int, j: int) -> bool:
         """Whether a result is an argument as it was passed."""
         return self.program.jaxpr.outvars[j] is self.program.jaxpr.invars[i]
@@ -162,13 +167,21 @@ class Node:
 
 @dataclass(frozen=True)
 class _Match:
-    """A part of the arguments and a result of its structure."""
+    """A part of the arguments and a result of its structure.
+
+    Attributes:
+      node, result: the two.
+      linear, carries, depends: the number of arrays of the result that are linear in the argument, carry it on, depend
+        on it.
+      last: the equation that computes the last of them: parameters are computed after their gradients.
+    """
 
     node: Node
     result: Node
     linear: int
     carries: int
     depends: int
+    last: int
 
     @property
     def level(self) -> int:
@@ -187,6 +200,7 @@ def state_parts(step: StepData, dependencies: Sequence[frozenset[int]], is_key: 
       is_key: whether a shape is that of a PRNG key.
     """
     carries, results = carried(step.program), list(step.results().walk())
+    made = {var: n for n, eqn in enumerate(step.program.jaxpr.eqns) for var in eqn.outvars}
 
     def matches(node: Node) -> list[_Match]:
         rated = []
@@ -195,7 +209,9 @@ def state_parts(step: StepData, dependencies: Sequence[frozenset[int]], is_key: 
             same = result.tree == node.tree and len(node.arrays) == len(result.arrays)
             if same and all(step.kind(i) == step.result_kind(j) for i, j in pairs):
                 on = [carries[j][i] for i, j in pairs if i in carries[j]]
-                rated.append(_Match(node, result, sum(on), len(on), sum(i in dependencies[j] for i, j in pairs)))
+                last = max((made.get(step.result_var(j), -1) for j in result.arrays), default=-1)
+                depends = sum(i in dependencies[j] for i, j in pairs)
+                rated.append(_Match(node, result, sum(on), len(on), depends, last))
         values = [tuple(step.first_of(j) for j in match.result.arrays) for match in rated]
         return [match for n, match in enumerate(rated) if values[n] not in values[:n]]
 
@@ -250,16 +266,17 @@ def _rows(step: StepData, free: list[int], bare: list[Node], matches: Any, is_ke
 
 def _matched(options: list[list[_Match]]) -> list[StatePart]:
     """The matchings that continue most arrays, each by a result of its own, as parts; the likeliest comes first."""
-    best: list[tuple[int, int, tuple[_Match, ...]]] = []
+    best: list[tuple[int, tuple[int, int], tuple[_Match, ...]]] = []
     tried = 0
 
     def search(k: int, chosen: tuple[_Match, ...], used: frozenset[int]) -> None:
         nonlocal best, tried
         if k == len(options):
             tried += 1
-            arrays, linear = sum(len(m.node.arrays) for m in chosen), sum(m.linear for m in chosen)
+            arrays = sum(len(m.node.arrays) for m in chosen)
+            rank = -sum(m.linear for m in chosen), -sum(m.last for m in chosen)
             if not best or arrays >= best[0][0]:
-                best = [*(one for one in best if one[0] == arrays), (arrays, linear, chosen)]
+                best = [*(one for one in best if one[0] == arrays), (arrays, rank, chosen)]
             return
         if tried > _MOST:
             return
@@ -269,7 +286,7 @@ def _matched(options: list[list[_Match]]) -> list[StatePart]:
         search(k + 1, chosen, used)
 
     search(0, (), frozenset())
-    best.sort(key=lambda one: -one[1])
+    best.sort(key=lambda one: one[1])
     parts = []
     for match in best[0][2]:
         mine = [next((m for m in chosen if m.node is match.node), None) for _, _, chosen in best]

@@ -16,7 +16,7 @@ import optax
 import pytest
 
 import jaxpar as jp
-from jaxpar.errors import ConfigError, ModelError, StateError
+from jaxpar.errors import ConfigError, StateError
 from jaxpar.planning.script.held_state import HeldState
 from jaxpar.planning.script.trace import StepTrace
 
@@ -132,32 +132,39 @@ def test_results_of_one_structure_without_a_penalty_are_told_apart() -> None:
         assert check(trace, names, results) == 0
 
 
-def run(results: tuple[str, ...], names: tuple[str, ...], steps: int, penalty: float = 0.1, **options: Any) -> Any:
-    """Take steps; returns the parallel step and the arguments of the next one."""
-    state = [jax.tree.map(jnp.copy, STATE[name]) for name in names]
-    step = jp.parallelize(step_of(names, results, penalty), *state, BATCH, layout="data", **options)
-    state = list(step.state) if len(names) > 1 else [step.state]
-    for _ in range(steps):
-        returned = step(*state, BATCH)
-        state = [returned[results.index(name)] for name in names]
-    return step, state
+def close(arrays: Any, expected: Any) -> None:
+    for x, y in zip(jax.tree.leaves(arrays), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
 
 def test_a_checkpoint_has_what_the_next_call_is_passed(tmp_path: Path) -> None:
     names = ("student", "teacher", "opt", "plain", "centre", "queue")
     results = ("loss", "queue", "grads", "teacher", "centre", "student", "plain", "opt")
-    expected = [STATE[name] for name in names]
-    for _ in range(3):
+    first = [STATE[name] for name in names]
+    parallelize = lambda: jp.parallelize(
+        step_of(names, results, 0.1), *jax.tree.map(jnp.copy, first), BATCH, layout="data", checkpoints=tmp_path
+    )
+    with parallelize() as step:
+        state = step.state
+        close(state, first)
+        returned = step(*state, BATCH)
+        for read, what in ((step.save, "checkpoint of step 1"), (lambda: step.state, "train_step.state")):
+            with pytest.raises(StateError) as error:
+                read()
+            assert str(error.value) == (
+                f"{what}: it is open which result of train_step continues 'arg0': '5' or '2'. Remedy: say which result "
+                "continues each argument that is state, as in parallelize(..., state={'arg0': 5, 'arg1': 3, 'arg2': 7, "
+                "'arg4': 4, 'arg5': 1}); or pass the results to the next call first, which settles it."
+            )
+        step(*(returned[results.index(name)] for name in names), BATCH)
+        step.save()
+    expected = first
+    for _ in range(2):
         made = values_of(0.1, dict(zip(names, expected, strict=True)), BATCH)
         expected = [made[name] for name in names]
-    step, state = run(results, names, 2, checkpoints=tmp_path)
-    with step, pytest.raises(StateError) as error:
-        step.save()
-    assert str(error.value) == (
-        "checkpoint of step 2: it is open which result of train_step continues 'arg0': 5 or 2. Remedy: say which "
-        "result continues each argument that is state, as in parallelize(..., state={'arg0': 5, 'arg1': 3, "
-        "'arg2': 7, 'arg4': 4, 'arg5': 1}); or pass the results to the next call first, which settles it."
-    ) or True
+    with parallelize() as step:
+        assert step.steps == 2
+        close(step.state, expected)
 
 
 def test_plain_sgd_keeps_its_place_in_the_state() -> None:
@@ -171,3 +178,64 @@ def test_plain_sgd_keeps_its_place_in_the_state() -> None:
     step = jp.parallelize(train_step, params, tx.init(params), BATCH, layout="data")
     params, opt_state = step.state
     assert opt_state == tx.init(params) and params.keys() == {"w", "b"}
+
+
+def one_array(w: jax.Array, batch: Any) -> tuple[jax.Array, jax.Array]:
+    loss, grads = jax.value_and_grad(lambda w: ((batch["x"] @ w) ** 2).mean())(w)
+    return w - 0.1 * grads, loss
+
+
+def test_a_model_of_one_bare_array() -> None:
+    w = weights(0)["w"]
+    expected, reference = one_array(w, BATCH)
+    step = jp.parallelize(one_array, w, BATCH, layout="data", donate=False)
+    state, loss = step(step.state, BATCH)
+    close((state, loss, step.state), (expected, reference, expected))
+
+
+def recurrent(params: Any, hidden: jax.Array, batch: Any) -> Any:
+    """A step whose hidden state no result carries on element by element, and that might be data."""
+
+    def loss_fn(params: Any) -> Any:
+        out = jnp.tanh(batch["x"] @ params["w"] + hidden @ params["u"])
+        return (out**2).mean(), out
+
+    (loss, out), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), out, loss
+
+
+def test_an_array_that_may_be_data(tmp_path: Path) -> None:
+    first = {"w": weights(0)["w"], "u": jnp.eye(OUT)}, jnp.zeros((ROWS, OUT))
+    parallelize = lambda **options: jp.parallelize(recurrent, *first, BATCH, layout="data", donate=False, **options)
+    with parallelize(checkpoints=tmp_path) as step:
+        with pytest.raises(StateError) as error:
+            _ = step.state
+        assert str(error.value) == (
+            "train_step.state: it is open whether 'hidden' is state, which result '1' continues, or data. Remedy: say "
+            "which result continues each argument that is state, as in parallelize(..., state={'params': 0, 'hidden': "
+            "1}); or pass the results to the next call first, which settles it."
+        )
+        params, hidden, _ = step(*first, BATCH)
+        step(params, hidden, BATCH)
+        step.save()
+    expected = recurrent(*recurrent(*first, BATCH)[:2], BATCH)[:2]
+    with parallelize(checkpoints=tmp_path) as step:
+        close(step.state, expected)
+    assert parallelize(state={"params": 0}).state.keys() == {"w", "u"}
+    close(parallelize(state={"params": 0, "hidden": 1}).state, first)
+
+
+def test_state_that_does_not_fit() -> None:
+    w = weights(0)["w"]
+    texts = {
+        ("v", 0): "state: train_step has no argument 'v'. Remedy: state={'params': 0} says that result 0 continues the "
+        "argument params; the arguments are 'batch', 'batch/x', 'w'.",
+        ("w", 3): "state: train_step has no result '3'. Remedy: state={'params': 0} says that result 0 continues the "
+        "argument params; the results are '', '0', '1'.",
+        ("w", 1): "state: result '1' cannot continue 'w': w is float32[4, 8], and its result float32[]. Remedy: name the "
+        "result that the next call is passed as this argument.",
+    }
+    for (path, result), text in texts.items():
+        with pytest.raises(ConfigError) as error:
+            jp.parallelize(one_array, w, BATCH, state={path: result})
+        assert str(error.value) == text
