@@ -15,7 +15,7 @@ from jaxpar.planning.names.annotate import annotate
 from jaxpar.planning.names.annotation import Annotation
 from jaxpar.planning.names.given import Given, Patterns
 from jaxpar.planning.names.program import NamedProgram
-from jaxpar.planning.script.trace import StepTrace, evaluate, is_key, is_typed_key
+from jaxpar.planning.script.trace import StepTrace, evaluate, is_typed_key
 from jaxpar.planning.search.fsdp import StoredArray
 from jaxpar.sharding.names import Names
 
@@ -54,7 +54,7 @@ class NamedStep:
           ModelError: the step computes no loss.
           AnnotationError: as for :func:`jaxpar.annotate`.
         """
-        batch, rows = batch_of(trace)
+        batch, rows = trace.batch
         eqns, losses = trace.forward(batch)
         on = frozenset[int]().union(*(trace.dependencies[loss] for loss in losses))
         floats = {i for i, s in enumerate(trace.shapes) if s.shape and jnp.issubdtype(s.dtype, jnp.inexact)}
@@ -151,17 +151,6 @@ class NamedStep:
             for i, path in members:
                 found.setdefault((path[common:], self.trace.shapes[i].shape), i)
         return found
-
-
-def batch_of(trace: StepTrace) -> tuple[tuple[int, ...], int]:
-    """Returns the indices of the arrays of the batch, and its size: what most arrays beside the state begin with.
-
-    Keys, scalars and arrays that begin otherwise, such as a table of class weights, are no part of it.
-    """
-    data = [i for i, s in enumerate(trace.shapes) if i not in trace.updates and s.shape and not is_key(s)]
-    sizes = Counter(trace.shapes[i].shape[0] for i in data)
-    rows = max(sizes, key=lambda size: (sizes[size], size), default=1)
-    return tuple(i for i in data if trace.shapes[i].shape[0] in (rows, 1)), rows
 
 
 def _nothing(shape: jax.ShapeDtypeStruct) -> Any:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -17,6 +18,7 @@ from jaxpar.parallel.unsharded import unsharded
 from jaxpar.planning.names.constrain import MATMULS
 from jaxpar.planning.script.arguments import CallStructure, ReturnStructure, take_apart, take_result_apart
 from jaxpar.planning.script.carry import Given, StatePart, StepData, empty_state, parts_of, state_parts
+from jaxpar.planning.script.mapped import only_means, over_devices, over_one, trace_local
 from jaxpar.utils.jaxprs import equations, inner_jaxprs, needed_equations, opened
 
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
@@ -106,8 +108,11 @@ class StepTrace:
             return [*call.arrays_of([arguments[place] for place in call.objects]), *leaves]
 
         with unsharded():
-            traced = jax.make_jaxpr(flat if axis_name is None else _over_one(flat, axis_name))(*shapes)
-            traced = jax.make_jaxpr(lambda *args: evaluate(traced, args))(*shapes)
+            as_one = axis_name is None or only_means(flat, shapes, axis_name)
+            if axis_name is None or as_one:
+                traced = _program(flat if axis_name is None else over_one(flat, axis_name), shapes)
+            else:
+                traced = trace_local(flat, shapes, axis_name, jax.device_count())
         loaded = frozenset(i for i, x in enumerate(arrays) if not isinstance(x, jax.Array))
         data = StepData(call, found[-1], traced, loaded)
         if state is not None:
@@ -122,7 +127,23 @@ class StepTrace:
                 "the state, as in state, metrics = train_step(state, batch), or pass the nnx.Module and its optimizer."
             )
         empty = empty_state(data) if state is None else frozenset(path.split("/")[0] for path in state)
-        return cls(call, shapes, traced, found[-1], parts, empty, data.result_paths(), numbers)
+        trace = cls(call, shapes, traced, found[-1], parts, empty, data.result_paths(), numbers)
+        if as_one:
+            return trace
+        program = over_devices(flat, axis_name, trace.batch[0], trace.updates.values(), trace.result_paths)
+        with unsharded():
+            return replace(trace, jaxpr=_program(program, shapes))
+
+    @cached_property
+    def batch(self) -> tuple[tuple[int, ...], int]:
+        """The indices of the arrays of the batch, and its size: what most arrays beside the state begin with.
+
+        Keys, scalars and arrays that begin otherwise, such as a table of class weights, are no part of it.
+        """
+        data = [i for i, s in enumerate(self.shapes) if i not in self.updates and s.shape and not is_key(s)]
+        sizes = Counter(self.shapes[i].shape[0] for i in data)
+        rows = max(sizes, key=lambda size: (sizes[size], size), default=1)
+        return tuple(i for i in data if self.shapes[i].shape[0] in (rows, 1)), rows
 
     @cached_property
     def updates(self) -> dict[int, int]:
@@ -188,19 +209,9 @@ def _dependencies(jaxpr: Jaxpr) -> dict[Any, frozenset[int]]:
     return found
 
 
-def _over_one(run: Callable[..., Any], axis_name: str) -> Callable[..., Any]:
-    """Returns a function that runs inside of a mapped axis of one element, over which means are what they are of."""
-
-    def over(out_axes: int | None, *arrays: Any) -> Any:
-        return jax.vmap(lambda _: run(*arrays), None, out_axes, axis_name=axis_name, axis_size=1)(0)
-
-    def one(*arrays: Any) -> Any:
-        try:
-            return over(None, *arrays)
-        except ValueError:  # the results depend on axis_index
-            return jax.tree.map(lambda x: x[0], over(0, *arrays))
-
-    return one
+def _program(run: Callable[..., Any], shapes: Sequence[Any]) -> ClosedJaxpr:
+    traced = jax.make_jaxpr(run)(*shapes)
+    return jax.make_jaxpr(lambda *args: evaluate(traced, args))(*shapes)
 
 
 def _is_scalar(aval: Any) -> bool:
