@@ -10,17 +10,17 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from jaxpar.errors import LayoutError, ModelError
-from jaxpar.utils.jaxprs import inner_jaxprs, opened
+from jaxpar.utils.jaxprs import equations, inner_jaxprs, opened
 
 _OTHER = 1_000_003
 """A size of the axis that no number in a step is by chance."""
 
 
-def over_one(run: Callable[..., Any], axis_name: str) -> Callable[..., Any]:
-    """Returns a function that runs inside of a mapped axis of one element, over which means are what they are of."""
+def over_one(run: Callable[..., Any], axis_name: str, size: int) -> Callable[..., Any]:
+    """Returns a function that runs on the global batch inside of a mapped axis whose elements are all the same."""
 
     def over(out_axes: int | None, *arrays: Any) -> Any:
-        return jax.vmap(lambda _: run(*arrays), None, out_axes, axis_name=axis_name, axis_size=1)(0)
+        return jax.vmap(lambda _: run(*arrays), None, out_axes, axis_name=axis_name, axis_size=size)(0)
 
     def one(*arrays: Any) -> Any:
         try:
@@ -36,31 +36,38 @@ def trace_local(run: Callable[..., Any], shapes: Sequence[Any], axis_name: str, 
     return jax.make_jaxpr(run, axis_env=[(axis_name, size)])(*shapes)
 
 
-def only_means(run: Callable[..., Any], shapes: Sequence[Any], axis_name: str) -> bool:
-    """Whether all collectives of a step are means, which are those of the global batch over an axis of one element.
+def size_of_means(run: Callable[..., Any], shapes: Sequence[Any], axis_name: str) -> int | None:
+    """Returns the size of the axis over which a step computes on the global batch what it computes under ``pmap``.
 
-    It may read its index too, to draw numbers of its own. A sum that it divides by ``jax.device_count()`` is no mean,
-    as its divisor does not follow the axis.
+    It is one for means, which are then those of the global batch, beside which a step may read its index, to draw
+    numbers of its own. For sums that are divided by ``jax.device_count()`` it is that number. There is none for others.
     """
-    of = lambda size: opened(trace_local(run, shapes, axis_name, size))
-    return _only_means(of(jax.device_count()), axis_name, None) and _only_means(of(_OTHER), axis_name, _OTHER)
+    count = jax.device_count()
+    traced = opened(trace_local(run, shapes, axis_name, count))
+    if not _only_means(traced, axis_name, ()):
+        return None
+    other = opened(trace_local(run, shapes, axis_name, _OTHER))
+    if _only_means(other, axis_name, (_OTHER,)):
+        return 1
+    reads_index = any(eqn.primitive.name == "axis_index" for eqn in equations(traced))
+    return count if not reads_index and _only_means(other, axis_name, (_OTHER, count)) else None
 
 
-def _only_means(jaxpr: Jaxpr, axis_name: str, divisor: int | None) -> bool:
-    """Whether all collectives are sums, and all their results are divided by this number, if there is one."""
+def _only_means(jaxpr: Jaxpr, axis_name: str, divisors: tuple[int, ...]) -> bool:
+    """Whether all collectives are sums, and all their results are divided by one of these numbers, if any."""
     names = lambda eqn: (eqn.params.get("axes"), eqn.params.get("axis_name"))
     for eqn in jaxpr.eqns:
-        if not all(_only_means(opened(body), axis_name, divisor) for body in inner_jaxprs(eqn)):
+        if not all(_only_means(opened(body), axis_name, divisors) for body in inner_jaxprs(eqn)):
             return False
         mapped = any(axis_name in (axes if isinstance(axes, tuple) else (axes,)) for axes in names(eqn))
         if not mapped or eqn.primitive.name == "axis_index":
             continue
         if not eqn.primitive.name.startswith("psum") or any(atom in eqn.outvars for atom in jaxpr.outvars if _is_var(atom)):
             return False
-        for use in jaxpr.eqns if divisor else ():
+        for use in jaxpr.eqns if divisors else ():
             by = use.invars[-1] if use.invars else None
             if any(atom in eqn.outvars for atom in use.invars if _is_var(atom)) and (
-                use.primitive.name != "div" or not isinstance(by, Literal) or by.val != divisor
+                use.primitive.name != "div" or not isinstance(by, Literal) or by.val not in divisors
             ):
                 return False
     return True

@@ -18,7 +18,7 @@ from jaxpar.parallel.unsharded import unsharded
 from jaxpar.planning.names.constrain import MATMULS
 from jaxpar.planning.script.arguments import CallStructure, ReturnStructure, take_apart, take_result_apart
 from jaxpar.planning.script.carry import Given, StatePart, StepData, empty_state, parts_of, state_parts
-from jaxpar.planning.script.mapped import only_means, over_devices, over_one, trace_local
+from jaxpar.planning.script.mapped import over_devices, over_one, size_of_means, trace_local
 from jaxpar.utils.jaxprs import equations, inner_jaxprs, needed_equations, opened
 
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
@@ -108,9 +108,11 @@ class StepTrace:
             return [*call.arrays_of([arguments[place] for place in call.objects]), *leaves]
 
         with unsharded():
-            as_one = axis_name is None or only_means(flat, shapes, axis_name)
-            if axis_name is None or as_one:
-                traced = _program(flat if axis_name is None else over_one(flat, axis_name), shapes)
+            size = 1 if axis_name is None else size_of_means(flat, shapes, axis_name)
+            if axis_name is None:
+                traced = _program(flat, shapes)
+            elif size is not None:
+                traced = _program(over_one(flat, axis_name, size), shapes)
             else:
                 traced = trace_local(flat, shapes, axis_name, jax.device_count())
         loaded = frozenset(i for i, x in enumerate(arrays) if not isinstance(x, jax.Array))
@@ -128,7 +130,7 @@ class StepTrace:
             )
         empty = empty_state(data) if state is None else frozenset(path.split("/")[0] for path in state)
         trace = cls(call, shapes, traced, found[-1], parts, empty, data.result_paths(), numbers)
-        if as_one:
+        if size is not None or axis_name is None:
             return trace
         program = over_devices(flat, axis_name, trace.batch[0], trace.updates.values(), trace.result_paths)
         with unsharded():
