@@ -98,4 +98,6 @@ def parallelize(
     step = NamedStep.of(StepTrace.of(train_step, args, kwargs, axis_name, state), names)
     choice = choose(step, layout, topology=topology, options=search, progress=progress)
     manager = manager_of(checkpoints, save_interval_steps)
-    return ParallelStep(train_step, step, choice, args, kwargs, manager=manager, donate=donate, axis_name=axis_name, state=state)
+    return ParallelStep(
+        train_step, step, choice, args, kwargs, manager=manager, donate=donate, axis_name=axis_name, state=state
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -110,6 +110,24 @@ class NamedProgram:
             dims = tuple(DimName(rename.get(dim.name or "", dim.name), dim.reason) for dim in dims)
         return NamedArray(path, value.shape, dims, repeated)
 
+    def other_rows(self, rows: Collection[str]) -> list[str]:
+        """Returns the arrays of the batch whose first dim is data too, as the nodes and the edges of a graph.
+
+        It is no dim of a parameter, as that of a table of class weights is, no other dim of the batch's rows, as that
+        of a table of positions is, and the program makes arrays of several dims along it.
+
+        Args:
+          rows: the paths of the arrays that have the batch's rows.
+        """
+        flat = self.names.classes.flat
+        atoms = lambda dims: {atom for dim in dims for atom in flat(dim)}
+        params = atoms(dim for path, value in self.inputs.items() if part_of(path) == "params" for dim in value.dims)
+        inner = atoms(dim for path in rows for dim in self.inputs[path].dims[1:])
+        made = list(_made(self.visited))
+        along = atoms(dim for value in made if len(value.shape) > 1 for dim in value.dims)
+        first = {path: atoms(value.dims[:1]) for path, value in self.inputs.items() if part_of(path) == "batch"}
+        return [path for path, dim in first.items() if dim and not dim & (params | inner) and dim <= along]
+
     def attention_sites(self) -> tuple[AttentionSite, ...]:
         """Returns the attention of the program, that which is not recognised included."""
         return tuple(all_sites(opened(self.jaxpr), self.visited, _NamesOf(self.names), known_constants(self.jaxpr)))
@@ -162,6 +180,13 @@ def _products(visited: Sequence[Visited]) -> Iterator[WeightProduct]:
             yield WeightProduct([dims[i] for i in contracted], kept, [dims[i] for i in batch])
         for _, _, inner in step.inner:
             yield from _products(inner)
+
+
+def _made(visited: Sequence[Visited]) -> Iterator[TracedValue]:
+    for step in visited:
+        yield from step.makes
+        for _, _, inner in step.inner:
+            yield from _made(inner)
 
 
 def _operands_of_experts(visited: Sequence[Visited]) -> Iterator[tuple[TracedValue, Names]]:

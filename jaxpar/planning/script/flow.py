@@ -51,7 +51,8 @@ def carried(program: ClosedJaxpr) -> list[Mapping[int, bool]]:
         for i, var in enumerate(jaxpr.invars)
     ]
     return [
-        {i: (i, True) in reaches for i in sorted({i for i, _ in reaches if i >= 0})} for reaches in _follow(jaxpr, start)
+        {i: (i, True) in reaches for i in sorted({i for i, _ in reaches if i >= 0})}
+        for reaches in _follow(jaxpr, start)
     ]
 
 

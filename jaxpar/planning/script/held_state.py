@@ -54,9 +54,7 @@ class HeldState:
         for part in self.parts:
             if part.sure and part.results:
                 ends = [path[len(part.path) :] for path in self._leaf_paths(part)]
-                self.arrays |= {
-                    part.path + end: outputs[by_path[(part.results[0] + end).lstrip("/")]] for end in ends
-                }
+                self.arrays |= {part.path + end: outputs[by_path[(part.results[0] + end).lstrip("/")]] for end in ends}
         self.calls += 1
         results = list(zip(trace.result_paths, outputs, strict=True))[trace.call.in_objects :]
         self._returned = {} if self._verified else {id(x): (weakref.ref(x), path) for path, x in results}

@@ -62,7 +62,9 @@ def _only_means(jaxpr: Jaxpr, axis_name: str, divisors: tuple[int, ...]) -> bool
         mapped = any(axis_name in (axes if isinstance(axes, tuple) else (axes,)) for axes in names(eqn))
         if not mapped or eqn.primitive.name == "axis_index":
             continue
-        if not eqn.primitive.name.startswith("psum") or any(atom in eqn.outvars for atom in jaxpr.outvars if _is_var(atom)):
+        if not eqn.primitive.name.startswith("psum") or any(
+            atom in eqn.outvars for atom in jaxpr.outvars if _is_var(atom)
+        ):
             return False
         for use in jaxpr.eqns if divisors else ():
             by = use.invars[-1] if use.invars else None

@@ -10,8 +10,9 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import JaxprEqn
 
-from jaxpar.planning.names.annotate import annotate
+from jaxpar.planning.names.annotate import annotate, trace_loss
 from jaxpar.planning.names.annotation import Annotation
 from jaxpar.planning.names.given import Given, Patterns
 from jaxpar.planning.names.program import NamedProgram
@@ -20,6 +21,49 @@ from jaxpar.planning.search.fsdp import StoredArray
 from jaxpar.sharding.names import Names
 
 BATCH = "batch"
+
+
+@dataclass(frozen=True)
+class _Loss:
+    """The loss of a step as a function of its parameters and of its batch, each by path.
+
+    Attributes:
+      trace: the step.
+      params, batch: indices of these arrays.
+      eqns, losses: what computes the loss.
+    """
+
+    trace: StepTrace
+    params: tuple[int, ...]
+    batch: tuple[int, ...]
+    eqns: Sequence[JaxprEqn]
+    losses: Sequence[Any]
+
+    @classmethod
+    def of(cls, trace: StepTrace, batch: tuple[int, ...]) -> Self:
+        """Returns the loss of a step that depends on these arrays."""
+        eqns, losses = trace.forward(batch)
+        on = frozenset[int]().union(*(trace.dependencies[loss] for loss in losses))
+        floats = {i for i, s in enumerate(trace.shapes) if s.shape and jnp.issubdtype(s.dtype, jnp.inexact)}
+        return cls(trace, tuple(sorted(on & trace.updates.keys() & floats)), batch, eqns, losses)
+
+    @property
+    def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """The shapes of the batch."""
+        return {self.trace.call.paths[i]: self.trace.shapes[i] for i in self.batch}
+
+    def make_model(self, key: Any) -> Any:
+        """Returns parameters of zeros."""
+        shapes, paths = self.trace.shapes, self.trace.call.paths
+        return {"params": {paths[i]: jnp.zeros(shapes[i].shape, shapes[i].dtype) for i in self.params}}
+
+    def __call__(self, model: Any, inputs: Any) -> Any:
+        """Returns the loss, and other scalars."""
+        trace, paths = self.trace, self.trace.call.paths
+        arrays = {**{i: model["params"][paths[i]] for i in self.params}, **{i: inputs[paths[i]] for i in self.batch}}
+        args = [arrays[i] if i in arrays else _nothing(shape) for i, shape in enumerate(trace.shapes)]
+        loss, *others = evaluate(trace.jaxpr, args, eqns=self.eqns, results=self.losses)
+        return loss, {f"metric {i}": x for i, x in enumerate(others)}
 
 
 @dataclass(frozen=True)
@@ -55,22 +99,17 @@ class NamedStep:
           AnnotationError: as for :func:`jaxpar.annotate`.
         """
         batch, rows = trace.batch
-        eqns, losses = trace.forward(batch)
-        on = frozenset[int]().union(*(trace.dependencies[loss] for loss in losses))
-        floats = {i for i, s in enumerate(trace.shapes) if s.shape and jnp.issubdtype(s.dtype, jnp.inexact)}
-        params = tuple(i for i in sorted(on & trace.updates.keys() & floats))
-
-        def loss_fn(model: Any, inputs: Any) -> Any:
-            arrays = {**{i: model["params"][paths[i]] for i in params}, **{i: inputs[paths[i]] for i in batch}}
-            args = [arrays[i] if i in arrays else _nothing(shape) for i, shape in enumerate(trace.shapes)]
-            loss, *others = evaluate(trace.jaxpr, args, eqns=eqns, results=losses)
-            return loss, {f"metric {i}": x for i, x in enumerate(others)}
-
-        paths = trace.call.paths
-        zeros = lambda i: jnp.zeros(trace.shapes[i].shape, trace.shapes[i].dtype)
-        make_model = lambda key: {"params": {paths[i]: zeros(i) for i in params}}
-        annotation = annotate(make_model, loss_fn, {paths[i]: trace.shapes[i] for i in batch}, names=names)
-        return cls(trace, params, batch, rows, annotation, names)
+        free = [i for i, s in enumerate(trace.shapes) if s.shape and s.shape[0] > 1 and trace.is_data(i)]
+        others = [i for i in free if i not in batch]
+        loss = _Loss.of(trace, (*batch, *others))
+        if others:
+            program = trace_loss(loss.make_model, loss, loss.shapes)
+            paths = {f"batch/{trace.call.paths[i]}": i for i in others}
+            first = {f"batch/{trace.call.paths[i]}" for i in batch}
+            batch = (*batch, *sorted(paths[path] for path in program.other_rows(first) if path in paths))
+            loss = _Loss.of(trace, batch)
+        annotation = annotate(loss.make_model, loss, loss.shapes, names=names)
+        return cls(trace, loss.params, batch, rows, annotation, names)
 
     @cached_property
     def loss_names(self) -> dict[int, Names]:

@@ -20,7 +20,8 @@ from jaxpar.planning.script.carry import Given
 from jaxpar.planning.script.choose import ChosenLayout
 from jaxpar.planning.script.held_state import HeldState
 from jaxpar.planning.script.naming import NamedStep
-from jaxpar.planning.script.placed import PlacedArray, PlacedStep
+from jaxpar.planning.script.placed import PlacedStep
+from jaxpar.planning.script.placed_array import PlacedArray
 from jaxpar.planning.script.trace import StepTrace, shape_of
 from jaxpar.sharding.layout import Layout, to_spec
 
@@ -56,7 +57,9 @@ class ParallelStep:
         call, arrays = self._take_apart(args, kwargs)
         trace, paths = step.trace, step.trace.call.paths
         self._objects = {place: x for place, x in places_of(args, kwargs).items() if place in call.objects}
-        self._others = {path: x for i, (path, x) in enumerate(zip(paths, arrays, strict=True)) if i not in trace.updates}
+        self._others = {
+            path: x for i, (path, x) in enumerate(zip(paths, arrays, strict=True)) if i not in trace.updates
+        }
         self._held = HeldState(trace, {paths[i]: placed.put(i, arrays[i]) for i in self._to_place(trace)})
         if manager is not None:
             self._restore(placed, manager)
@@ -117,7 +120,7 @@ class ParallelStep:
                 "the state that the last call returned, at first train_step.state; or parallelize(donate=False), which "
                 "keeps both in memory."
             )
-        outputs = program.run(*(program.put(i, x) for i, x in enumerate(arrays)))
+        outputs = program.run([program.put(i, x) for i, x in enumerate(arrays)])
         self._held.take(trace, outputs)
         arguments: dict[Name, Any] = places_of(args, kwargs)
         self._update_objects(arguments)

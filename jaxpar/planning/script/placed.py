@@ -2,57 +2,26 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jaxpar.analysis.units import axes_of_dims, device_bytes, shard_count
+from jaxpar.analysis.units import shard_count
 from jaxpar.errors import LayoutError
 from jaxpar.parallel.partitioner.repair import avoid_faults
 from jaxpar.planning.names.program import NamedProgram
 from jaxpar.planning.script.naming import BATCH, NamedStep
+from jaxpar.planning.script.placed_array import PlacedArray
+from jaxpar.planning.script.share import warn_of_uneven_share
 from jaxpar.planning.script.trace import is_typed_key
 from jaxpar.sharding.arrays import shard_array
 from jaxpar.sharding.layout import Layout, to_spec, tracing_under
 from jaxpar.sharding.names import Names
-from jaxpar.sharding.resolve import Resolved
 from jaxpar.utils.arrays import itemsize
-
-
-@dataclass(frozen=True)
-class PlacedArray:
-    """An array that the step reads, with its place.
-
-    Attributes:
-      path: its path, which begins with the name of the step's argument.
-      role: ``params``, ``optimizer`` (all other state) or ``activations`` (what is no state).
-      shape: its global shape.
-      names: the names of its dims.
-      resolved: the sharding that the rules give it.
-      itemsize: bytes of an element.
-    """
-
-    path: str
-    role: str
-    shape: tuple[int, ...]
-    names: Names
-    resolved: Resolved
-    itemsize: int
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of the global array."""
-        return math.prod(self.shape) * self.itemsize
-
-    def device_bytes(self, layout: Layout) -> int:
-        """Returns the bytes of one device's shard."""
-        axes = axes_of_dims(to_spec(self.resolved), len(self.shape))
-        return device_bytes(self.shape, self.itemsize, [shard_count(own, layout.sizes) for own in axes])
+from jaxpar.utils.jaxprs import opened
 
 
 class PlacedStep:
@@ -80,7 +49,17 @@ class PlacedStep:
         outputs: list[Any] = [None] * len(step.trace.jaxpr.out_avals)
         for i, j in updates.items():
             outputs[j] = self.shardings[i]
-        self.run = jax.jit(self._flat(program), out_shardings=outputs, donate_argnums=tuple(updates) * donate)
+        self._jitted = jax.jit(self._flat(program), out_shardings=outputs, donate_argnums=tuple(updates) * donate)
+        self._compiled: Any = None
+
+    def run(self, arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        """Returns the step's results for arrays on their devices; the first call compiles it."""
+        if self._compiled is None:
+            self._compiled = self._jitted.lower(*arrays).compile()
+            program = opened(self.step.trace.jaxpr)
+            warn_of_uneven_share(self._compiled, program, self.placed, self.layout.mesh.size)
+        results: Sequence[jax.Array] = self._compiled(*arrays)
+        return results
 
     def _flat(self, program: NamedProgram) -> Callable[..., Any]:
         compute = lambda *arrays: program.run_constrained(self.step.parts(arrays), with_gradients=True)
@@ -110,6 +89,9 @@ class PlacedStep:
     def _place(self, i: int, names: Names) -> PlacedArray:
         trace = self.step.trace
         shape, path = trace.shapes[i], trace.call.paths[i]
+        (rows,) = self.layout.resolve((BATCH,)).dims
+        if i in self.step.batch and shape.shape[0] != self.step.rows and shape.shape[0] % _count(rows, self.layout):
+            names = (None, *names[1:])  # such as the nodes of a graph, which have no rows
         role = "activations" if i not in trace.updates else "params" if i in self.step.params else "optimizer"
         resolved = self.layout.resolve(names, shape.shape, role=role, dtype=shape.dtype, path=path)
         return PlacedArray(path, role, shape.shape, names, resolved, itemsize(shape.dtype))
@@ -117,7 +99,7 @@ class PlacedStep:
     def _check_rows(self) -> None:
         (dim,) = self.layout.resolve((BATCH,)).dims
         axes = [axis for axis in dim.axes if self.layout.sizes[axis] > 1]
-        count, rows = shard_count(axes, self.layout.sizes), self.step.rows
+        count, rows = _count(dim, self.layout), self.step.rows
         if rows % count and BATCH not in self.layout.rules.indivisible:
             paths = [self.step.trace.call.paths[i] for i in self.step.batch]
             raise LayoutError(
@@ -125,3 +107,7 @@ class PlacedStep:
                 f"Remedy: pass batches of a multiple of {count} rows: drop a last batch that is smaller "
                 "(drop_remainder=True), or pad it and mask the padding out of the loss."
             )
+
+
+def _count(dim: Any, layout: Layout) -> int:
+    return shard_count(dim.axes, layout.sizes)

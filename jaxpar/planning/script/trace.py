@@ -121,7 +121,10 @@ class StepTrace:
             parts = parts_of(data, state)
         else:
             depends = _dependencies(opened(traced))
-            on = [depends.get(atom, frozenset()) if isinstance(atom, Var) else frozenset() for atom in traced.jaxpr.outvars]
+            on = [
+                depends.get(atom, frozenset()) if isinstance(atom, Var) else frozenset()
+                for atom in traced.jaxpr.outvars
+            ]
             parts = state_parts(data, on, is_key)
         if not call.objects and not any(part.placed for part in parts):
             raise ModelError(
@@ -136,13 +139,17 @@ class StepTrace:
         with unsharded():
             return replace(trace, jaxpr=_program(program, shapes))
 
+    def is_data(self, i: int) -> bool:
+        """Whether an argument is an array beside the state, and no key."""
+        return i not in self.updates and bool(self.shapes[i].shape) and not is_key(self.shapes[i])
+
     @cached_property
     def batch(self) -> tuple[tuple[int, ...], int]:
         """The indices of the arrays of the batch, and its size: what most arrays beside the state begin with.
 
         Keys, scalars and arrays that begin otherwise, such as a table of class weights, are no part of it.
         """
-        data = [i for i, s in enumerate(self.shapes) if i not in self.updates and s.shape and not is_key(s)]
+        data = [i for i in range(len(self.shapes)) if self.is_data(i)]
         sizes = Counter(self.shapes[i].shape[0] for i in data)
         rows = max(sizes, key=lambda size: (sizes[size], size), default=1)
         return tuple(i for i in data if self.shapes[i].shape[0] in (rows, 1)), rows
