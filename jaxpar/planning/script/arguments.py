@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
+from flax.core import meta
 
 from jaxpar.errors import ModelError, listing
+from jaxpar.linen import unbox
+from jaxpar.nnx import names_of
+from jaxpar.sharding.names import Names
 from jaxpar.training.model import show, to_path
 
 _NUMBERS = (bool, int, float, complex)
@@ -40,6 +44,7 @@ class CallStructure:
       static: the leaves of those that are no arrays, by their index among all leaves.
       paths: the path of each array; it begins with the name of the argument.
       names: the name of each argument, by place.
+      dims: the names of dims that the model's annotations give, by path.
     """
 
     positional: int
@@ -51,6 +56,7 @@ class CallStructure:
     static: tuple[tuple[int, Any], ...]
     paths: tuple[str, ...]
     names: tuple[tuple[Name, str], ...]
+    dims: tuple[tuple[str, Names], ...] = ()
 
     @property
     def in_objects(self) -> int:
@@ -127,12 +133,14 @@ def take_apart(
     names = _names(step, len(args)) | {name: name for name in kwargs}
     objects = tuple(place for place, x in places.items() if any(map(is_nnx, jax.tree.leaves(x, is_leaf=is_nnx))))
     graph, graph_tree, arrays, paths = None, None, [], []  # type: Any, Any, list[Any], list[str]
+    dims: list[tuple[str, Names]] = []
     if objects:
         graph, state = nnx.split(tuple(places[place] for place in objects))
         graph_tree = jax.tree.structure(state)
         for path, leaf in jax.tree_util.tree_leaves_with_path(state):
             arrays.append(leaf)
             paths.append(_nnx_path(path, objects, names))
+        dims += _dims_of_variables(state, objects, names)
     trees: list[tuple[Name, Any]] = []
     static: list[tuple[int, Any]] = []
     count = len(arrays)
@@ -141,6 +149,7 @@ def take_apart(
             continue
         leaves, tree = jax.tree_util.tree_flatten_with_path(x)
         trees.append((place, tree))
+        dims += _dims_of_boxes(x, names[place])
         with_numbers = numbers or any(isinstance(leaf, _ARRAYS) for _, leaf in leaves)
         for path, leaf in leaves:
             if isinstance(leaf, _ARRAYS) or (isinstance(leaf, _NUMBERS) and with_numbers):
@@ -159,6 +168,7 @@ def take_apart(
         tuple(static),
         tuple(paths),
         tuple(names.items()),
+        tuple(dims),
     )
     return structure, arrays
 
@@ -171,6 +181,26 @@ def _names(step: Callable[..., Any], count: int) -> dict[Name, str]:
         parameters = []
     known = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     return {i: known[i] if i < len(known) else f"arg{i}" for i in range(count)}
+
+
+def _dims_of_variables(
+    state: Any, objects: tuple[Name, ...], names: Mapping[Name, str]
+) -> Iterator[tuple[str, Names]]:
+    """The dims that annotations of NNX name, such as ``nnx.with_partitioning``."""
+    is_variable = lambda x: isinstance(x, nnx.Variable)
+    for keys, variable in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_variable):
+        path = _nnx_path(keys, objects, names)
+        if is_variable(variable) and (dims := names_of(variable.get_metadata(), path)) is not None:
+            yield path, dims
+
+
+def _dims_of_boxes(x: Any, name: str) -> Iterator[tuple[str, Names]]:
+    """The dims that annotations of Linen name, such as ``nn.with_partitioning``."""
+    is_box = lambda x: isinstance(x, meta.Partitioned)
+    for keys, box in jax.tree_util.tree_leaves_with_path(x, is_leaf=is_box):
+        if is_box(box):
+            path = show((name, *to_path(keys)))
+            yield f"{path}/value", unbox(box, path)[1]
 
 
 def _nnx_path(keys: tuple[Any, ...], objects: tuple[Name, ...], names: Mapping[Name, str]) -> str:

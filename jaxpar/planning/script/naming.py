@@ -19,6 +19,7 @@ from jaxpar.planning.names.program import NamedProgram
 from jaxpar.planning.script.trace import StepTrace, evaluate, is_typed_key
 from jaxpar.planning.search.fsdp import StoredArray
 from jaxpar.sharding.names import Names
+from jaxpar.training.model import NamedModel
 
 BATCH = "batch"
 
@@ -53,9 +54,11 @@ class _Loss:
         return {self.trace.call.paths[i]: self.trace.shapes[i] for i in self.batch}
 
     def make_model(self, key: Any) -> Any:
-        """Returns parameters of zeros."""
+        """Returns parameters of zeros, with the names that the model's annotations give to their dims."""
         shapes, paths = self.trace.shapes, self.trace.call.paths
-        return {"params": {paths[i]: jnp.zeros(shapes[i].shape, shapes[i].dtype) for i in self.params}}
+        arrays = {paths[i]: jnp.zeros(shapes[i].shape, shapes[i].dtype) for i in self.params}
+        dims = tuple((("params", path), names) for path, names in self.trace.call.dims if path in arrays)
+        return NamedModel({"params": arrays}, dims)
 
     def __call__(self, model: Any, inputs: Any) -> Any:
         """Returns the loss, and other scalars."""
@@ -63,6 +66,8 @@ class _Loss:
         arrays = {**{i: model["params"][paths[i]] for i in self.params}, **{i: inputs[paths[i]] for i in self.batch}}
         args = [arrays[i] if i in arrays else _nothing(shape) for i, shape in enumerate(trace.shapes)]
         loss, *others = evaluate(trace.jaxpr, args, eqns=self.eqns, results=self.losses)
+        if loss.shape:
+            return loss.sum(), {}
         return loss, {f"metric {i}": x for i, x in enumerate(others)}
 
 

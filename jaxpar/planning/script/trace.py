@@ -170,6 +170,8 @@ class StepTrace:
     def forward(self, batch: Collection[int]) -> tuple[list[JaxprEqn], list[Any]]:
         """Returns the equations that compute the loss, and the scalars that they compute, the loss or metrics first.
 
+        Where a step returns no scalar, a vector is taken: the losses of an ensemble.
+
         Args:
           batch: the indices of the arrays that hold the batch.
 
@@ -183,14 +185,14 @@ class StepTrace:
         made = (var for eqn in jaxpr.eqns for var in eqn.outvars)
         batch = set(batch)
 
-        def scalars(atoms: Any) -> list[Any]:
+        def scalars(atoms: Any, rank: int = 0) -> list[Any]:
             return [
                 atom
                 for atom in dict.fromkeys(a for a in atoms if isinstance(a, Var))
-                if _is_scalar(atom.aval) and (on := self.dependencies.get(atom, frozenset())) & batch and on & trained
+                if _is_float(atom.aval, rank) and (on := self.dependencies.get(atom, frozenset())) & batch and on & trained
             ]
 
-        losses = scalars(results)
+        losses = scalars(results) or scalars(results, rank=1)[:1]
         if not losses:
             inside = scalars(made)
             most = max((len(self.dependencies[a] & trained) for a in inside), default=0)
@@ -203,6 +205,14 @@ class StepTrace:
         needed = {atom: needed_equations(jaxpr, [atom], effects=False) for atom in losses}
         costs = {atom: _matmuls(eqns) for atom, eqns in needed.items()}
         least = min(costs.values())
+        ends = (jaxpr.outvars[self.updates[i]] for i in trained)
+        trained_to = {atom for atom in ends if isinstance(atom, Var)} - set(jaxpr.invars)
+        loops = [eqn for eqns in needed.values() for eqn in eqns if eqn.primitive.name in ("scan", "while")]
+        if trained_to and any(trained_to <= set(eqn.outvars) for eqn in loops):
+            raise ModelError(
+                "train_step takes several steps in a loop, whose batches are stacked, so its losses are no result of one "
+                "batch. Remedy: pass the step of one batch, and call what parallelize returns in a Python loop."
+            )
         losses = [atom for atom in losses if costs[atom] <= _SLACK * least]
         return needed_equations(jaxpr, losses, effects=False), losses
 
@@ -223,8 +233,8 @@ def _program(run: Callable[..., Any], shapes: Sequence[Any]) -> ClosedJaxpr:
     return jax.make_jaxpr(lambda *args: evaluate(traced, args))(*shapes)
 
 
-def _is_scalar(aval: Any) -> bool:
-    return aval.shape == () and bool(jnp.issubdtype(aval.dtype, jnp.floating))
+def _is_float(aval: Any, rank: int) -> bool:
+    return len(aval.shape) == rank and bool(jnp.issubdtype(aval.dtype, jnp.floating))
 
 
 def shape_of(x: Any) -> jax.ShapeDtypeStruct:
