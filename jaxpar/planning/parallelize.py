@@ -9,7 +9,7 @@ from typing import Any
 from jaxpar.checkpoint.manager import CheckpointManager
 from jaxpar.errors import ModelError
 from jaxpar.planning.names.given import Patterns
-from jaxpar.planning.script.carry import Given
+from jaxpar.planning.script.carry import Continued
 from jaxpar.planning.script.choose import SEARCHED, Chosen, choose
 from jaxpar.planning.script.naming import NamedStep
 from jaxpar.planning.script.parallel_step import ParallelStep, manager_of
@@ -29,7 +29,7 @@ def parallelize(
     search: SearchOptions = SEARCHED,
     donate: bool = True,
     axis_name: str | None = None,
-    state: Given | None = None,
+    state: Continued | None = None,
     progress: Callable[[str], None] = print,
     **kwargs: Any,
 ) -> ParallelStep:

@@ -7,15 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpar.data.lazy_rows import LazyRows
-from jaxpar.errors import LayoutError
+from jaxpar.errors import DataError, LayoutError
 from jaxpar.sharding.arrays import shard_array
 from jaxpar.sharding.layout import Layout
 from jaxpar.sharding.resolve import num_shards_over
-from jaxpar.training.model import Tagged, map_with_paths, show, tag
+from jaxpar.training.model import Tagged, leaves_with_paths, map_with_paths, show, tag
 
 type BatchDims = Mapping[str, Sequence[str | None]]
 """Path of an array in a batch, such as ``image`` or ``views/0``, to its logical dims."""
@@ -146,10 +147,36 @@ def shapes_of_batch(batch: Any) -> Any:
 
     >>> shapes_of_batch({"x": tag(np.zeros((8, 2), "float32"), "batch", None)})
     {'x': ShapeDtypeStruct(shape=(8, 2), dtype=float32)}
+
+    Raises:
+      DataError: a leaf is no array and no number, or numbers are in lists.
     """
     is_tag = lambda x: isinstance(x, Tagged)
     plain = jax.tree.map(lambda x: x.value if is_tag(x) else x, batch, is_leaf=is_tag)
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), plain)
+    check_batch(plain)
+    shape = lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype if hasattr(x, "dtype") else jnp.result_type(x))
+    return jax.tree.map(shape, plain)
+
+
+def check_batch(batch: Any, where: str = "batch") -> None:
+    """Raises an error for what is no array and no number, and for numbers in a list.
+
+    Raises:
+      DataError: the batch has such a leaf.
+    """
+    is_list = lambda x: isinstance(x, list) and len(x) > 1 and all(isinstance(one, list | int | float) for one in x)
+    for path, x in leaves_with_paths(batch, is_leaf=is_list):
+        kind = getattr(getattr(x, "dtype", None), "kind", "")
+        if is_list(x) and jax.tree.leaves(x):
+            problem, remedy = f"a list of {len(x)} is no array", "pass np.asarray(it)"
+        elif isinstance(x, str | bytes) or (kind and kind in "OSTU"):
+            what = type(x).__name__ if not kind else f"{type(x).__name__} of {x.dtype}"
+            problem, remedy = f"a step computes with numbers, got {what}", "leave it out of the batch, or pass numbers"
+        elif not hasattr(x, "dtype") and not isinstance(x, bool | int | float | complex):
+            problem, remedy = f"{type(x).__name__} is no array", "pass np.asarray(it), or leave it out of the batch"
+        else:
+            continue
+        raise DataError(f"{show((where, *path))}: {problem}. Remedy: {remedy}.")
 
 
 def tag_batch(batch: Any, dims: BatchDims) -> Any:

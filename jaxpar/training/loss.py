@@ -16,7 +16,7 @@ from jaxpar.parallel.offload.host_weights import waiting
 from jaxpar.sharding.names import Names
 from jaxpar.training.arguments import check_loss
 from jaxpar.training.lora.program import with_adapters
-from jaxpar.training.model import Kind, Path
+from jaxpar.training.model import Kind, Path, leaves_with_paths, show
 from jaxpar.training.model.lora import LoraKind
 from jaxpar.training.state import TrainState
 
@@ -106,7 +106,8 @@ def unpack(value: Any) -> tuple[Any, Metrics, Any]:
     """Returns the loss, metrics and updates that a ``loss_fn`` returned in any of its forms.
 
     Raises:
-      ModelError: ``value`` has no accepted form, the loss is no floating scalar, or a metric has a reserved name.
+      ModelError: ``value`` has no accepted form, the loss is no floating scalar, or a metric has a reserved name or is
+        no array.
     """
     if isinstance(value, tuple) and len(value) not in (2, 3):
         raise ModelError(f"loss_fn must return loss, (loss, aux) or (loss, aux, updates), got a tuple of {len(value)}.")
@@ -125,6 +126,12 @@ def unpack(value: Any) -> tuple[Any, Metrics, Any]:
         )
     metrics = {} if aux is None else dict(aux) if isinstance(aux, Mapping) else {"aux": aux}
     check_names(metrics)
+    for path, x in leaves_with_paths(metrics):
+        if not isinstance(x, jax.Array | np.ndarray | np.generic | bool | int | float | complex):
+            raise ModelError(
+                f"loss_fn returned the metric {show(path)!r} as {type(x).__name__}. Remedy: return arrays and numbers "
+                "only, and add texts where the metrics are logged."
+            )
     return loss, metrics, updates
 
 

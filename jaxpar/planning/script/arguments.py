@@ -183,9 +183,7 @@ def _names(step: Callable[..., Any], count: int) -> dict[Name, str]:
     return {i: known[i] if i < len(known) else f"arg{i}" for i in range(count)}
 
 
-def _dims_of_variables(
-    state: Any, objects: tuple[Name, ...], names: Mapping[Name, str]
-) -> Iterator[tuple[str, Names]]:
+def _dims_of_variables(state: Any, objects: tuple[Name, ...], names: Mapping[Name, str]) -> Iterator[tuple[str, Names]]:
     """The dims that annotations of NNX name, such as ``nnx.with_partitioning``."""
     is_variable = lambda x: isinstance(x, nnx.Variable)
     for keys, variable in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_variable):

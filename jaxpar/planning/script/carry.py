@@ -303,11 +303,11 @@ def _matched(options: list[list[_Match]]) -> list[StatePart]:
     return parts
 
 
-Given = Mapping[str, int | str]
+Continued = Mapping[str, int | str]
 """Path of an argument or a part of it → path of the result that continues it."""
 
 
-def parts_of(step: StepData, state: Given) -> tuple[StatePart, ...]:
+def parts_of(step: StepData, state: Continued) -> tuple[StatePart, ...]:
     """Returns the state that a caller names.
 
     Args:

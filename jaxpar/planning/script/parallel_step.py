@@ -12,11 +12,11 @@ from flax import nnx
 
 from jaxpar.analysis.units import aligned, html_table, show_bytes
 from jaxpar.checkpoint.manager import CheckpointManager
-from jaxpar.errors import ConfigError, StateError
+from jaxpar.errors import ConfigError, ModelError, StateError
 from jaxpar.planning.names.annotation import Annotation
 from jaxpar.planning.names.fold import folded
 from jaxpar.planning.script.arguments import Name, places_of, take_apart
-from jaxpar.planning.script.carry import Given
+from jaxpar.planning.script.carry import Continued
 from jaxpar.planning.script.choose import ChosenLayout
 from jaxpar.planning.script.held_state import HeldState
 from jaxpar.planning.script.naming import NamedStep
@@ -47,9 +47,9 @@ class ParallelStep:
         manager: CheckpointManager | None = None,
         donate: bool = True,
         axis_name: str | None = None,
-        state: Given | None = None,
+        state: Continued | None = None,
     ):
-        self._axis_name, self._given_state = axis_name, state
+        self._axis_name, self._named_state = axis_name, state
         self._train_step, self._first, self._donate = train_step, step, donate
         self.choice, self.steps, self._manager = choice, 0, manager
         self._programs: list[PlacedStep] = []
@@ -106,9 +106,16 @@ class ParallelStep:
 
         Raises:
           LayoutError: the batch does not divide over the devices.
-          StateError: an array of the state was overwritten by an earlier call.
+          StateError: an array of the state was overwritten by an earlier call, or a checkpoint was saved and this call
+            shows that its arrays are others.
+          ModelError: it is called inside of a transformation such as ``jax.jit``.
         """
         call, arrays = self._take_apart(args, kwargs)
+        if any(isinstance(x, jax.core.Tracer) for x in arrays):
+            raise ModelError(
+                "train_step runs on devices of its own and is compiled already, so it cannot be called inside of "
+                "jax.jit, grad, vmap or scan. Remedy: call it by itself; or pass the whole function to parallelize."
+            )
         if self._held.verify(call.paths, arrays):
             self._programs.clear()
         program = self._program(call, arrays, args, kwargs)
@@ -171,7 +178,7 @@ class ParallelStep:
             trace = known.step.trace
             if shapes == [(s.shape, s.dtype) for s in trace.shapes] and call == trace.call:
                 return known
-        known = self._held.known() if self._given_state is None and self._held.calls else self._given_state
+        known = self._held.known() if self._named_state is None and self._held.calls else self._named_state
         trace = StepTrace.of(self._train_step, args, kwargs, self._axis_name, known)
         return self._placed(NamedStep.of(trace, self._first.names))
 
@@ -186,7 +193,7 @@ class ParallelStep:
     def _restore(self, placed: PlacedStep, manager: CheckpointManager) -> None:
         """Take the newest checkpoint, if there is one. Of arrays that may be data, those are state that it has."""
         trace = placed.step.trace
-        stored = manager.paths() if self._given_state is None else ()
+        stored = manager.paths() if self._named_state is None else ()
         state = [i for i, path in enumerate(trace.call.paths) if i in trace.updates or path in stored]
         struct = lambda i: jax.ShapeDtypeStruct(
             trace.shapes[i].shape, trace.shapes[i].dtype, sharding=placed.shardings[i]

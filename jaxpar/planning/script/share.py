@@ -62,8 +62,8 @@ def warn_of_uneven_share(compiled: Any, jaxpr: Jaxpr, placed: Sequence[PlacedArr
     if of_one * devices <= _MOST * total:
         return
     whole = [a for a in placed if a.shape and not any(dim.axes for dim in a.resolved.dims)]
-    data = sorted((a for a in whole if a.role == "activations"), key=lambda a: -a.bytes)
-    names = [f"{a.path} {list(a.shape)}" for a in (data or sorted(whole, key=lambda a: -a.bytes))[:3]]
+    causes = sorted([a for a in whole if a.role == "activations"] or whole, key=lambda a: -a.bytes)[:3]
+    names = [f"{a.path} {list(a.shape)}" for a in causes if 100 * a.bytes >= causes[0].bytes]
     warnings.warn(
         f"train_step: each of the {devices} devices computes {of_one / total:.2f} of the step's matmuls, "
         f"{of_one * devices / total:.1f} times its share. "

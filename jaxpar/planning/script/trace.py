@@ -17,8 +17,9 @@ from jaxpar.errors import JaxparError, ModelError
 from jaxpar.parallel.unsharded import unsharded
 from jaxpar.planning.names.constrain import MATMULS
 from jaxpar.planning.script.arguments import CallStructure, ReturnStructure, take_apart, take_result_apart
-from jaxpar.planning.script.carry import Given, StatePart, StepData, empty_state, parts_of, state_parts
+from jaxpar.planning.script.carry import Continued, StatePart, StepData, empty_state, parts_of, state_parts
 from jaxpar.planning.script.mapped import over_devices, over_one, size_of_means, trace_local
+from jaxpar.training.batch import check_batch
 from jaxpar.utils.jaxprs import equations, inner_jaxprs, needed_equations, opened
 
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
@@ -58,7 +59,7 @@ class StepTrace:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         axis_name: str | None = None,
-        state: Given | None = None,
+        state: Continued | None = None,
     ) -> StepTrace:
         """Trace a train step; Python numbers among its arguments are arrays, unless it needs their values.
 
@@ -71,8 +72,11 @@ class StepTrace:
         Raises:
           ModelError: the step returns no state that it was passed, and changes no NNX object.
           ConfigError: ``state`` does not fit the step.
+          DataError: an array has no numbers.
         """
         call, arrays = take_apart(step, args, kwargs, numbers=True)
+        for path, x in zip(call.paths, arrays, strict=True):
+            check_batch(x, path)
         try:
             return cls._trace(step, call, arrays, axis_name, state, numbers=True)
         except (TypeError, ValueError) as error:
@@ -93,7 +97,7 @@ class StepTrace:
         call: CallStructure,
         arrays: Sequence[Any],
         axis_name: str | None,
-        state: Given | None,
+        state: Continued | None,
         *,
         numbers: bool,
     ) -> StepTrace:
@@ -176,7 +180,7 @@ class StepTrace:
           batch: the indices of the arrays that hold the batch.
 
         Raises:
-          ModelError: no scalar depends on the state and on the batch.
+          ModelError: no scalar depends on the state and on the batch, or the step is a loop of steps.
         """
         jaxpr = opened(self.jaxpr)
         trained = {i for i in self.updates if _trainable(self.shapes[i])}
@@ -189,7 +193,9 @@ class StepTrace:
             return [
                 atom
                 for atom in dict.fromkeys(a for a in atoms if isinstance(a, Var))
-                if _is_float(atom.aval, rank) and (on := self.dependencies.get(atom, frozenset())) & batch and on & trained
+                if _is_float(atom.aval, rank)
+                and (on := self.dependencies.get(atom, frozenset())) & batch
+                and on & trained
             ]
 
         losses = scalars(results) or scalars(results, rank=1)[:1]
@@ -198,9 +204,14 @@ class StepTrace:
             most = max((len(self.dependencies[a] & trained) for a in inside), default=0)
             losses = [a for a in inside if len(self.dependencies[a] & trained) == most][:1]
         if not losses:
+            if not self.batch[0]:
+                raise ModelError(
+                    "train_step is passed no array beside its state, so there is no batch to divide over the devices. "
+                    "Remedy: pass arrays with the batch's rows as their first dims, and np.asarray(x) of a list."
+                )
             raise ModelError(
                 "train_step computes no scalar from its state and its batch, so there is no loss to find the names of "
-                "dims from. Remedy: return the loss, or pass layout=jaxpar.Layout(...)."
+                "dims from. Remedy: return the loss."
             )
         needed = {atom: needed_equations(jaxpr, [atom], effects=False) for atom in losses}
         costs = {atom: _matmuls(eqns) for atom, eqns in needed.items()}

@@ -43,7 +43,8 @@ def test_annotations_of_nnx_are_read() -> None:
         optimizer = nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
         expected = nnx_step(reference, nnx.Optimizer(reference, optax.sgd(0.1), wrt=nnx.Param), BATCH)
     layout = jp.Layout(
-        jp.MeshSpec(data=4, model=2).build(), jp.Rules(batch="data", width=None, hidden="model", params={"width": "data"})
+        jp.MeshSpec(data=4, model=2).build(),
+        jp.Rules(batch="data", width=None, hidden="model", params={"width": "data"}),
     )
     step = jp.parallelize(nnx_step, model, optimizer, BATCH, layout=layout)
     places = {array.path: (array.names, array.resolved.axes) for array in step.placed}

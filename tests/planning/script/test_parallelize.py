@@ -204,6 +204,18 @@ def test_errors() -> None:
         ModelError, match=r"^train_step computes no scalar from its state and its batch, so there is no"
     ):
         jp.parallelize(lambda state, batch: (state, batch["x"]), state, batch)
+    with pytest.raises(ModelError) as no_batch:
+        jp.parallelize(lambda s, rows: step_of()(s, {"x": jnp.asarray(rows)}), state, batch["x"].tolist())
+    assert str(no_batch.value) == (
+        "train_step is passed no array beside its state, so there is no batch to divide over the devices. Remedy: pass "
+        "arrays with the batch's rows as their first dims, and np.asarray(x) of a list."
+    )
+    with pytest.raises(ModelError) as inside:
+        jax.jit(jp.parallelize(step_of(), state, batch))(state, batch)
+    assert str(inside.value) == (
+        "train_step runs on devices of its own and is compiled already, so it cannot be called inside of jax.jit, grad, "
+        "vmap or scan. Remedy: call it by itself; or pass the whole function to parallelize."
+    )
     model = Classifier(nnx.Rngs(0))
     with pytest.raises(ModelError, match=r"added 'model/seen', removed none\. Remedy: create every variable before"):
         jp.parallelize(sows, model, nnx.Optimizer(model, TX, wrt=nnx.Param), batch)

@@ -232,10 +232,37 @@ def test_state_that_does_not_fit() -> None:
         "argument params; the arguments are 'batch', 'batch/x', 'w'.",
         ("w", 3): "state: train_step has no result '3'. Remedy: state={'params': 0} says that result 0 continues the "
         "argument params; the results are '', '0', '1'.",
-        ("w", 1): "state: result '1' cannot continue 'w': w is float32[4, 8], and its result float32[]. Remedy: name the "
+        (
+            "w",
+            1,
+        ): "state: result '1' cannot continue 'w': w is float32[4, 8], and its result float32[]. Remedy: name the "
         "result that the next call is passed as this argument.",
     }
     for (path, result), text in texts.items():
         with pytest.raises(ConfigError) as error:
             jp.parallelize(one_array, w, BATCH, state={path: result})
         assert str(error.value) == text
+
+
+def shadowed(w: jax.Array, batch: Any) -> Any:
+    """A step whose next weights look like those that the last call was passed, and whose others look like new ones."""
+    gradient = jax.grad(lambda w: ((batch["x"] @ w) ** 2).mean())(w)
+    return w - 0.1 * gradient, jnp.linalg.inv(jnp.eye(IN) + 0.01 * gradient @ gradient.T) @ w
+
+
+def test_a_caller_who_proves_the_guess_wrong(tmp_path: Path) -> None:
+    first = weights(0)["w"]
+    parallelize = lambda: jp.parallelize(shadowed, jnp.copy(first), BATCH, layout="data", checkpoints=tmp_path)
+    with parallelize() as step:
+        _, w = step(step.state, BATCH)
+        _, w = step(w, BATCH)
+        close(step.state, shadowed(shadowed(first, BATCH)[1], BATCH)[1])
+    with parallelize() as step:
+        _, w = step(step.state, BATCH)
+        step.save()
+        with pytest.raises(StateError) as error:
+            step(w, BATCH)
+    assert str(error.value) == (
+        "train_step: the checkpoint of step 1 has result '0' as 'w', which result '1' continues, as this call shows. "
+        "Remedy: delete it, and say so: parallelize(..., state={'w': 1})."
+    )
