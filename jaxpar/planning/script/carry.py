@@ -7,14 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal
 
 from jaxpar.errors import ConfigError, did_you_mean, listing
-from jaxpar.planning.script.arguments import CallStructure, ReturnStructure
 from jaxpar.planning.script.flow import carried
-from jaxpar.training.model import show, to_path
+from jaxpar.planning.script.step_data import Node, StepData
+from jaxpar.training.model import show
 
 _MOST = 5000
 """Matchings of arguments and results that are compared."""
@@ -48,121 +46,6 @@ class StatePart:
     def updates(self) -> dict[int, int]:
         """Returns the index of the array that likely continues each of its arrays."""
         return {i: self.starts[0] + k for k, i in enumerate(self.arrays)}
-
-
-@dataclass(frozen=True)
-class StepData:
-    """What a traced step says about its state.
-
-    Attributes:
-      call, returned: the structure of its arguments and results.
-      program: the step, as a function of arrays.
-      loaded: indices of the arguments that are no arrays of a device, such as a loader's.
-    """
-
-    call: CallStructure
-    returned: ReturnStructure
-    program: Any
-    loaded: frozenset[int]
-
-    def kind(self, i: int) -> tuple[Any, Any]:
-        """Returns the shape and dtype of an argument."""
-        return self.program.in_avals[i].shape, self.program.in_avals[i].dtype
-
-    def result_kind(self, j: int) -> tuple[Any, Any]:
-        """Returns the shape and dtype of a result."""
-        return self.program.out_avals[j].shape, self.program.out_avals[j].dtype
-
-    def result_var(self, j: int) -> Any:
-        """Returns the variable of a result; ``None`` for a constant."""
-        atom = self.program.jaxpr.outvars[j]
-        return None if isinstance(atom, Literal) else atom
-
-    def is_same(self, i: int, j: int) -> bool:
-        """Whether a result is an argument as it was passed."""
-        return self.program.jaxpr.outvars[j] is self.program.jaxpr.invars[i]
-
-    def arguments(self) -> list[Node]:
-        """Returns the arguments that contain no object of NNX."""
-        first, names = self.call.in_objects, dict(self.call.names)
-        slots = [_Slot(i) for i in range(len(self.program.in_avals))]
-        return [
-            Node.of(x, (names[place],))
-            for place, x in self.call.plain_arguments([*slots[:first], *slots[first:]]).items()
-        ]
-
-    def results(self) -> Node:
-        """Returns what the step returns."""
-        first = self.call.in_objects
-        slots = [_Slot(j) for j in range(first, len(self.program.out_avals))]
-        places = {place: object() for place, _ in self.call.names}
-        return Node.of(self.returned.result(slots, places), ())
-
-    def result_paths(self) -> tuple[str, ...]:
-        """Returns the path of each result; of results that are one value that of the first."""
-        first = self.call.in_objects
-        paths = [*self.call.paths[:first], *(show(node.path) for node in self.results().walk() if node.is_array)]
-        order = [*range(first), *(node.arrays.start for node in self.results().walk() if node.is_array)]
-        by_index = dict(zip(order, paths, strict=True))
-        return tuple(by_index[self.first_of(j) if j >= first else j] for j in range(len(by_index)))
-
-    def first_of(self, j: int) -> int:
-        """Returns the first result that is the same value."""
-        outvars = self.program.jaxpr.outvars
-        if isinstance(outvars[j], Literal):
-            return j
-        return next(k for k in range(self.call.in_objects, j + 1) if outvars[k] is outvars[j])
-
-
-@dataclass(frozen=True)
-class _Slot:
-    """Stands for an array."""
-
-    index: int
-
-
-@dataclass(frozen=True)
-class Node:
-    """A part of the arguments or of the results.
-
-    Attributes:
-      path: its path.
-      tree: its structure.
-      arrays: the indices of its arrays, without gaps.
-      children: its parts.
-      among: whether only tuples and lists are above it.
-    """
-
-    path: tuple[str, ...]
-    tree: Any
-    arrays: range
-    children: tuple[Node, ...]
-    among: bool
-
-    @classmethod
-    def of(cls, x: Any, path: tuple[str, ...], among: bool = True) -> Node:
-        """Returns the node of a pytree whose arrays are slots."""
-        leaves = jax.tree.leaves(x)
-        indices = [leaf.index for leaf in leaves if isinstance(leaf, _Slot)]
-        arrays = range(indices[0], indices[-1] + 1) if indices else range(0)
-        is_leaf = len(leaves) == 1 and leaves[0] is x
-        parts = [] if is_leaf else jax.tree_util.tree_flatten_with_path(x, is_leaf=lambda y: y is not x)[0]
-        below = among and type(x) in (tuple, list)
-        children = tuple(cls.of(part, (*path, *to_path(key)), below) for key, part in parts)
-        return cls(path, jax.tree.structure(x), arrays, children, among)
-
-    @property
-    def is_array(self) -> bool:
-        """Whether it is one bare array."""
-        return len(self.arrays) == 1 and not self.children
-
-    def walk(self) -> Iterator[Node]:
-        """Yields the node and all its parts, from the top."""
-        todo = [self]
-        while todo:
-            node = todo.pop(0)
-            yield node
-            todo.extend(node.children)
 
 
 @dataclass(frozen=True)
@@ -324,8 +207,8 @@ def parts_of(step: StepData, state: Continued) -> tuple[StatePart, ...]:
         for what, name, known in (("argument", path, arguments), ("result", str(result), results)):
             if name not in known:
                 raise ConfigError(
-                    f"state: train_step has no {what} {name!r}.{did_you_mean(name, known)} Remedy: state={{'params': 0}} "
-                    f"says that result 0 continues the argument params; the {what}s are {listing(sorted(known)[:12])}."
+                    f"state: train_step has no {what} {name!r}.{did_you_mean(name, known)} Remedy: state={{'params': "
+                    f"0}} says that result 0 continues the argument params; the {what}s are {listing(sorted(known)[:12])}."
                 )
         node, other = arguments[path], results[str(result)]
         kinds = [step.kind(i) for i in node.arrays], [step.result_kind(j) for j in other.arrays]
@@ -341,15 +224,3 @@ def parts_of(step: StepData, state: Continued) -> tuple[StatePart, ...]:
             )
         parts.append(StatePart(path, node.arrays, (other.arrays.start,), (str(result),), sure=True))
     return tuple(sorted(parts, key=lambda part: part.arrays.start))
-
-
-def empty_state(step: StepData) -> frozenset[str]:
-    """Returns the names of the arguments without leaves that the step returns, as the state of plain SGD."""
-    result = step.results()
-    returned = Counter(node.tree for node in (result, *result.children) if not node.tree.num_leaves)
-    names = []
-    for node in step.arguments():
-        if not node.tree.num_leaves and returned[node.tree]:
-            returned[node.tree] -= 1
-            names.append(node.path[0])
-    return frozenset(names)

@@ -16,8 +16,8 @@ _ARRAY: _Reach = (-1, False)
 """Marks a value that an array of more than one element determines."""
 _STOPS = ("reduce", "arg", "random_bits", "broadcast_in_dim")
 _LINEAR = frozenset((
-    "add", "add_any", "clamp", "convert_element_type", "copy", "copy_p", "max", "min", "name", "neg", "optimization_barrier",
-    "reduce_precision", "select_n", "stop_gradient", "sub",
+    "add", "add_any", "clamp", "convert_element_type", "copy", "copy_p", "max", "min", "name", "neg",
+    "optimization_barrier", "reduce_precision", "select_n", "stop_gradient", "sub",
 ))  # fmt: skip
 _MOVES = frozenset((
     "concatenate", "dynamic_slice", "dynamic_update_slice", "expand_dims", "pad", "random_fold_in", "random_split",

@@ -85,15 +85,15 @@ class HeldState:
             parts += self._settled(part, {path: r for path, r in passed.items() if times[r] == 1})
         mine = {path for part in parts for path in self._leaf_paths(part)}
         for i, path in self._paths.items():
-            if times[passed.get(path)] == 1 and path not in mine:
+            if times[passed.get(path, "")] == 1 and path in passed and path not in mine:
                 parts.append(StatePart(path, range(i, i + 1), (-1,), (passed[path],), True, False))
         likeliest = {part.path: part.results[:1] for part in self.parts if part.sure}
         wrong = [p for p in parts if p.sure and likeliest.get(p.path, ()) not in ((), p.results[:1])]
         if wrong and self.saved is not None:
             part = wrong[0]
             raise StateError(
-                f"train_step: the checkpoint of step {self.saved} has result {likeliest[part.path][0]!r} as {part.path!r}, "
-                f"which result {part.results[0]!r} continues, as this call shows. Remedy: delete it, and say so: "
+                f"train_step: the checkpoint of step {self.saved} has result {likeliest[part.path][0]!r} as "
+                f"{part.path!r}, which result {part.results[0]!r} continues, as this call shows. Remedy: delete it, and say so: "
                 f"{self._remedy(parts)}."
             )
         self.parts = tuple(parts)

@@ -1,4 +1,4 @@
-"""A step made for ``jax.pmap``, as a function of the global batch: its collectives keep the meaning that they have there."""
+"""A step made for ``jax.pmap``, on the global batch: its collectives keep the meaning that they have there."""
 
 from __future__ import annotations
 
@@ -104,8 +104,8 @@ def over_devices(
         rows = {i: arrays[i].shape[0] for i in split}
         if any(size % count for size in rows.values()):
             raise LayoutError(
-                f"axis_name={axis_name!r}: the {count} devices do not divide a batch of {max(rows.values())} rows, which "
-                f"a collective of the step needs. Remedy: pass batches of a multiple of {count} rows."
+                f"axis_name={axis_name!r}: the {count} devices do not divide a batch of {max(rows.values())} rows, "
+                f"which a collective of the step needs. Remedy: pass batches of a multiple of {count} rows."
             )
         parts = [x.reshape(count, x.shape[0] // count, *x.shape[1:]) if i in split else x for i, x in enumerate(arrays)]
         in_axes = [0 if i in split else None for i in range(len(arrays))]
@@ -121,9 +121,9 @@ def over_devices(
         apart = [paths[j] for j in state if differs[j]]
         if apart:
             raise ModelError(
-                f"axis_name={axis_name!r}: {apart[0]} may differ between devices ({len(apart)} arrays of the state), as no "
-                f"collective outside of loops makes it one. Remedy: average the gradients and the statistics, as in jax.lax.pmean(grads, "
-                f"{axis_name!r})."
+                f"axis_name={axis_name!r}: {apart[0]} may differ between devices ({len(apart)} arrays of the state), as "
+                "no collective outside of loops makes it one. Remedy: average the gradients and the statistics, as in "
+                f"jax.lax.pmean(grads, {axis_name!r})."
             )
         results = mapped(run, [0 if one else None for one in differs])(*parts)
         return [_merged(x) if one else x for x, one in zip(results, differs, strict=True)]

@@ -15,7 +15,8 @@ from jaxpar.planning.names.annotate import annotate, trace_loss
 from jaxpar.planning.names.annotation import Annotation
 from jaxpar.planning.names.given import Given, Patterns
 from jaxpar.planning.names.program import NamedProgram
-from jaxpar.planning.script.trace import StepTrace, evaluate, is_typed_key
+from jaxpar.planning.script.evaluate import evaluate
+from jaxpar.planning.script.trace import StepTrace, is_typed_key
 from jaxpar.planning.search.fsdp import StoredArray
 from jaxpar.sharding.names import Names
 from jaxpar.training.model import NamedModel

@@ -178,8 +178,8 @@ class ParallelStep:
             trace = known.step.trace
             if shapes == [(s.shape, s.dtype) for s in trace.shapes] and call == trace.call:
                 return known
-        known = self._held.known() if self._named_state is None and self._held.calls else self._named_state
-        trace = StepTrace.of(self._train_step, args, kwargs, self._axis_name, known)
+        results = self._held.known() if self._named_state is None and self._held.calls else self._named_state
+        trace = StepTrace.of(self._train_step, args, kwargs, self._axis_name, results)
         return self._placed(NamedStep.of(trace, self._first.names))
 
     def _placed(self, step: NamedStep) -> PlacedStep:

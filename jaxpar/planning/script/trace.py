@@ -11,18 +11,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
 from jaxpar.errors import JaxparError, ModelError
 from jaxpar.parallel.unsharded import unsharded
 from jaxpar.planning.names.constrain import MATMULS
 from jaxpar.planning.script.arguments import CallStructure, ReturnStructure, take_apart, take_result_apart
-from jaxpar.planning.script.carry import Continued, StatePart, StepData, empty_state, parts_of, state_parts
+from jaxpar.planning.script.carry import Continued, StatePart, parts_of, state_parts
+from jaxpar.planning.script.evaluate import inlined_program
 from jaxpar.planning.script.mapped import over_devices, over_one, size_of_means, trace_local
+from jaxpar.planning.script.step_data import StepData, empty_state
 from jaxpar.training.batch import check_batch
 from jaxpar.utils.jaxprs import equations, inner_jaxprs, needed_equations, opened
 
-_CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 _SLACK = 1.3
 """A scalar that needs this many times the matmuls of the cheapest one is computed from gradients."""
 
@@ -114,9 +115,9 @@ class StepTrace:
         with unsharded():
             size = 1 if axis_name is None else size_of_means(flat, shapes, axis_name)
             if axis_name is None:
-                traced = _program(flat, shapes)
+                traced = inlined_program(flat, shapes)
             elif size is not None:
-                traced = _program(over_one(flat, axis_name, size), shapes)
+                traced = inlined_program(over_one(flat, axis_name, size), shapes)
             else:
                 traced = trace_local(flat, shapes, axis_name, jax.device_count())
         loaded = frozenset(i for i, x in enumerate(arrays) if not isinstance(x, jax.Array))
@@ -141,7 +142,7 @@ class StepTrace:
             return trace
         program = over_devices(flat, axis_name, trace.batch[0], trace.updates.values(), trace.result_paths)
         with unsharded():
-            return replace(trace, jaxpr=_program(program, shapes))
+            return replace(trace, jaxpr=inlined_program(program, shapes))
 
     def is_data(self, i: int) -> bool:
         """Whether an argument is an array beside the state, and no key."""
@@ -221,8 +222,8 @@ class StepTrace:
         loops = [eqn for eqns in needed.values() for eqn in eqns if eqn.primitive.name in ("scan", "while")]
         if trained_to and any(trained_to <= set(eqn.outvars) for eqn in loops):
             raise ModelError(
-                "train_step takes several steps in a loop, whose batches are stacked, so its losses are no result of one "
-                "batch. Remedy: pass the step of one batch, and call what parallelize returns in a Python loop."
+                "train_step takes several steps in a loop, whose batches are stacked, so its losses are no result of "
+                "one batch. Remedy: pass the step of one batch, and call what parallelize returns in a Python loop."
             )
         losses = [atom for atom in losses if costs[atom] <= _SLACK * least]
         return needed_equations(jaxpr, losses, effects=False), losses
@@ -237,11 +238,6 @@ def _dependencies(jaxpr: Jaxpr) -> dict[Any, frozenset[int]]:
             known[reads] = frozenset(itertools.chain.from_iterable(reads))
         found |= dict.fromkeys(eqn.outvars, known[reads])
     return found
-
-
-def _program(run: Callable[..., Any], shapes: Sequence[Any]) -> ClosedJaxpr:
-    traced = jax.make_jaxpr(run)(*shapes)
-    return jax.make_jaxpr(lambda *args: evaluate(traced, args))(*shapes)
 
 
 def _is_float(aval: Any, rank: int) -> bool:
@@ -271,34 +267,3 @@ def is_typed_key(x: Any) -> bool:
 def _matmuls(eqns: Sequence[JaxprEqn]) -> int:
     inner = (one for eqn in eqns for body in inner_jaxprs(eqn) for one in equations(opened(body)))
     return sum(eqn.primitive.name in MATMULS for eqn in (*eqns, *inner))
-
-
-def evaluate(
-    program: ClosedJaxpr | Jaxpr,
-    args: Sequence[Any],
-    *,
-    eqns: Sequence[JaxprEqn] | None = None,
-    results: Sequence[Any] | None = None,
-) -> list[Any]:
-    """Computes a program, with the bodies of jitted functions inlined.
-
-    Args:
-      program: the program.
-      args: its arguments.
-      eqns: the equations to compute, by default all.
-      results: the variables to return, by default its results.
-    """
-    jaxpr, consts = opened(program), getattr(program, "consts", ())
-    values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
-    get = lambda atom: atom.val if isinstance(atom, Literal) else values[atom]
-    for eqn in jaxpr.eqns if eqns is None else eqns:
-        reads = [get(atom) for atom in eqn.invars]
-        name = eqn.primitive.name
-        with eqn.ctx.manager:
-            if name in _CALLS:
-                made = evaluate(eqn.params[_CALLS[name]], reads)
-            else:
-                made = eqn.primitive.bind(*reads, **eqn.primitive.get_bind_params(eqn.params))
-                made = list(made) if eqn.primitive.multiple_results else [made]
-        values |= zip(eqn.outvars, made, strict=True)
-    return [get(atom) for atom in (jaxpr.outvars if results is None else results)]

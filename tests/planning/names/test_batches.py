@@ -57,6 +57,6 @@ def test_a_metric_that_is_a_text() -> None:
     with pytest.raises(ModelError) as error:
         jp.annotate(make_model, lambda params, batch: (loss_fn(params, batch), {"name": {"run": "a"}}), {"x": X})
     assert str(error.value) == (
-        "loss_fn returned the metric 'name/run' as str. Remedy: return arrays and numbers only, and add texts where the "
-        "metrics are logged."
+        "loss_fn returned the metric 'name/run' as str. Remedy: return arrays and numbers only, and add texts where "
+        "the metrics are logged."
     )

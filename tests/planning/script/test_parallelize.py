@@ -213,8 +213,8 @@ def test_errors() -> None:
     with pytest.raises(ModelError) as inside:
         jax.jit(jp.parallelize(step_of(), state, batch))(state, batch)
     assert str(inside.value) == (
-        "train_step runs on devices of its own and is compiled already, so it cannot be called inside of jax.jit, grad, "
-        "vmap or scan. Remedy: call it by itself; or pass the whole function to parallelize."
+        "train_step runs on devices of its own and is compiled already, so it cannot be called inside of jax.jit, "
+        "grad, vmap or scan. Remedy: call it by itself; or pass the whole function to parallelize."
     )
     model = Classifier(nnx.Rngs(0))
     with pytest.raises(ModelError, match=r"added 'model/seen', removed none\. Remedy: create every variable before"):

@@ -66,8 +66,8 @@ def test_a_device_that_computes_more_than_its_share_warns() -> None:
     with pytest.warns(UserWarning) as caught:
         _, loss = step(step.state, odd)
     assert str(caught[0].message) == (
-        "train_step: each of the 8 devices computes 1.00 of the step's matmuls, 8.0 times its share. Every device has all "
-        "of batch/nodes [1025, 16], batch/graph [1025]. Remedy: pass arrays of the batch whose first dims are multiples "
-        "of 8, or choose another layout: print(train_step) shows the dims and how they are sharded."
+        "train_step: each of the 8 devices computes 1.00 of the step's matmuls, 8.0 times its share. Every device has "
+        "all of batch/nodes [1025, 16], batch/graph [1025]. Remedy: pass arrays of the batch whose first dims are "
+        "multiples of 8, or choose another layout: print(train_step) shows the dims and how they are sharded."
     )
     np.testing.assert_allclose(loss, reference, rtol=1e-5)

@@ -103,6 +103,6 @@ def test_steps_in_a_loop(reduce: Any) -> None:
     with pytest.raises(ModelError) as error:
         jp.parallelize(steps, params, {"x": np.stack([BATCH["x"]] * 4)})
     assert str(error.value) == (
-        "train_step takes several steps in a loop, whose batches are stacked, so its losses are no result of one batch. "
-        "Remedy: pass the step of one batch, and call what parallelize returns in a Python loop."
+        "train_step takes several steps in a loop, whose batches are stacked, so its losses are no result of one "
+        "batch. Remedy: pass the step of one batch, and call what parallelize returns in a Python loop."
     )
