@@ -113,8 +113,8 @@ class NamedProgram:
     def other_rows(self, rows: Collection[str]) -> list[str]:
         """Returns the arrays of the batch whose first dim is data too, as the nodes and the edges of a graph.
 
-        It is no dim of a parameter, as that of a table of class weights is, no other dim of the batch's rows, as that
-        of a table of positions is, and the program makes arrays of several dims along it.
+        It is that of the batch's rows, or a dim of arrays that have none. A dim of a parameter, as that of a table of
+        class weights, is none, nor is a dim beside the rows, as that of a table of positions or of a frozen model.
 
         Args:
           rows: the paths of the arrays that have the batch's rows.
@@ -122,11 +122,16 @@ class NamedProgram:
         flat = self.names.classes.flat
         atoms = lambda dims: {atom for dim in dims for atom in flat(dim)}
         params = atoms(dim for path, value in self.inputs.items() if part_of(path) == "params" for dim in value.dims)
-        inner = atoms(dim for path in rows for dim in self.inputs[path].dims[1:])
-        made = list(_made(self.visited))
-        along = atoms(dim for value in made if len(value.shape) > 1 for dim in value.dims)
+        main = atoms(dim for path in rows for dim in self.inputs[path].dims[:1])
+        values = [atoms(value.dims) for value in (*self.inputs.values(), *_made(self.visited)) if len(value.shape) > 1]
+        beside = set().union(*(value for value in values if value & main)) - main
+        along = set().union(*values)
         first = {path: atoms(value.dims[:1]) for path, value in self.inputs.items() if part_of(path) == "batch"}
-        return [path for path, dim in first.items() if dim and not dim & (params | inner) and dim <= along]
+        return [
+            path
+            for path, dim in first.items()
+            if dim and (dim <= main or (dim <= along and not dim & (params | beside)))
+        ]
 
     def attention_sites(self) -> tuple[AttentionSite, ...]:
         """Returns the attention of the program, that which is not recognised included."""

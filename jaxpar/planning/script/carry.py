@@ -108,12 +108,16 @@ def state_parts(step: StepData, dependencies: Sequence[frozenset[int]], is_key: 
                 yield from trees(child)
 
     arguments = step.arguments()
-    parts = _matched([options for node in arguments for options in trees(node)])
+    options = [rated for node in arguments for rated in trees(node)]
+    parts = _matched(options)
+    if any(batches := [_is_batch(step, part, parts, arguments, is_key) for part in parts]) and not all(batches):
+        parts = [part for part, is_batch in zip(parts, batches, strict=True) if not is_batch]
     used = {j for part in parts for j in part.updates().values()}
     taken = {i for part in parts for i in part.arrays}
     bare = [node for node in arguments if node.is_array]
     rows = _rows(step, [i for node in arguments for i in node.arrays if i not in taken], bare, matches, is_key)
-    options: list[list[_Match]] = []
+    fed = any(i in step.loaded and shape.shape[:1] == (rows,) for i, shape in enumerate(step.program.in_avals))
+    options = []
     unsure: set[int] = set()
     for node in bare:
         (i,) = node.arrays
@@ -126,6 +130,8 @@ def state_parts(step: StepData, dependencies: Sequence[frozenset[int]], is_key: 
         is_data = not key and shape.shape and (shape.shape[0] == rows or rated[:1] and rated[0].level < 2)
         if is_data and i in step.loaded:
             continue
+        if fed and any(match.linear for match in rated):  # a weight or a mean, beside the loader's batch
+            is_data = False
         unsure |= {i} if is_data else set()
         options += [rated] if rated else []
     arrays = _matched(options)
@@ -138,6 +144,18 @@ def state_parts(step: StepData, dependencies: Sequence[frozenset[int]], is_key: 
     return tuple(sorted(parts, key=lambda part: part.arrays.start))
 
 
+def _is_batch(
+    step: StepData, part: StatePart, parts: Sequence[StatePart], arguments: Sequence[Node], is_key: Any
+) -> bool:
+    """Whether a tree is a batch of a loader that a result is like, as its reconstruction is."""
+    shapes = [step.program.in_avals[i] for i in part.arrays]
+    sizes = {shape.shape[0] for shape in shapes if shape.shape}
+    state = {i for other in parts if other is not part for i in other.arrays}
+    free = [i for node in arguments for i in node.arrays if i not in state]
+    loaded = step.loaded.issuperset(part.arrays)
+    return loaded and len(sizes) == 1 and sizes == {_rows(step, free, [], lambda node: [], is_key)}
+
+
 def _rows(step: StepData, free: list[int], bare: list[Node], matches: Any, is_key: Any) -> int:
     """The size of the batch: what most arrays beside the state begin with; of those that no result is like, if any."""
     shapes = {i: step.program.in_avals[i] for i in free}
@@ -148,15 +166,15 @@ def _rows(step: StepData, free: list[int], bare: list[Node], matches: Any, is_ke
 
 
 def _matched(options: list[list[_Match]]) -> list[StatePart]:
-    """The matchings that continue most arrays, each by a result of its own, as parts; the likeliest comes first."""
-    best: list[tuple[int, tuple[int, int], tuple[_Match, ...]]] = []
+    """The matchings that carry on most arrays, each to a result of its own, as parts; the likeliest comes first."""
+    best: list[tuple[tuple[int, int], tuple[int, int], tuple[_Match, ...]]] = []
     tried = 0
 
     def search(k: int, chosen: tuple[_Match, ...], used: frozenset[int]) -> None:
         nonlocal best, tried
         if k == len(options):
             tried += 1
-            arrays = sum(len(m.node.arrays) for m in chosen)
+            arrays = sum(len(m.node.arrays) for m in chosen if m.level == 2), sum(len(m.node.arrays) for m in chosen)
             rank = -sum(m.linear for m in chosen), -sum(m.last for m in chosen)
             if not best or arrays >= best[0][0]:
                 best = [*(one for one in best if one[0] == arrays), (arrays, rank, chosen)]
@@ -208,7 +226,8 @@ def parts_of(step: StepData, state: Continued) -> tuple[StatePart, ...]:
             if name not in known:
                 raise ConfigError(
                     f"state: train_step has no {what} {name!r}.{did_you_mean(name, known)} Remedy: state={{'params': "
-                    f"0}} says that result 0 continues the argument params; the {what}s are {listing(sorted(known)[:12])}."
+                    f"0}} says that result 0 continues the argument params; the {what}s are "
+                    f"{listing(sorted(known)[:12])}."
                 )
         node, other = arguments[path], results[str(result)]
         kinds = [step.kind(i) for i in node.arrays], [step.result_kind(j) for j in other.arrays]

@@ -93,8 +93,8 @@ class HeldState:
             part = wrong[0]
             raise StateError(
                 f"train_step: the checkpoint of step {self.saved} has result {likeliest[part.path][0]!r} as "
-                f"{part.path!r}, which result {part.results[0]!r} continues, as this call shows. Remedy: delete it, and say so: "
-                f"{self._remedy(parts)}."
+                f"{part.path!r}, which result {part.results[0]!r} continues, as this call shows. Remedy: delete "
+                f"it, and say so: {self._remedy(parts)}."
             )
         self.parts = tuple(parts)
         self._verified = all(part.decided for part in parts)

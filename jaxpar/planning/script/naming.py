@@ -105,13 +105,15 @@ class NamedStep:
         """
         batch, rows = trace.batch
         free = [i for i, s in enumerate(trace.shapes) if s.shape and s.shape[0] > 1 and trace.is_data(i)]
-        others = [i for i in free if i not in batch]
-        loss = _Loss.of(trace, (*batch, *others))
+        fed = [i for i in batch if i in trace.loaded and trace.shapes[i].shape[0] == rows] or batch
+        others = [i for i in free if i not in fed]
+        loss = _Loss.of(trace, tuple(dict.fromkeys((*batch, *others))))
         if others:
             program = trace_loss(loss.make_model, loss, loss.shapes)
             paths = {f"batch/{trace.call.paths[i]}": i for i in others}
-            first = {f"batch/{trace.call.paths[i]}" for i in batch}
-            batch = (*batch, *sorted(paths[path] for path in program.other_rows(first) if path in paths))
+            first = {f"batch/{trace.call.paths[i]}" for i in fed if i in loss.batch}
+            ones = [i for i in batch if i not in fed and i not in others]
+            batch = (*fed, *ones, *sorted(paths[path] for path in program.other_rows(first) if path in paths))
             loss = _Loss.of(trace, batch)
         annotation = annotate(loss.make_model, loss, loss.shapes, names=names)
         return cls(trace, loss.params, batch, rows, annotation, names)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,6 +123,16 @@ class Node:
             node = todo.pop(0)
             yield node
             todo.extend(node.children)
+
+
+def frozen(step: StepData, state: Collection[str]) -> frozenset[int]:
+    """Returns the arrays of arguments of the structure of a state that are none: a teacher, or a target network."""
+    nodes = {show(node.path): node for top in step.arguments() for node in top.walk()}
+    kind = lambda node: (node.tree, tuple(map(step.kind, node.arrays)))
+    known = [kind(nodes[path]) for path in state if nodes[path].children]
+    return frozenset(
+        i for node in step.arguments() if show(node.path) not in state and kind(node) in known for i in node.arrays
+    )
 
 
 def empty_state(step: StepData) -> frozenset[str]:

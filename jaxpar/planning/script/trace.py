@@ -20,7 +20,7 @@ from jaxpar.planning.script.arguments import CallStructure, ReturnStructure, tak
 from jaxpar.planning.script.carry import Continued, StatePart, parts_of, state_parts
 from jaxpar.planning.script.evaluate import inlined_program
 from jaxpar.planning.script.mapped import over_devices, over_one, size_of_means, trace_local
-from jaxpar.planning.script.step_data import StepData, empty_state
+from jaxpar.planning.script.step_data import StepData, empty_state, frozen
 from jaxpar.training.batch import check_batch
 from jaxpar.utils.jaxprs import equations, inner_jaxprs, needed_equations, opened
 
@@ -41,6 +41,8 @@ class StepTrace:
       parts: the parts of the arguments that it returns changed, apart from NNX objects.
       empty: the names of the arguments without arrays that it returns.
       result_paths: the path of each result, and of NNX objects that of the argument; of equal results the first one's.
+      loaded: the arrays that are on no device yet, such as a loader's.
+      frozen: the arrays that are like the state but none, such as a teacher's.
       numbers: as for :func:`take_apart`.
     """
 
@@ -51,6 +53,8 @@ class StepTrace:
     parts: tuple[StatePart, ...]
     empty: frozenset[str]
     result_paths: tuple[str, ...]
+    loaded: frozenset[int]
+    frozen: frozenset[int]
     numbers: bool
 
     @classmethod
@@ -136,8 +140,9 @@ class StepTrace:
                 "train_step returns no state that it was passed, and changes no NNX object. Remedy: pass and return "
                 "the state, as in state, metrics = train_step(state, batch), or pass the nnx.Module and its optimizer."
             )
+        still = frozen(data, [part.path for part in parts])
         empty = empty_state(data) if state is None else frozenset(path.split("/")[0] for path in state)
-        trace = cls(call, shapes, traced, found[-1], parts, empty, data.result_paths(), numbers)
+        trace = cls(call, shapes, traced, found[-1], parts, empty, data.result_paths(), loaded, still, numbers)
         if size is not None or axis_name is None:
             return trace
         program = over_devices(flat, axis_name, trace.batch[0], trace.updates.values(), trace.result_paths)
@@ -146,16 +151,17 @@ class StepTrace:
 
     def is_data(self, i: int) -> bool:
         """Whether an argument is an array beside the state, and no key."""
-        return i not in self.updates and bool(self.shapes[i].shape) and not is_key(self.shapes[i])
+        state = i in self.updates or i in self.frozen
+        return not state and bool(self.shapes[i].shape) and not is_key(self.shapes[i])
 
     @cached_property
     def batch(self) -> tuple[tuple[int, ...], int]:
-        """The indices of the arrays of the batch, and its size: what most arrays beside the state begin with.
+        """The indices of the arrays of the batch, and its size: what most of a loader's arrays begin with.
 
-        Keys, scalars and arrays that begin otherwise, such as a table of class weights, are no part of it.
+        Without a loader's arrays, it is what most arrays beside the state begin with. Keys, scalars and arrays that begin otherwise, such as a table of class weights, are no part of it.
         """
         data = [i for i in range(len(self.shapes)) if self.is_data(i)]
-        sizes = Counter(self.shapes[i].shape[0] for i in data)
+        sizes = Counter(self.shapes[i].shape[0] for i in [i for i in data if i in self.loaded] or data)
         rows = max(sizes, key=lambda size: (sizes[size], size), default=1)
         return tuple(i for i in data if self.shapes[i].shape[0] in (rows, 1)), rows
 
