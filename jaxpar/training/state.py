@@ -383,10 +383,8 @@ def problems_of(layout: Layout, tensors: Sequence[PlacedLeaf]) -> list[str]:
         return (text, *(other for other in tensor.problems if f": {layers.why} (rule" not in other))
 
     texts = list(dict.fromkeys(text for tensor in tensors for text in one(tensor)))
-    doubts = [
-        t.names.doubt(t.path) for t in tensors if isinstance(t.names, FoundNames) and "claimed" in str(t.problems)
-    ]
-    return [*texts[:-1], f"{texts[-1]} {doubts[0]}"] if doubts else texts
+    hints = [t.names.doubt(t.path) for t in tensors if isinstance(t.names, FoundNames) and "claimed" in str(t.problems)]
+    return [*texts[:-1], f"{texts[-1]} {hints[0]}"] if hints else texts
 
 
 def _undivided(tensor: PlacedLeaf, stages: int) -> bool:
