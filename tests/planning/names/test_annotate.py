@@ -386,4 +386,4 @@ def test_the_first_number_that_is_not_finite_in_an_annotated_step_is_looked_for(
     )
     layout = layout_for(annotation, "fsdp")
     state = jp.init(layout, annotation.make_model, optax.sgd(0.1))
-    assert first_nonfinite(layout, state, batch, annotation.loss_fn) == "the loss; the parameters are finite"
+    assert first_nonfinite(layout, state, batch, annotation.loss_fn) == "the loss; every activation is finite"
