@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,24 @@ def test_each_kind_of_step_counts_the_weights_that_it_changes(name: str, tmp_pat
     expected = share(state.params, new.params)
     assert 0.1 < expected < 0.7
     assert float(metrics["weights_changed"]) == pytest.approx(expected, rel=1e-6)
+
+
+def explicit() -> jp.Layout:
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    return jp.Layout(mesh, RULES, explicit=True)
+
+
+def zero(stage: int) -> jp.Layout:
+    rules = jp.Rules(batch="data", layers=None, embed=None, mlp=None)
+    return jp.Layout(jp.MeshSpec(data=8).build(), jp.Zero(stage=stage, min_bytes=16).rules(rules))
+
+
+@pytest.mark.parametrize("layout", [explicit, lambda: zero(1)], ids=["explicit axes", "ZeRO 1"])
+def test_a_sample_is_taken_on_any_mesh(layout: Callable[[], jp.Layout]) -> None:
+    squares = lambda model, x: sum((w.astype(jnp.float32) ** 2).sum() for w in jax.tree.leaves(model)) + x.sum()
+    state = jp.init(layout(), make_model, optax.adamw(RATE))
+    new, metrics = jp.train_step(layout(), squares, donate=False).lower(state, BATCH).compile(QUICK)(state, BATCH)
+    assert float(metrics["weights_changed"]) == pytest.approx(share(state.params, new.params), rel=1e-6)
 
 
 @pytest.mark.parametrize("schedule", ["pipedream", "pipedream_2bw"])
