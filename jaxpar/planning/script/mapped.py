@@ -122,8 +122,8 @@ def over_devices(
         if apart:
             raise ModelError(
                 f"axis_name={axis_name!r}: {apart[0]} may differ between devices ({len(apart)} arrays of the state), "
-                "as no collective outside of loops makes it one. Remedy: average the gradients and the statistics, as in "
-                f"jax.lax.pmean(grads, {axis_name!r})."
+                "as no collective outside of loops makes it one. Remedy: average the gradients and the statistics, as "
+                f"in jax.lax.pmean(grads, {axis_name!r})."
             )
         results = mapped(run, [0 if one else None for one in differs])(*parts)
         return [_merged(x) if one else x for x, one in zip(results, differs, strict=True)]

@@ -158,7 +158,8 @@ class StepTrace:
     def batch(self) -> tuple[tuple[int, ...], int]:
         """The indices of the arrays of the batch, and its size: what most of a loader's arrays begin with.
 
-        Without a loader's arrays, it is what most arrays beside the state begin with. Keys, scalars and arrays that begin otherwise, such as a table of class weights, are no part of it.
+        Without a loader's arrays, it is what most arrays beside the state begin with. Keys, scalars and
+        arrays that begin otherwise, such as a table of class weights, are no part of it.
         """
         data = [i for i in range(len(self.shapes)) if self.is_data(i)]
         sizes = Counter(self.shapes[i].shape[0] for i in [i for i in data if i in self.loaded] or data)

@@ -135,8 +135,8 @@ def test_state_is_told_from_data(step: Any, args: Any, parts: Any, unsure: Any, 
 
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
     **{name: lambda name=name: getattr(optax, name)(1e-2) for name in (
-        "adabelief", "adadelta", "adafactor", "adagrad", "adam", "adamax", "adamw", "amsgrad", "fromage", "lamb", "lars",
-        "lion", "nadam", "novograd", "optimistic_gradient_descent", "radam", "rmsprop", "rprop", "sgd",
+        "adabelief", "adadelta", "adafactor", "adagrad", "adam", "adamax", "adamw", "amsgrad", "fromage", "lamb",
+        "lars", "lion", "nadam", "novograd", "optimistic_gradient_descent", "radam", "rmsprop", "rprop", "sgd",
         "sign_sgd", "sm3", "yogi",
     )},
     "MultiSteps": lambda: optax.MultiSteps(optax.adam(1e-2), 4),

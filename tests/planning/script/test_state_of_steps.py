@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from profiles import examples
 
 import jaxpar as jp
 from jaxpar.errors import ConfigError, StateError
@@ -111,7 +112,7 @@ def check(trace: StepTrace, names: tuple[str, ...], results: tuple[str, ...]) ->
     return len(undecided)
 
 
-@hypothesis.settings(max_examples=25)
+@examples(25)
 @hypothesis.given(st.data())
 def test_any_order_of_arguments_and_results(data: st.DataObject) -> None:
     needed = ("student", "teacher", "opt")
