@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from jaxpar.errors import LayoutError, ModelError
 from jaxpar.utils.jaxprs import equations, inner_jaxprs, opened
@@ -54,29 +54,31 @@ def size_of_means(run: Callable[..., Any], shapes: Sequence[Any], axis_name: str
 
 
 def _only_means(jaxpr: Jaxpr, axis_name: str, divisors: tuple[int, ...]) -> bool:
-    """Whether all collectives are sums, and all their results are divided by one of these numbers, if any."""
+    """Whether all collectives are sums that are divided by one of these numbers, if any, before or after.
+
+    The derivative of a mean is divided before it is summed.
+    """
     names = lambda eqn: (eqn.params.get("axes"), eqn.params.get("axis_name"))
+    divided = {eqn.outvars[0] for eqn in jaxpr.eqns if _divides(eqn, divisors)}
     for eqn in jaxpr.eqns:
         if not all(_only_means(opened(body), axis_name, divisors) for body in inner_jaxprs(eqn)):
             return False
         mapped = any(axis_name in (axes if isinstance(axes, tuple) else (axes,)) for axes in names(eqn))
         if not mapped or eqn.primitive.name == "axis_index":
             continue
-        if not eqn.primitive.name.startswith("psum") or any(
-            atom in eqn.outvars for atom in jaxpr.outvars if _is_var(atom)
-        ):
+        if not eqn.primitive.name.startswith("psum"):
             return False
-        for use in jaxpr.eqns if divisors else ():
-            by = use.invars[-1] if use.invars else None
-            if any(atom in eqn.outvars for atom in use.invars if _is_var(atom)) and (
-                use.primitive.name != "div" or not isinstance(by, Literal) or by.val not in divisors
-            ):
+        for x, total in zip(eqn.invars, eqn.outvars, strict=True) if divisors else ():
+            uses = [use for use in jaxpr.eqns if any(atom is total for atom in use.invars)]
+            after = all(_divides(use, divisors) for use in uses) and not any(atom is total for atom in jaxpr.outvars)
+            if not after and (isinstance(x, Literal) or x not in divided):
                 return False
     return True
 
 
-def _is_var(atom: Any) -> bool:
-    return not isinstance(atom, Literal)
+def _divides(eqn: JaxprEqn, divisors: tuple[int, ...]) -> bool:
+    by = eqn.invars[-1] if eqn.primitive.name == "div" else None
+    return isinstance(by, Literal) and by.val in divisors
 
 
 def over_devices(

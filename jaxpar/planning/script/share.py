@@ -62,13 +62,13 @@ def warn_of_uneven_share(compiled: Any, jaxpr: Jaxpr, placed: Sequence[PlacedArr
     if of_one * devices <= _MOST * total:
         return
     whole = [a for a in placed if a.shape and not any(dim.axes for dim in a.resolved.dims)]
-    causes = sorted([a for a in whole if a.role == "activations"] or whole, key=lambda a: -a.bytes)[:3]
+    causes = sorted((a for a in whole if a.role == "activations"), key=lambda a: -a.bytes)[:3]
     names = [f"{a.path} {list(a.shape)}" for a in causes if 100 * a.bytes >= causes[0].bytes]
+    cause = f"Every device has all of {', '.join(names)}." if names else "The compiler does not divide all operations."
     warnings.warn(
         f"train_step: each of the {devices} devices computes {of_one / total:.2f} of the step's matmuls, "
         f"{of_one * devices / total:.1f} times its share. "
-        + (f"Every device has all of {', '.join(names)}. " if names else "")
-        + f"Remedy: pass arrays of the batch whose first dims are multiples of {devices}, or choose another layout: "
+        f"{cause} Remedy: pass arrays of the batch whose first dims are multiples of {devices}, or choose another layout: "
         "print(train_step) shows the dims and how they are sharded.",
         stacklevel=4,
     )

@@ -13,6 +13,7 @@ from jax import lax
 
 import jaxpar as jp
 from jaxpar.errors import LayoutError, ModelError
+from jaxpar.planning.script.mapped import size_of_means
 from jaxpar.planning.script.trace import StepTrace
 
 DEVICES, AXIS = 8, "batch"
@@ -82,3 +83,25 @@ def test_errors() -> None:
         "axis_name='batch': the 8 devices do not divide a batch of 12 rows, which a collective of the step needs. "
         "Remedy: pass batches of a multiple of 8 rows."
     )
+
+
+@pytest.mark.parametrize(("over", "size"), [(1, 1), (DEVICES, DEVICES)])
+def test_means_inside_of_a_loss_are_those_of_the_global_batch(over: int, size: int) -> None:
+    """Normalization over all devices, whose derivative sums what it has divided."""
+    mean = lambda x: lax.pmean(x, AXIS) if over == 1 else lax.psum(x, AXIS) / jax.device_count()
+
+    def step(w: Any, batch: Any) -> Any:
+        def loss_fn(w: Any) -> jax.Array:
+            h = batch["x"] @ w["w"]
+            return ((h - mean(h.mean(0))) ** 4).mean()
+
+        loss, grads = jax.value_and_grad(loss_fn)(w)
+        return {"w": w["w"] - 0.1 * mean(grads["w"])}, mean(loss)
+
+    flat = lambda w, x: jax.tree.leaves(step({"w": w}, {"x": x}))
+    assert size_of_means(flat, (W, BATCH["x"]), AXIS) == size
+    expected, losses = jax.pmap(step, AXIS, in_axes=(None, 0))({"w": W}, {"x": BATCH["x"].reshape(DEVICES, 2, 4)})
+    trace = StepTrace.of(step, ({"w": jnp.asarray(W)}, BATCH), {}, AXIS)
+    new, loss = jax.jit(jax.extend.core.jaxpr_as_fun(trace.jaxpr))(W, BATCH["x"])
+    np.testing.assert_allclose(new, expected["w"][0], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(loss, losses[0], rtol=1e-5)
