@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var, jaxpr_as_fun
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from jaxpar.parallel.partitioner.faults import Fault, repair
 from jaxpar.parallel.partitioner.shards import MayShard
@@ -74,7 +74,7 @@ def avoid_faults(run: Callable[..., Any], specs: Sequence[PartitionSpec | None] 
         if max(mesh.axis_sizes, default=1) == 1 or AxisType.Explicit in mesh.axis_types:
             return run(*args)
         closed, shapes = jax.make_jaxpr(run, return_shape=True)(*args)
-        jaxpr = _Rewriting(MayShard(opened(closed), specs)).jaxpr(opened(closed))
+        jaxpr = _Rewriting(mesh, MayShard(opened(closed), specs)).jaxpr(opened(closed))
         if jaxpr is not opened(closed):
             closed = jaxpr if isinstance(closed, Jaxpr) else ClosedJaxpr(jaxpr, closed.consts)
         return jax.tree.unflatten(jax.tree.structure(shapes), jaxpr_as_fun(closed)(*jax.tree.leaves(args)))
@@ -87,10 +87,12 @@ class _Rewriting:
     """Rewrites a program and the bodies inside it.
 
     Attributes:
+      mesh: of operations that were traced under none, as those of a script.
       shards: the axes that may shard each dim.
       bodies: those that were visited, before and after, by their identity.
     """
 
+    mesh: AbstractMesh
     shards: MayShard
     bodies: dict[int, tuple[Jaxpr, Jaxpr]] = field(default_factory=dict)
 
@@ -101,7 +103,7 @@ class _Rewriting:
         read = lambda atom: renamed.get(atom, atom) if isinstance(atom, Var) else atom
         changed = False
         for eqn in jaxpr.eqns:
-            mesh = eqn.ctx.cur_abstract_mesh
+            mesh = self.mesh if eqn.ctx.cur_abstract_mesh.empty else eqn.ctx.cur_abstract_mesh
             live = {axis: size for axis, size in mesh.shape.items() if size > 1 and axis not in mesh.manual_axes}
             instead = repair(eqn, self.shards, live)
             reads = [*map(read, eqn.invars)]
@@ -115,7 +117,7 @@ class _Rewriting:
                 shapes = tuple(sizes_of(atom) for atom in eqn.invars)
                 site, axes = traced_site(eqn.source_info.traceback), tuple(a for a in live if a in instead.axes)
                 repair_observer.value(Repaired(site, shapes, instead.fault, axes, instead.how))
-            with eqn.ctx.manager:
+            with eqn.ctx.manager, jax.sharding.use_abstract_mesh(mesh):
                 new, results = spliced(instead.run, reads, eqn.source_info)
             eqns += new
             renamed |= zip(eqn.outvars, results, strict=True)

@@ -10,6 +10,7 @@ from typing import Any, Self
 import jax
 from flax import nnx
 
+from jaxpar.analysis.layout.notes import wrongly_partitioned
 from jaxpar.analysis.units import aligned, html_table, show_bytes
 from jaxpar.checkpoint.manager import CheckpointManager
 from jaxpar.errors import ConfigError, ModelError, StateError
@@ -218,12 +219,14 @@ class ParallelStep:
         devices = self.layout.mesh.devices.flat
         kind = "simulated CPU devices" if devices[0].platform == "cpu" else devices[0].device_kind
         mesh = " × ".join(f"{axis} {size}" for axis, size in self.layout.sizes.items() if size > 1) or "one device"
+        repaired = dict.fromkeys(repaired for program in self._programs for repaired in program.repaired)
         total = lambda find: show_bytes(sum(find(a) for a in self.placed if a.role != "activations"))
         return [
             f"{self.choice.name} on {len(devices)} {kind} (mesh: {mesh})",
             f"why: {self.choice.reason}",
             *([self.choice.sharded] if self.choice.sharded else []),
             f"state: {total(lambda a: a.bytes)}, of which a device has {total(lambda a: a.device_bytes(self.layout))}",
+            *wrongly_partitioned(repaired),
         ]
 
     def _rows(self) -> list[tuple[str, ...]]:

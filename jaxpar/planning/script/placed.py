@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 
 from jaxpar.analysis.units import shard_count
 from jaxpar.errors import LayoutError
-from jaxpar.parallel.partitioner.repair import avoid_faults
+from jaxpar.parallel.partitioner.repair import Repaired, avoid_faults, noting_repairs
 from jaxpar.planning.names.program import NamedProgram
 from jaxpar.planning.script.naming import BATCH, NamedStep
 from jaxpar.planning.script.placed_array import PlacedArray
@@ -38,6 +38,7 @@ class PlacedStep:
 
     def __init__(self, step: NamedStep, layout: Layout, *, donate: bool):
         self.step, self.layout = step, layout
+        self.repaired: tuple[Repaired, ...] = ()  # known after the first call
         self._check_rows()
         program = step.program()
         names = step.names_of(program)
@@ -66,9 +67,10 @@ class PlacedStep:
         correct = avoid_faults(compute, [sharding.spec for sharding in self.shardings])
 
         def train_step(*arrays: Any) -> Sequence[Any]:
-            with tracing_under(self.layout):
+            with tracing_under(self.layout), noting_repairs() as repaired:
                 made: Sequence[Any] = correct(*arrays)
-                return made
+            self.repaired = tuple(repaired)
+            return made
 
         return train_step
 
