@@ -68,7 +68,7 @@ def warn_of_uneven_share(compiled: Any, jaxpr: Jaxpr, placed: Sequence[PlacedArr
     warnings.warn(
         f"train_step: each of the {devices} devices computes {of_one / total:.2f} of the step's matmuls, "
         f"{of_one * devices / total:.1f} times its share. "
-        f"{cause} Remedy: pass arrays of the batch whose first dims are multiples of {devices}, or choose another layout: "
-        "print(train_step) shows the dims and how they are sharded.",
+        f"{cause} Remedy: pass arrays of the batch whose first dims are multiples of {devices}, or choose another "
+        "layout: print(train_step) shows the dims and how they are sharded.",
         stacklevel=4,
     )
