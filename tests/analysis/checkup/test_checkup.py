@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import jax
+import optax
 import pytest
 from stored import facts, held, step
 
+import jaxpar as jp
 from jaxpar.analysis.checkup import checkup
 from jaxpar.analysis.checkup.checkup import Checkup, examine, too_large
 from jaxpar.analysis.checkup.findings import About
 from jaxpar.analysis.checkup.html import page
+from jaxpar.analysis.compile import ahead_of_time
 from jaxpar.app.cli import main
 from jaxpar.errors import CompileError
 
@@ -177,7 +182,9 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(checkup, "compile_for", compile_for)
     monkeypatch.setattr(
-        checkup, "examine", lambda program, sizes, given, about: examine(program, facts("tpu_fsdp_tp")["mesh"])
+        checkup,
+        "examine",
+        lambda program, sizes, given, about, repaired: examine(program, facts("tpu_fsdp_tp")["mesh"]),
     )
     return instead
 
@@ -243,3 +250,18 @@ NO_NAME = (
 def test_a_misspelt_topology_is_named(name: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(QUICKSTART), "--topology", name]) == 2
     assert capsys.readouterr().err == said
+
+
+def test_a_check_finds_what_xla_computes_wrongly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead_of_time, "versions_of", lambda _: {"jax": "1.0"})
+    monkeypatch.setattr(ahead_of_time, "description_of", lambda *_: "")
+    monkeypatch.setattr(ahead_of_time, "_run", lambda *_: step("tpu_fsdp_tp"))
+    layout = jp.Layout(jp.MeshSpec(data=8, model=2).on("v5e:4x4"), jp.Rules(batch="data", unannotated="replicate"))
+    numbers = ("NHWC", "HWIO", "NHWC")
+    conv = functools.partial(jax.lax.conv_general_dilated, dimension_numbers=numbers, feature_group_count=4)
+    loss = lambda model, batch: (conv(batch["x"], model["w"], (1, 1), "SAME") ** 2).mean()
+    batch = {"x": jp.tag(jax.ShapeDtypeStruct((8, 8, 8, 4), "float32"), "batch", None, None, None)}
+    make_model = lambda key: {"w": jax.numpy.ones((3, 3, 1, 4))}
+    report = checkup.check_up("v5e:4x4", layout, make_model, optax.sgd(0.1), loss, batch)
+    (finding,) = (finding for finding in report.findings if finding.kind == "wrong in XLA")
+    assert "kernel gradient of a grouped convolution" in finding.text and "over data" in finding.where
