@@ -89,7 +89,7 @@ class Annotation:
         >>> x = jax.ShapeDtypeStruct((16, 8), "float32")
         >>> annotation = jp.annotate(lambda key: {"w": jnp.ones((8, 4))}, loss_fn, {"x": x})
         >>> annotation.rules(batch="data").table["batch"]
-        'data'
+        ('data',)
         """
         table = Rules(**dict.fromkeys(self.names) | rules)
         known = [*self.names, RESIDUAL_SEQ]
