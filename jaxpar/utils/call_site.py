@@ -24,10 +24,10 @@ def call_site() -> str:
 def traced_site(traceback: Any) -> str:
     """Returns the code of a traced equation as :func:`call_site` does, from the traceback of its source information."""
     frames = [] if traceback is None else traceback.frames
-    own = next((f for f in frames if not _LIBRARY_FILES.search(f.file_name)), None)
-    if own is None:
+    frame = next((f for f in frames if not _LIBRARY_FILES.search(f.file_name)), None)
+    if frame is None:
         return "a library"
-    return f"{short_name(own.function_name)} ({os.path.basename(own.file_name)}:{own.line_num})"
+    return f"{short_name(frame.function_name)} ({os.path.basename(frame.file_name)}:{frame.line_num})"
 
 
 def short_name(qualified: str) -> str:

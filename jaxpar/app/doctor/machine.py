@@ -192,9 +192,9 @@ def partitioner(timeout: float) -> MachineCheck:
     faults: dict[str, list[str]] = {}
     for number, result in sorted(results.items()):
         faults.setdefault(result, []).append(PROGRAMS[number].fault.name)
-    found = [f"{result}: {', '.join(dict.fromkeys(names))}" for result, names in faults.items() if result != "right"]
+    texts = [f"{result}: {', '.join(dict.fromkeys(names))}" for result, names in faults.items() if result != "right"]
     right = f"{len(faults.get('right', ()))} of {len(PROGRAMS)} known faults are mended"
-    return MachineCheck(name, "ok", "; ".join([*found, right, "jaxpar's steps avoid them all"]), remedy)
+    return MachineCheck(name, "ok", "; ".join([*texts, right, "jaxpar's steps avoid them all"]), remedy)
 
 
 def environment(variables: Mapping[str, str]) -> list[MachineCheck]:

@@ -235,9 +235,9 @@ def _whole_dims(
     sharded = {i: axes for i, axes in sharded.items() if axes}
     if not sharded:
         return None
-    own = [list(sharded) if any(atom is place for place in places) else [] for atom in (*eqn.invars, *eqn.outvars)]
+    wholes = [list(sharded) if any(atom is place for place in places) else [] for atom in (*eqn.invars, *eqn.outvars)]
     axes = frozenset().union(*sharded.values())
-    return _gathered(fault, eqn, axes, own)
+    return _gathered(fault, eqn, axes, wholes)
 
 
 def _update(eqn: JaxprEqn, shards: MayShard, live: Sizes) -> Repair | None:
