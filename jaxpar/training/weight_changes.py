@@ -54,7 +54,7 @@ def share_changed(old: Any, new: Any) -> dict[str, jax.Array]:
 
 
 def share(count: jax.Array | float, total: float) -> dict[str, jax.Array]:
-    """Returns the metric ``weights_changed``: so many of ``total`` weights; none if there are none."""
+    """Returns the metric ``weights_changed``, ``count`` / ``total``; an empty dict if ``total`` is 0."""
     return {WEIGHTS_CHANGED: count / jnp.float32(total)} if total else {}
 
 

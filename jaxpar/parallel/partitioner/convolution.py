@@ -23,7 +23,7 @@ class SlicedConvolution:
     """A convolution whose operands are sharded over manual axes.
 
     A spatial dim is sharded in input and result, where windows move over slices, or in input and kernel: the gradient
-    of a kernel has the gradient of the result in the place of a kernel, and each device sums over its slice.
+    of a kernel uses the gradient of the result as its kernel, and each device sums over its slice.
 
     Attributes:
       conv: the convolution of whole arrays.
