@@ -53,19 +53,21 @@ def raising(error: Exception) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("fault", "text"),
+    ("fault", "limits", "text"),
     [
-        (raising(KeyError("x")), "KeyError at "),
-        (raising(RecursionError()), "RecursionError at "),
-        (raising(ConfigError(f"a.yaml: got {fuzzed_runs.SECRET}")), "an error of 32 characters: "),
-        (spin, "TooSlow at "),
-        (fill, " MiB of memory"),
+        (raising(KeyError("x")), {}, "KeyError at "),
+        (raising(RecursionError()), {}, "RecursionError at "),
+        (raising(ConfigError(f"a.yaml: got {fuzzed_runs.SECRET}")), {}, "an error of 32 characters: "),
+        (spin, {"MOST_SECONDS": 0.2}, "TooSlow at "),
+        (fill, {"MOST_BYTES": 2**26}, " MiB of memory"),
     ],
     ids=["raw", "recursion", "secret", "hang", "memory"],
 )
-def test_a_planted_fault_is_found(fault: Any, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_fault_is_found(
+    fault: Any, limits: dict[str, Any], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(fuzzed_runs, "load_run", fault)
-    monkeypatch.setattr(fuzzed_runs, "MOST_SECONDS", 0.2)
-    monkeypatch.setattr(fuzzed_runs, "MOST_BYTES", 2**26)
+    for name, limit in limits.items():
+        monkeypatch.setattr(fuzzed_runs, name, limit)
     (found,) = fuzzed_runs.run(tmp_path, range(1)).findings
     assert text in found
