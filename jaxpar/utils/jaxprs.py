@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.sharding import AxisType, NamedSharding
 
 
 def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr | ClosedJaxpr]:
@@ -116,6 +117,12 @@ def with_inlined(x: Any, *, remat: bool = False) -> Any:
     return ClosedJaxpr(inlined(x.jaxpr, remat=remat), x.consts) if isinstance(x, ClosedJaxpr) else x
 
 
+def explicit_sharding(atom: Any) -> NamedSharding | None:
+    """Returns the sharding in the type of a variable, or ``None`` if its mesh has no Explicit axes."""
+    sharding: NamedSharding | None = getattr(atom.aval, "sharding", None)
+    return sharding if sharding is not None and AxisType.Explicit in sharding.mesh.axis_types else None
+
+
 def spliced(function: Callable[..., Any], reads: Sequence[Any], source: Any) -> tuple[list[JaxprEqn], list[Any]]:
     """Returns the equations that compute ``function`` of variables of another program, and those of its results.
 
@@ -124,7 +131,7 @@ def spliced(function: Callable[..., Any], reads: Sequence[Any], source: Any) -> 
       reads: the variables, and literals, that it is called with.
       source: the source information of the new equations.
     """
-    shapes = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in reads]
+    shapes = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype, sharding=explicit_sharding(x)) for x in reads]
     closed = jax.make_jaxpr(function)(*shapes)
     traced = opened(closed)
     inside: dict[Any, Any] = dict(zip(traced.invars, reads, strict=True))

@@ -9,13 +9,13 @@ from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var, jaxpr_as_fun
-from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from jax.sharding import AbstractMesh, PartitionSpec
 
 from jaxpar.parallel.partitioner.faults import Fault, repair
 from jaxpar.parallel.partitioner.shards import MayShard
 from jaxpar.utils.call_site import traced_site
 from jaxpar.utils.contexts import repair_observer
-from jaxpar.utils.jaxprs import opened, sizes_of, spliced
+from jaxpar.utils.jaxprs import explicit_sharding, opened, sizes_of, spliced
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def avoid_faults(run: Callable[..., Any], specs: Sequence[PartitionSpec | None] 
 
     def correct(*args: Any) -> Any:
         mesh = jax.sharding.get_abstract_mesh()
-        if max(mesh.axis_sizes, default=1) == 1 or AxisType.Explicit in mesh.axis_types:
+        if max(mesh.axis_sizes, default=1) == 1:
             return run(*args)
         closed, shapes = jax.make_jaxpr(run, return_shape=True)(*args)
         jaxpr = _Rewriting(mesh, MayShard(opened(closed), specs)).jaxpr(opened(closed))
@@ -80,6 +80,12 @@ def avoid_faults(run: Callable[..., Any], specs: Sequence[PartitionSpec | None] 
         return jax.tree.unflatten(jax.tree.structure(shapes), jaxpr_as_fun(closed)(*jax.tree.leaves(args)))
 
     return correct
+
+
+def _on_auto_axes(run: Callable[..., Any], eqn: JaxprEqn) -> Callable[..., Any]:
+    """Returns what runs in place of an equation so that its results have the shardings of their types, if any."""
+    shardings = [explicit_sharding(var) for var in eqn.outvars]
+    return run if None in shardings else jax.sharding.auto_axes(run, out_sharding=shardings)
 
 
 @dataclass
@@ -118,7 +124,7 @@ class _Rewriting:
                 site, axes = traced_site(eqn.source_info.traceback), tuple(a for a in live if a in instead.axes)
                 repair_observer.value(Repaired(site, shapes, instead.fault, axes, instead.how))
             with eqn.ctx.manager, jax.sharding.use_abstract_mesh(mesh):
-                new, results = spliced(instead.run, reads, eqn.source_info)
+                new, results = spliced(_on_auto_axes(instead.run, eqn), reads, eqn.source_info)
             eqns += new
             renamed |= zip(eqn.outvars, results, strict=True)
         return jaxpr.replace(eqns=eqns, outvars=[*map(read, jaxpr.outvars)]) if changed else jaxpr

@@ -2,6 +2,7 @@
 
 The partitioner decides when it compiles; a trace has only the shardings of arguments and of constraints. Dims between
 which an operation can pass a sharding are therefore one class, and each axis that a member names may shard all of them.
+Types of Explicit axes name the shardings themselves.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jax.sharding import PartitionSpec
 
 from jaxpar.sharding.rules import Axes
-from jaxpar.utils.jaxprs import inner_jaxprs, opened, scan_counts, sizes_of
+from jaxpar.utils.jaxprs import explicit_sharding, inner_jaxprs, opened, scan_counts, sizes_of
 
 type VarDim = tuple[Any, int]
 """A dim of a variable."""
@@ -44,6 +45,9 @@ class MayShard:
 
     def axes(self, atom: Any, dim: int) -> frozenset[Axes]:
         """Returns the tuples of axes by which a dim may be sharded; empty if it is whole."""
+        if (sharding := explicit_sharding(atom)) is not None:
+            entry = sharding.spec[dim] or ()
+            return frozenset({(entry,) if isinstance(entry, str) else entry}) - {()}
         return frozenset(self._seeds.get(self._root((atom, dim)), ())) if isinstance(atom, Var) else frozenset()
 
     def _visit(self, jaxpr: Jaxpr) -> None:

@@ -75,14 +75,19 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 """Meshes with an axis that shards neither batch nor space."""
 
 
-@pytest.mark.parametrize(("kind", "sharding"), [*(("nnx", sharding) for sharding in LAYOUTS), ("linen", "batch")])
-def test_a_model_that_nobody_here_wrote(kind: str, sharding: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "sharding", "explicit"),
+    [*(("nnx", sharding, False) for sharding in LAYOUTS), ("linen", "batch", False), ("nnx", "batch", True)],
+)
+def test_a_model_that_nobody_here_wrote(kind: str, sharding: str, explicit: bool) -> None:
     """Loss and gradients of plain convolutions are those of one device; only the batch that is passed is sharded."""
     (make_model, loss), (mesh, rules) = MODELS[kind], LAYOUTS[sharding]
     random = np.random.default_rng(0)
     batch = {"x": random.normal(size=(8, 16, 16, 3)), "y": random.integers(0, 4, 8)}
     with jax.enable_x64(True):
-        layout = jp.Layout(jp.MeshSpec(**mesh).build(), jp.Rules(**rules, unannotated="replicate"))
+        types = (jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto,) * len(mesh)
+        devices = jax.make_mesh(tuple(mesh.values()), tuple(mesh), axis_types=types)
+        layout = jp.Layout(devices, jp.Rules(**rules, unannotated="replicate"), explicit=explicit)
         dims = {"x": ("batch", "height", None, None), "y": ("batch",)}
         results = []
         for each in (layout, layout.on_one_device()):
