@@ -165,6 +165,26 @@ def test_the_best_plan_is_compiled_and_reported(compiler: list[str]) -> None:
     assert report.headline().startswith("FSDP 4 on v5e:2x2: ")
 
 
+def test_the_report_names_what_the_best_plan_computes_otherwise_than_xla(compiler: list[str]) -> None:
+    """The best plan shards the length of a depthwise convolution over the axis of its features."""
+
+    def make(key: jax.Array) -> dict[str, jax.Array]:
+        return make_mlp(key) | {"kernel": jax.random.normal(key, (3, 1, 12))}
+
+    def loss(model: Any, batch: Any) -> jax.Array:
+        x = jax.lax.conv_general_dilated(
+            batch["x"], model["kernel"], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"), feature_group_count=12
+        )
+        return mlp_loss(model, {"x": x})
+
+    batch = {"x": jax.ShapeDtypeStruct((8, 6, 12), "float32")}
+    fixed, options = {"data": 2, "model": 2}, SearchOptions(at_least=1, at_most=1, traced=1)
+    report = plan(make, loss, batch, optax.sgd(0.1), "v5e:2x2", fixed=fixed, options=options)
+    (remark,) = [line for line in report.remarks() if line.startswith("wrong in XLA: ")]
+    assert "convolution of slices: " in remark and "test_plan_of_models.py" in remark
+    assert json.loads(report.to_json())["plans"][0]["repaired"] == [remark.removeprefix("wrong in XLA: ")]
+
+
 def test_a_plan_that_cannot_be_lowered_is_a_problem_of_the_plan(
     compiler: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,6 +32,10 @@ _SPLIT_LOGITS = (
 _BLOCKWISE = "use blockwise attention, a kernel that never stores the scores (splash)."
 
 
+WRONG_IN_XLA = "wrong in XLA"
+"""The kind of finding about what XLA's partitioner computes wrongly."""
+
+
 @dataclass(frozen=True)
 class Finding:
     """One thing to change.
@@ -155,7 +159,7 @@ def _wrongly_partitioned(e: Evidence) -> Iterator[Finding]:
     for fault, how, ones in by_kind(e.repaired):
         text = f"{fault.name}: {fault.what} if {fault.when}. The step {how}, and is right"
         remedy = f"{fault.remedy}; in a program of your own, call jp.assert_matches_single_device"
-        yield Finding("wrong in XLA", "; ".join(map(str, ones)), text, remedy, 0.0, 0, 0.0)
+        yield Finding(WRONG_IN_XLA, "; ".join(map(str, ones)), text, remedy, 0.0, 0, 0.0)
 
 
 def knob(category: str, remat: str = "") -> str:

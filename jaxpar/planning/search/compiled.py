@@ -10,7 +10,7 @@ from typing import Any, Self
 import optax
 
 from jaxpar.analysis.checkup.checkup import Checkup, check_up
-from jaxpar.analysis.checkup.findings import About
+from jaxpar.analysis.checkup.findings import WRONG_IN_XLA, About
 from jaxpar.analysis.compile.ahead_of_time import CompilerOptions, aim
 from jaxpar.analysis.layout.explain import explain
 from jaxpar.analysis.roofline import Transfers
@@ -55,6 +55,7 @@ class CompiledPlan:
       peak_bytes: bytes on one device at the peak.
       mfu: useful FLOPs divided by those that the devices could do; ``None`` if unknown.
       tokens_per_second: over all devices; ``None`` if unknown.
+      repaired: what XLA would compute wrongly, and the step does otherwise, a sentence each.
     """
 
     fits: bool
@@ -68,6 +69,7 @@ class CompiledPlan:
     peak_bytes: float
     mfu: float | None = None
     tokens_per_second: float | None = None
+    repaired: tuple[str, ...] = ()
 
     @property
     def network_bytes(self) -> float:
@@ -99,6 +101,7 @@ class CompiledPlan:
             peak_bytes=memory.total,
             mfu=line.mfu,
             tokens_per_second=line.tokens_per_second,
+            repaired=tuple(f"{f.text}: {f.where}" for f in found.findings if f.kind == WRONG_IN_XLA),
         )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
+from jaxpar.analysis.checkup.findings import WRONG_IN_XLA
 from jaxpar.analysis.roofline import show_time
 from jaxpar.analysis.units import html_table, show_bytes, table_lines
 from jaxpar.errors import PlanError
@@ -133,10 +134,12 @@ class PlanReport:
         found, compiled = self.search, len(self.search.ranked)
         left = found.waiting()
         work, plan = self.planner.workload, found.ranked[0].plan if compiled else Plan()
+        program = found.ranked[0].compiled if compiled else None
         stored = plan.how_stored(plan.names(work.names), work.stored)
         lines = [
             *found.notes,
             *([f"{plan.describe()}: {stored}"] if stored else []),
+            *(f"{WRONG_IN_XLA}: {text}" for text in (program.repaired if program else ())),
             f"{len(found.candidates):,} plans fit by their estimate, {found.too_large:,} do not; {compiled} compiled",
         ]
         if left:
@@ -189,6 +192,7 @@ class PlanReport:
             "compiled": line is not None,
             "step_seconds": c.step_seconds,
             "mfu": None if line is None else line.mfu,
+            "repaired": [] if line is None else line.repaired,
             "tokens_per_second": None if line is None else line.tokens_per_second,
             "wire_bytes": c.figures.wire_bytes,
             "exposed_bytes": c.figures.exposed_bytes,
