@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,6 +25,7 @@ from jaxpar.inference.cached_model import CACHE_SEQ, DecoderFns
 from jaxpar.inference.pipeline import PipelinedDecoder, last_of, stages_of
 from jaxpar.inference.request import Request, check_requests, check_top_k
 from jaxpar.inference.sampling import BROKEN, NONE, PENDING, Sampling, next_tokens
+from jaxpar.parallel.partitioner.repair import avoid_faults
 from jaxpar.parallel.precision.quantized_array import is_quantized
 from jaxpar.sharding.layout import Layout, hint, tracing_under
 from jaxpar.training.model import MakeModel, Tagged, leaves_with_paths, show
@@ -156,8 +157,8 @@ class Generator:
         self._multiprocess = len({device.process_index for device in devices}) > 1
         # With several processes tokens are replicated, so that each process can read all of them.
         replicated = NamedSharding(layout.mesh, PartitionSpec()) if self._multiprocess else None
-        self.prefill = jax.jit(self._prefill, out_shardings=(None, replicated))
-        self.decode = jax.jit(self._decode, donate_argnums=1, out_shardings=(None, replicated))
+        self.prefill = jax.jit(self._partitioned(self._prefill), out_shardings=(None, replicated))
+        self.decode = jax.jit(self._partitioned(self._decode), donate_argnums=1, out_shardings=(None, replicated))
 
     def prepare(self, params: Any) -> Any:
         """Returns the parameters in the form that each step reads fastest: in the compute dtype, or as integers.
@@ -319,6 +320,17 @@ class Generator:
         finally:
             if self._multiprocess:
                 jax.block_until_ready(state.tokens)  # collectives of two concurrent programs could be matched
+
+    def _partitioned(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns ``run``, with other operations where the partitioner would compute wrong numbers."""
+
+        @functools.wraps(run)
+        def correct(params: Any, carried: Any) -> Any:
+            with tracing_under(self.layout):
+                specs = [x.sharding.spec for x in jax.tree.leaves((self.prepared, self.abstract))]
+                return avoid_faults(run, specs)(params, carried)
+
+        return correct
 
     def _prefill(self, params: Any, prompts: dict[str, jax.Array]) -> tuple[Decoding, jax.Array]:
         tokens_BS, lengths_B = prompts["tokens"], prompts["lengths"]

@@ -149,22 +149,24 @@ def cached_attention(
     problems = [text for place in places for text in place.problems]
     if problems:
         raise LayoutError(problems)
-    _, rows, kv_heads, ring, _ = places[2].axes
+    _, rows, kv_heads, ring, dims = places[2].axes
     free = set(layout.mesh.axis_names) - set(jax.sharding.get_abstract_mesh().manual_axes)
-    q_spec, kv_spec, cache_spec, at_spec = (to_spec(place) for place in places)
-    heads = places[0].axes[2]
-    moves = bool(kv_heads) and heads != kv_heads
-    if moves:
-        # One token's queries are smaller than all keys, so the queries move to their keys and the results move back.
-        if not {*heads, *kv_heads} <= free:  # An enclosing shard_map has made axes of the heads manual.
-            raise LayoutError(
-                f"cached_attention: {q_B1HD.shape[2]} query heads are sharded over {listing(heads)} and "
-                f"{k_B1KD.shape[2]} key heads over {listing(kv_heads)}. These axes are manual here, so a device lacks "
-                "keys that its queries need. Remedy: use one rule for heads and kv_heads, or kv_heads: null."
-            )
-        heads, q_spec = kv_heads, PartitionSpec(rows or None, None, kv_heads, cache_spec[4])
-    if places[1].axes[2] != kv_heads:  # A first_of rule may resolve kv_heads differently next to the cache's slots.
-        kv_spec = PartitionSpec(rows or None, None, kv_heads or None, cache_spec[4])
+    # A first_of rule may resolve a dim differently next to others. One token is smaller than all keys, so the queries
+    # move to the rows and heads of their keys, and the results move back.
+    q_rows, _, q_heads, _ = places[0].axes
+    heads = kv_heads or (() if {*q_heads} & {*rows, *ring} else q_heads)
+    moves = (q_rows, q_heads) != (rows, heads)
+    if moves and not {*q_rows, *q_heads, *rows, *kv_heads} <= free:  # An enclosing shard_map made axes manual.
+        what, sizes = ("heads", (q_B1HD.shape[2], k_B1KD.shape[2])) if q_heads != heads else ("rows", (at_B.size,) * 2)
+        ours, theirs = (q_heads, kv_heads) if what == "heads" else (q_rows, rows)
+        raise LayoutError(
+            f"cached_attention: {sizes[0]} query {what} are sharded over {listing(ours)} and {sizes[1]} key {what} "
+            f"over {listing(theirs)}. These axes are manual here, so a device lacks keys that its queries need. "
+            "Remedy: use one rule for heads and kv_heads, or kv_heads: null."
+        )
+    spec = lambda *axes: PartitionSpec(*(own or None for own in axes))
+    q_spec, kv_spec, at_spec = spec(rows, (), heads, dims), spec(rows, (), kv_heads, dims), spec(rows)
+    cache_spec = to_spec(places[2])
     cache_specs = jax.tree.map(lambda x: PartitionSpec(*cache_spec[: x.ndim]), cache)
     q, k, v = hint(q_B1HD, *Q_DIMS), hint(k_B1KD, *NEW_DIMS), hint(v_B1KD, *NEW_DIMS)
 

@@ -67,6 +67,23 @@ def test_tokens_are_those_of_one_device(mesh: dict[str, int], reference: Referen
     assert model.generate(params, PROMPTS, most=MOST) == reference.made
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tp_3d",  # the batch is sharded over other axes next to heads than alone
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in "4d fsdp_tp fsdp_tp_sp hybrid pp_tp ring tp tp_25d tp_2d tp_sp ulysses".split()
+        ),
+    ],
+)
+def test_each_layout_of_the_repository_gives_the_tokens_of_one_device(name: str, reference: Reference) -> None:
+    layout = jp.Layout.from_yaml(Path(__file__).parents[2] / f"configs/layouts/{name}.yaml")
+    model = generator(layout.mesh, layout.rules)
+    params = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), reference.params, model.params)
+    assert model.generate(params, PROMPTS, most=MOST) == reference.made
+
+
 @pytest.mark.slow
 def test_tokens_are_those_of_one_device_in_two_processes(reference: Reference, tmp_path: Path) -> None:
     """Two processes of two devices hold one pipeline stage each; both receive all tokens, and an error in one process
@@ -437,19 +454,37 @@ def test_head_counts_that_training_takes_generate_the_tokens_of_one_device(
     assert len({token for row in made[0] for token in row}) > 4, "tokens that say something"
 
 
-def test_key_heads_split_otherwise_than_queries_are_refused_where_all_axes_are_manual() -> None:
+MANUAL = (
+    "These axes are manual here, so a device lacks keys that its queries need. Remedy: use one rule for heads and "
+    "kv_heads, or kv_heads: null."
+)
+
+
+@pytest.mark.parametrize(
+    ("rules", "text"),
+    [
+        (
+            {"batch": None, "kv_heads": "model", "cache_seq": None},
+            f"cached_attention: 4 query heads are sharded over none and 2 key heads over 'model'. {MANUAL}",
+        ),
+        (
+            {"batch": jp.first_of("model", "data"), "kv_heads": None, "cache_seq": "model"},
+            f"cached_attention: 2 query rows are sharded over 'model' and 2 key rows over 'data'. {MANUAL}",
+        ),
+    ],
+    ids=["heads", "rows"],
+)
+def test_keys_that_lie_otherwise_than_queries_are_refused_where_all_axes_are_manual(
+    rules: dict[str, Any], text: str
+) -> None:
     x = lambda heads: jnp.zeros((2, 1, heads, 4))
-    rules = jp.Rules(batch=None, heads=None, kv_heads="model", head_dim=None, cache_seq=None)
+    table = jp.Rules(**rules, heads=None, head_dim=None)
     cache = {name: jnp.zeros((1, 2, 2, 8, 4)) for name in ("keys", "values")}
-    text = (
-        "cached_attention: 4 query heads are sharded over none and 2 key heads over 'model'. These axes are "
-        "manual here, so a device lacks keys that its queries need. Remedy: use one rule for heads and "
-        "kv_heads, or kv_heads: null."
-    )
     whole, specs = PartitionSpec(), (PartitionSpec(),) * 4
-    with jp.Layout(jp.MeshSpec(model=2, data=4).build(), rules), pytest.raises(LayoutError, match=re.escape(text)):
+    with jp.Layout(jp.MeshSpec(model=2, data=2).build(jax.devices()[:4]), table), pytest.raises(LayoutError) as error:
         local = lambda q, k, v, cache: jp.inference.cached_attention(q, k, v, cache, 0, jnp.zeros(2, jnp.int32))
         jax.shard_map(local, in_specs=specs, out_specs=(whole, whole), check_vma=False)(x(4), x(2), x(2), cache)
+    assert str(error.value) == text
 
 
 def test_a_layout_of_its_own_for_the_cache() -> None:
