@@ -73,7 +73,7 @@ def test_tokens_are_those_of_one_device(mesh: dict[str, int], reference: Referen
         "tp_3d",  # the batch is sharded over other axes next to heads than alone
         *(
             pytest.param(name, marks=pytest.mark.slow)
-            for name in "4d fsdp_tp fsdp_tp_sp hybrid pp_tp ring tp tp_25d tp_2d tp_sp ulysses".split()
+            for name in ("4d", "fsdp_tp_sp", "hybrid", "pp_tp", "ring", "tp", "tp_25d", "tp_2d", "ulysses")
         ),
     ],
 )
