@@ -284,7 +284,7 @@ class TokenFileWriter:
 
     def _opened(self, path: Path) -> IO[bytes]:
         """An empty file that this process has locked; it may be left by a kill."""
-        file = open_regular(path, os.O_RDWR | os.O_CREAT, mode=0o644)
+        file = open_regular(path, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

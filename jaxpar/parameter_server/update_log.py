@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.errors import DamagedError
-from jaxpar.utils.durable import open_regular, sync_folder
+from jaxpar.utils.durable import SHARED, open_regular, sync_folder
 
 _HEAD = struct.Struct("<4sIQII")  # magic word, size of the header, size of the body, checksums of body and sizes
 _MAGIC = b"jpPS"
@@ -137,7 +137,7 @@ class UpdateLog:
         old, self._number = self.path, self._number + 1
         new = self.path.with_suffix(".new")
         new.unlink(missing_ok=True)
-        file = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        file = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, SHARED)
         for record in records:
             data = memoryview(encode(record))
             while data:

@@ -17,6 +17,8 @@ from pathlib import Path
 from jaxpar.errors import JaxparError
 
 LOCK = "lock"
+SHARED, PRIVATE = 0o666, 0o600
+"""Modes of new files: what the umask leaves, as every other program's, or the owner's alone."""
 
 
 class Lock:
@@ -35,7 +37,7 @@ class Lock:
     def __init__(self, folder: Path, held: type[JaxparError], irregular: type[JaxparError]):
         file = folder / LOCK
         try:
-            self._file = open_regular(file, os.O_RDWR | os.O_CREAT)
+            self._file = open_regular(file, os.O_RDWR | os.O_CREAT, mode=PRIVATE)
         except OSError as cause:
             if cause.errno not in (errno.ELOOP, errno.EINVAL):
                 raise
@@ -58,7 +60,7 @@ class Lock:
             self._file = -1
 
 
-def open_regular(file: Path | str, flags: int, *, mode: int = 0o600, dir_fd: int | None = None) -> int:
+def open_regular(file: Path | str, flags: int, *, mode: int = SHARED, dir_fd: int | None = None) -> int:
     """Open a regular file without following a symbolic link, and without waiting for the other end of a pipe.
 
     Args:
@@ -93,14 +95,14 @@ def link_text(link: Path | str, *, dir_fd: int | None = None) -> str:
         return "a symbolic link"
 
 
-def write_atomically(file: Path, text: str) -> None:
+def write_atomically(file: Path, text: str, *, mode: int = SHARED) -> None:
     """Replace a file by ``text``, so that a kill leaves the old or the new content, and sync it to disk.
 
-    The folder is synced before the file is replaced too: the content may name other new files of it.
+    The new file has the ``mode`` that the umask leaves. The folder is synced before the file is replaced too: the content may name other new files of it.
     """
     new = file.with_name(f"{file.name}.new")
     new.unlink(missing_ok=True)  # left by a kill, or a link
-    with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w", encoding="utf-8") as f:
+    with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), "w", encoding="utf-8") as f:
         f.write(text)
         f.flush()
         os.fsync(f.fileno())

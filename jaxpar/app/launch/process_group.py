@@ -133,7 +133,7 @@ class Local:
 
     def _open_log(self, rank: int, how: int) -> IO[str]:
         try:
-            return open(open_regular(self.log(rank), os.O_WRONLY | os.O_CREAT | how, mode=0o666), "w", encoding="utf-8")
+            return open(open_regular(self.log(rank), os.O_WRONLY | os.O_CREAT | how), "w", encoding="utf-8")
         except OSError as error:
             if error.errno not in (errno.ELOOP, errno.EINVAL):
                 raise

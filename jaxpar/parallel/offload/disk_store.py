@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from jaxpar.errors import DiskError
-from jaxpar.utils.durable import Lock, open_regular, sync_folder, write_atomically
+from jaxpar.utils.durable import PRIVATE, Lock, open_regular, sync_folder, write_atomically
 
 RECORD, VERSION = "record.json", 1
 NAMES = ("a", "b")
@@ -293,7 +293,7 @@ class Store:
             os.close(old)
         with self._wrap_os_errors(f"allocating {entry.bytes:,} bytes for {entry.name}"):
             file.unlink(missing_ok=True)
-            f = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            f = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, PRIVATE)
             self._files[generation, number] = f
             if entry.bytes:
                 os.posix_fallocate(f, 0, entry.bytes)
@@ -313,7 +313,7 @@ class Store:
         record = self._record(self._generations if generations is None else generations)
         text = json.dumps({"checksum": _checksum(record), "record": record})
         with self._wrap_os_errors("writing the record"):
-            write_atomically(folder / RECORD, text)
+            write_atomically(folder / RECORD, text, mode=PRIVATE)
 
     def _read_record(self, file: Path) -> dict[str, Any]:
         if not file.exists():
@@ -399,7 +399,9 @@ def _link(source: Path, target: Path) -> None:
         if error.errno not in (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK):
             raise
         created = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-        with open(open_regular(source, os.O_RDONLY), "rb") as a, open(open_regular(target, created), "wb") as b:
+        with open(open_regular(source, os.O_RDONLY), "rb") as a, open(
+            open_regular(target, created, mode=PRIVATE), "wb"
+        ) as b:
             shutil.copyfileobj(a, b, 1 << 20)
             b.flush()
             os.fsync(b.fileno())
