@@ -18,11 +18,12 @@ import optax
 from jaxpar.errors import CheckpointError, ConfigError
 from jaxpar.interop.account import check_tensors
 from jaxpar.interop.compressed_tensors import Writes, packed_writes, quantization_fields
+from jaxpar.interop.copies import check_copies, copies_of, has_other_head
 from jaxpar.interop.families import CONFIG, to_config, to_fields
 from jaxpar.interop.folder import read_object, read_parameters, write_folder
 from jaxpar.interop.quantized_tensors import FIELD, scaled_tensors
 from jaxpar.interop.safetensors import DTYPES, SPELLED, STORED_DTYPES, lay_out, read_tensors
-from jaxpar.interop.tensor_map import TensorRule, shared_copies, tensor_rules
+from jaxpar.interop.tensor_map import EMBEDDING, TensorRule, shared_copies, tensor_rules
 from jaxpar.interop.transfer import AnyTensor
 from jaxpar.models.llama.config import LlamaConfig
 from jaxpar.models.moe.config import MoEConfig
@@ -35,7 +36,6 @@ from jaxpar.training.model import build_shapes, leaves_with_paths, show
 from jaxpar.training.state import abstract_state
 from jaxpar.utils.multihost import settled
 
-_EMBEDDING = "model.embed_tokens.weight"
 _FILE_BYTES = 5 * 10**9
 _MOST_DEPTHS = 64
 """The most further tokens that a configuration may predict."""
@@ -46,7 +46,7 @@ class LoadReport:
     """What a process read.
 
     Attributes:
-      bytes_read: from the files of weights, by this process.
+      bytes_read: from the files of weights, by this process, and to compare copies.
       tensors: the number of tensors of the checkpoint.
       ignored: the names of tensors that the model does not have, and that are known to be unused.
     """
@@ -60,6 +60,8 @@ def read_config(
     directory: str | os.PathLike[str], *, dtype: str | None = None, ignore: Collection[str] = (), **changes: Any
 ) -> LlamaConfig:
     """Returns the configuration of a checkpoint's model: a ``LlamaConfig``, or a ``MoEConfig`` if it has experts.
+
+    The head is tied to the embedding only if the checkpoint has no other head, whatever ``tie_word_embeddings`` says.
 
     Args:
       directory: the checkpoint's folder, with ``config.json`` and safetensors files.
@@ -75,24 +77,32 @@ def read_config(
       DamagedError: a file is malformed.
     """
     root = Path(directory)
-    config = to_config({key: value for key, value in read_fields(root).items() if key != FIELD}, ignore=ignore)
+    fields = read_fields(root)
+    config = to_config({key: value for key, value in fields.items() if key != FIELD}, ignore=ignore)
+    has_tensors = dtype is None or any(root.glob("*.safetensors"))
+    tensors = scaled_tensors(read_tensors(root), fields) if has_tensors else {}
     if dtype is None:
-        embedding = read_tensors(root).get(_EMBEDDING)
-        found = DTYPES.get(embedding.dtype if embedding else "")
-        dtype = "float32" if found is None else found.name
-    return replace(config, **{"dtype": dtype, "param_dtype": dtype, **_further_tokens(root, config), **changes})
+        embedding = tensors.get(EMBEDDING)
+        stored = DTYPES.get(embedding.dtype if embedding else "")
+        dtype = "float32" if stored is None else stored.name
+    of_tensors = {**_further_tokens(fields, tensors, config), **_head(tensors, config)}
+    return replace(config, **{"dtype": dtype, "param_dtype": dtype, **of_tensors, **changes})
 
 
-def _further_tokens(root: Path, config: LlamaConfig) -> dict[str, Any]:
-    """Returns how many further tokens a checkpoint has layers for: transformers writes the field, but no layers.
-
-    A folder without weights has none.
-    """
-    depth = read_fields(root).get("num_nextn_predict_layers")
+def _further_tokens(fields: Mapping[str, Any], tensors: Mapping[str, AnyTensor], config: LlamaConfig) -> dict[str, Any]:
+    """Returns how many further tokens a checkpoint has layers for: transformers writes the field, but no layers."""
+    depth = fields.get("num_nextn_predict_layers")
     if not isinstance(config, MoEConfig) or depth not in range(1, _MOST_DEPTHS + 1):
         return {}
-    tensors = read_tensors(root) if any(root.glob("*.safetensors")) else {}
     return {"mtp_depth": depth} if f"model.layers.{config.layers}.eh_proj.weight" in tensors else {}
+
+
+def _head(tensors: Mapping[str, AnyTensor], config: LlamaConfig) -> dict[str, Any]:
+    """Returns that a head of other values than the embedding is not tied to it, whatever ``config.json`` says.
+
+    transformers decides in the same way.
+    """
+    return {"tie_embeddings": False} if config.tie_embeddings and has_other_head(tensors) else {}
 
 
 def read_fields(directory: Path) -> dict[str, Any]:
@@ -134,7 +144,8 @@ def load(
       The parameters, as a nested dict; with ``tx`` a :class:`jaxpar.TrainState` at step 0.
 
     Raises:
-      CheckpointError: tensors are missing, unexpected, or of another shape or dtype: all are listed.
+      CheckpointError: tensors are missing, unexpected, or of another shape or dtype: all are listed. Or a tensor that
+        the model shares with another one is not its copy.
       DamagedError: a file is truncated or malformed.
       ConfigError, LayoutError: as :func:`read_config` and :func:`jaxpar.init`.
 
@@ -158,12 +169,15 @@ def load(
     seen = abstract_state(layout, make_model, optax.identity() if tx is None else tx, precision).params
     leaves = {show(path): leaf for path, leaf in leaves_with_paths(seen)}
     rules = {rule.path: rule for rule in tensor_rules(config)}
-    settled(lambda: check_tensors(rules.values(), _shapes(leaves), tensors, str(root)))
+    used = {name: tensor for name, tensor in tensors.items() if name not in ignored}
+    settled(lambda: check_tensors(rules.values(), _shapes(leaves), used, str(root)))
+    share = (jax.process_index(), jax.process_count())
+    compared = settled(lambda: check_copies(copies_of(config), tensors, root, share))
 
     def read() -> Any:
-        made, bytes_read = read_parameters(rules, tensors, seen)
+        made, bytes_read = read_parameters(rules, used, seen)
         if report is not None:
-            report(LoadReport(bytes_read, len(tensors), ignored))
+            report(LoadReport(bytes_read + compared, len(used), ignored))
         return made
 
     params = settled(read)
@@ -173,7 +187,7 @@ def load(
 
 
 def _read(root: Path, config: LlamaConfig | None) -> tuple[LlamaConfig, dict[str, AnyTensor], tuple[str, ...]]:
-    """Returns the configuration, the tensors of the model, and the names of those that are known to be unused."""
+    """Returns the configuration, the tensors of the checkpoint, and the names of those that are known to be unused."""
     config = read_config(root) if config is None else config
     fields = read_fields(root)
     tensors = scaled_tensors(read_tensors(root), fields)
@@ -181,15 +195,13 @@ def _read(root: Path, config: LlamaConfig | None) -> tuple[LlamaConfig, dict[str
     more = more if isinstance(more, int) and more <= _MOST_DEPTHS else 0
     depth = config.mtp_depth if isinstance(config, MoEConfig) else 0
     unused = tuple(f"model.layers.{config.layers + i}." for i in range(depth, more))
-    copies = {rule.name for rule in shared_copies(config)}
+    copies = {copy.name for copy in copies_of(config)}
     is_unused = lambda name: (
         name.endswith("rotary_emb.inv_freq")  # older transformers saved this constant
-        or (name == "lm_head.weight" and config.tie_embeddings)
         or name.startswith(unused)  # predict further tokens, which the configuration leaves out
         or name in copies
     )
-    ignored = tuple(name for name in tensors if is_unused(name))
-    return config, {name: tensor for name, tensor in tensors.items() if name not in ignored}, ignored
+    return config, tensors, tuple(name for name in tensors if is_unused(name))
 
 
 def _shapes(leaves: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -12,6 +12,7 @@ import numpy as np
 from jaxpar.models.llama.config import LlamaConfig
 from jaxpar.models.moe.config import MoEConfig
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 LAYER = "model.layers.{layer}."
 
 
@@ -108,7 +109,7 @@ _MIXTRAL = (("gate", "w1", "f e -> e f"), ("up", "w3", "f e -> e f"), ("down", "
 
 def tensor_rules(config: LlamaConfig) -> list[TensorRule]:
     """Returns the rules of a model, one for each parameter, in the order of the checkpoint's layers."""
-    rules = [TensorRule("embedding", "model.embed_tokens.weight", "v e -> v e")]
+    rules = [TensorRule("embedding", EMBEDDING, "v e -> v e")]
     if isinstance(config, MoEConfig):
         if config.dense_layers:
             rules += [*_attention(config, "dense_blocks", 0), *_mlp("dense_blocks/mlp", "mlp.")]
@@ -118,7 +119,7 @@ def tensor_rules(config: LlamaConfig) -> list[TensorRule]:
         rules += [*_attention(config, "blocks", 0), *_mlp("blocks/mlp", "mlp.")]
     rules.append(TensorRule("norm/scale", "model.norm.weight", "e -> e"))
     if not config.tie_embeddings:
-        rules.append(TensorRule("head", "lm_head.weight", "v e -> e v"))
+        rules.append(TensorRule("head", HEAD, "v e -> e v"))
     return rules
 
 

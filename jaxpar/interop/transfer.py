@@ -153,7 +153,7 @@ def _pieces(
     cut = next((dim for dim, size in enumerate(sizes) if size > 1 and dim != uncut), None)
     step = 1 if cut is None else max(1, _PIECE_BYTES * sizes[cut] // (math.prod(sizes) * dtype.itemsize))
     if cut is None or step >= sizes[cut]:
-        yield box, _read_box(files, stored, shape, box)
+        yield box, read_box(files, stored, shape, box)
         return
     for start in range(*box[cut], step):
         part = (start, min(start + step, box[cut][1]))
@@ -171,9 +171,10 @@ def _widened(shape: tuple[int, ...], box: Bounds, itemsize: int) -> Bounds:
         box = (*box[: narrow[-1]], (0, shape[narrow[-1]]), *box[narrow[-1] + 1 :])
 
 
-def _read_box(files: OpenFiles, stored: AnyTensor, shape: tuple[int, ...], box: Bounds) -> np.ndarray:
+def read_box(files: OpenFiles, stored: AnyTensor, shape: tuple[int, ...], box: Bounds) -> np.ndarray:
+    """Returns the numbers of a box of a tensor of ``shape``, in the tensor's dtype; it is read at once."""
     if isinstance(stored, ScaledTensor):
-        return stored.read(functools.partial(_read_box, files), shape, box)
+        return stored.read(functools.partial(read_box, files), shape, box)
     dtype = STORED_DTYPES[stored.dtype]
     values = np.empty([stop - start for start, stop in box], dtype)
     buffer, done = memoryview(values.reshape(-1).view(np.uint8)), 0
