@@ -74,11 +74,11 @@ class RMSNorm(nnx.Module):
     The parameter of a Gemma is the difference of the scale from 1, so weight decay pulls the scale to 1.
     """
 
-    def __init__(self, config: LlamaConfig, size: int | None = None):
+    def __init__(self, config: LlamaConfig, size: int | None = None, eps: float | None = None):
         self.offset = 0 if config.gemma is None else 1
         first = axes(jax.nn.initializers.constant(1 - self.offset))("norm")
         self.scale = nnx.Param(first(jax.random.key(0), (size or config.embed,), jnp.dtype(config.param_dtype)))
-        self.eps, self.dtype = config.norm_eps, jnp.dtype(config.dtype)
+        self.eps, self.dtype = config.norm_eps if eps is None else eps, jnp.dtype(config.dtype)
 
     def __call__(self, x_BSE: jax.Array) -> jax.Array:
         x_fp32 = x_BSE.astype(jnp.promote_types(x_BSE.dtype, jnp.float32))

@@ -17,6 +17,9 @@ _Size = Annotated[int, Range(1, 2**24)]
 _Natural = Annotated[int, Range(0, 2**14)]
 _Weight = Annotated[float, Range(0, 1e6)]
 
+LATENT_EPS = 1e-6
+"""Epsilon of the norms of the latent vectors: that of DeepSeek-V3, whose ``rms_norm_eps`` is for its other norms."""
+
 
 @dataclass(frozen=True)
 class LatentAttentionConfig:
@@ -29,7 +32,8 @@ class LatentAttentionConfig:
         heads. Must be even.
       value_dim: size of a head's value.
 
-    The other numbers of a head's query and key are ``MoEConfig.head_dim``.
+    The other numbers of a head's query and key are ``MoEConfig.head_dim``. The norms of both vectors have an epsilon of
+    1e-6, as in DeepSeek-V3; ``norm_eps`` is for the other norms.
     """
 
     kv_latent: _Size = 512

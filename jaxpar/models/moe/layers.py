@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxpar import hint
 from jaxpar.models.llama.layers import Attend, Attention, RMSNorm, SwiGLU, TokenInfo, WindowedAttention, _kernel, rotate
-from jaxpar.models.moe.config import LatentAttentionConfig, MoEConfig
+from jaxpar.models.moe.config import LATENT_EPS, LatentAttentionConfig, MoEConfig
 from jaxpar.nnx import axes
 from jaxpar.parallel.experts.balance import load_balance_loss, router_z_loss
 from jaxpar.parallel.experts.bias import bias_loss
@@ -99,10 +99,10 @@ class LatentAttention(WindowedAttention):
             self.q = _kernel(rngs.params(), (e, h, query), ("embed", "heads", "head_dim"), e, c)
         else:
             self.q_down = _kernel(rngs.params(), (e, a.q_latent), ("embed", "latent"), e, c)
-            self.q_norm = RMSNorm(c, a.q_latent)
+            self.q_norm = RMSNorm(c, a.q_latent, LATENT_EPS)
             self.q_up = _kernel(rngs.params(), (a.q_latent, h, query), ("latent", "heads", "head_dim"), a.q_latent, c)
         self.kv_down = _kernel(rngs.params(), (e, a.kv_latent + a.rope_dim), ("embed", "latent"), e, c)
-        self.kv_norm = RMSNorm(c, a.kv_latent)
+        self.kv_norm = RMSNorm(c, a.kv_latent, LATENT_EPS)
         up = (a.kv_latent, h, c.head_dim + a.value_dim)
         self.kv_up = _kernel(rngs.params(), up, ("latent", "heads", "head_dim"), a.kv_latent, c)
         out = (h, a.value_dim, e)
