@@ -22,6 +22,15 @@ ROPE_KINDS: dict[str, dict[str, str]] = {
 """For each ``rope_type``: its fields → fields of :class:`jaxpar.models.llama.rope.RopeScaling`."""
 
 
+def is_one_of(value: Any, values: tuple[Any, ...]) -> bool:
+    """Whether a field's value is one of some values; a flag is no number.
+
+    >>> is_one_of(0, (0.0, None)), is_one_of(False, (0.0, None))
+    (True, False)
+    """
+    return any(value == one and isinstance(value, bool) is isinstance(one, bool) for one in values)
+
+
 def number(fields: Mapping[str, Any], key: str) -> Any:
     """Returns a number, or the flag ``norm_topk_prob``.
 

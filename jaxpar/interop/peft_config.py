@@ -6,20 +6,25 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar.errors import ConfigError
+from jaxpar.interop.fields import is_one_of
 from jaxpar.interop.folder import read_object
 
 CONFIG = "adapter_config.json"
-_NEUTRAL: dict[str, Any] = {
-    "bias": "none",
-    "fan_in_fan_out": False,
-    "lora_bias": False,
-    "use_dora": False,
-    "use_qalora": False,
+INIT = "init_lora_weights"
+_CHANGES_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")
+"""Beginnings of ``init_lora_weights`` with which PEFT trains an adapter beside other weights than those of the base."""
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "bias": ("none", None),
+    "fan_in_fan_out": (False, None),
+    INIT: (True, False, None, "gaussian", "eva", "orthogonal", "mica"),
+    "lora_bias": (False, None),
+    "use_dora": (False, None),
+    "use_qalora": (False, None),
 }
 """Fields that are not implemented, and the only values that they may have."""
 _IGNORED = frozenset((
     "auto_mapping", "base_model_name_or_path", "corda_config", "eva_config", "exclude_modules", "inference_mode",
-    "init_lora_weights", "lora_alpha", "lora_dropout", "loftq_config", "megatron_config", "megatron_core",
+    "lora_alpha", "lora_dropout", "lora_ga_config", "loftq_config", "megatron_config", "megatron_core",
     "parent_library", "peft_type", "peft_version", "qalora_group_size", "r", "revision", "runtime_config",
     "target_modules", "task_type", "use_rslora",
 ))  # fmt: skip
@@ -38,10 +43,18 @@ def read_rank_and_alpha(root: Path) -> tuple[int, float]:
     fields = read_object(root / CONFIG, missing)
     if fields.get("peft_type") != "LORA":
         raise ConfigError(f"{CONFIG}: peft_type must be 'LORA', got {fields.get('peft_type')!r:.100}.")
+    init = fields.get(INIT)
+    if isinstance(init, str) and init.lower().startswith(_CHANGES_BASE):
+        raise ConfigError(
+            f"{CONFIG}: {INIT} is {init!r:.100}, so the adapter belongs to weights that PEFT made of those of "
+            f"{fields.get('base_model_name_or_path')!r:.200}, which jaxpar does not make. Remedy: in PEFT, "
+            "model.merge_and_unload().save_pretrained(DIR), and import DIR; or, but for loftq, model.save_pretrained("
+            "DIR, path_initial_model_for_weight_conversion=INITIAL), which makes an adapter of the model itself."
+        )
     problems = [
-        f"{key} must be {_NEUTRAL[key]!r}, got {value!r:.100}"
+        f"{key} must be {_NEUTRAL[key][0]!r}, got {value!r:.100}"
         for key, value in fields.items()
-        if key in _NEUTRAL and value is not None and value != _NEUTRAL[key]
+        if key in _NEUTRAL and not is_one_of(value, _NEUTRAL[key])
     ]
     others = (key for key, value in fields.items() if value not in (None, False, "", [], {}))
     problems += [f"{key} is {fields[key]!r:.100}" for key in others if key not in {*_NEUTRAL, *_IGNORED}]

@@ -123,7 +123,7 @@ def find_matrices(
     stacked = {path: stacked_dims(names.get(path), shape, config.stacked) for path, shape in shapes.items()}
     matrices = {path: shape for path, shape in shapes.items() if len(shape) - stacked[path] >= 2}
     middle = {
-        path: stacked[path] + input_dims("muon", config.inputs, path, shape, stacked[path])
+        path: stacked[path] + input_dims("muon", config.inputs, path, shape, stacked[path], names.get(path))
         for path, shape in matrices.items()
     }
     weights = without_biases({path: names.get(path) for path in matrices}, stacked, middle)

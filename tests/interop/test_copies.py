@@ -22,7 +22,8 @@ from jaxpar.training.model import build_shapes
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "huggingface"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-DIMS = "embed norm heads kv_heads head_dim mlp vocab layers experts expert_mlp latent dense_layers".split()
+DIMS = ("embed", "norm", "heads", "kv_heads", "head_dim", "mlp", "vocab", "layers")
+DIMS += ("experts", "expert_mlp", "latent", "dense_layers")
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +117,7 @@ def test_a_head_that_is_not_dropped_in_silence(
 
 def test_all_rows_are_compared(layout: jp.Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those that ``read_config`` does not look at, and each by one process."""
-    folder, tensors = tied(tmp_path / "one", changed((17, 2), 7.0))
+    folder, _ = tied(tmp_path / "one", changed((17, 2), 7.0))
     monkeypatch.setattr(copies, "_SAMPLE_BYTES", 8 * 16 * 5)
     assert huggingface.read_config(folder).tie_embeddings
     with pytest.raises(CheckpointError, match=r"at \[17, 2\] it has 7, not "):

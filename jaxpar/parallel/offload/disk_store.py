@@ -399,9 +399,10 @@ def _link(source: Path, target: Path) -> None:
         if error.errno not in (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK):
             raise
         created = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-        with open(open_regular(source, os.O_RDONLY), "rb") as a, open(
-            open_regular(target, created, mode=PRIVATE), "wb"
-        ) as b:
+        with (
+            open(open_regular(source, os.O_RDONLY), "rb") as a,
+            open(open_regular(target, created, mode=PRIVATE), "wb") as b,
+        ):
             shutil.copyfileobj(a, b, 1 << 20)
             b.flush()
             os.fsync(b.fileno())

@@ -132,7 +132,7 @@ def find_adapters(
         matching("lora: inputs", pattern, {path: shapes[path] for path in chosen})
     for path in shapes:
         if path in chosen:
-            inputs = input_dims("lora", config.inputs, path, shapes[path], stacked[path])
+            inputs = input_dims("lora", config.inputs, path, shapes[path], stacked[path], names[path])
             yield Adapter(path, shapes[path], stacked[path], inputs)
 
 
@@ -158,34 +158,53 @@ def stacked_dims(names: Names | None, shape: tuple[int, ...], stacked: Collectio
     return count
 
 
-def input_dims(key: str, inputs: Mapping[str, int], path: Path, shape: tuple[int, ...], stacked: int) -> int:
+def input_dims(
+    key: str,
+    inputs: Mapping[str, int],
+    path: Path,
+    shape: tuple[int, ...],
+    stacked: int,
+    names: Names | None = None,
+) -> int:
     """Returns the number of dims, after the stacked ones, that a weight sums over.
 
     Without a pattern it is the number with which inputs and outputs are of the most equal sizes, which is right for a
-    projection between a model's width and its heads, and for a convolution.
+    projection between a model's width and its heads, and for a convolution. Dims that are named as heads and their
+    ``head_dim`` are on the same side, which sizes alone cannot tell of a narrow model.
 
     Args:
       key: the beginning of the error.
       inputs: pattern → number.
       path, shape: of the weight.
       stacked: the number of its stacked dims.
+      names: its logical dims.
 
     Raises:
       ConfigError: the number leaves no dim for inputs or outputs.
 
     >>> input_dims("lora", {}, ("attention", "o"), (3, 4, 8, 32), 1)
     2
+    >>> [input_dims("lora", {}, ("kv_up",), (4, 2, 32), 0, x) for x in (None, ("latent", "heads", "head_dim"))]
+    [2, 1]
     """
     dims = shape[stacked:]
     given = next((count for pattern, count in inputs.items() if matches(path, pattern)), None)
     if given is None:
-        return min(range(1, len(dims)), key=lambda n: math.prod(dims[:n]) + math.prod(dims[n:]))
+        known = names if names is not None and len(names) == len(shape) else (None,) * len(shape)
+        every = range(1, len(dims))
+        splits = [n for n in every if not _is_within_heads(known, stacked + n)] or every
+        return min(splits, key=lambda n: math.prod(dims[:n]) + math.prod(dims[n:]))
     if not is_count(given) or given >= len(dims):
         raise ConfigError(
             f"{key}: inputs of {show(path)} {list(shape)} must be from 1 to {len(dims) - 1}, the number of dims that "
             f"it sums over, got {given!r}."
         )
     return given
+
+
+def _is_within_heads(names: Names, at: int) -> bool:
+    """Whether the dims before and at ``at`` are heads and the numbers of each."""
+    return names[at] == "head_dim" and (names[at - 1] or "").endswith("heads")
 
 
 def matching(key: str, pattern: str, shapes: Mapping[Path, tuple[int, ...]], least_dims: int = 0) -> list[Path]:

@@ -31,7 +31,8 @@ def find_weights(
     """
     stacked = {path: stacked_dims(names.get(path), shape) for path, shape in shapes.items()}
     wide = {path: shape for path, shape in shapes.items() if len(shape) - stacked[path] >= 2}
-    middle = {path: stacked[path] + input_dims("", {}, path, shape, stacked[path]) for path, shape in wide.items()}
+    inputs = {path: input_dims("", {}, path, shape, stacked[path], names.get(path)) for path, shape in wide.items()}
+    middle = {path: stacked[path] + count for path, count in inputs.items()}
     weights = without_biases({path: names.get(path) for path in wide}, stacked, middle)
     matrices = [path for path in weights if not _is_vector(path)]
     return matrices, [path for path in wide if path not in matrices]
