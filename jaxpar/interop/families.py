@@ -6,10 +6,10 @@ from collections.abc import Collection
 from typing import Any
 
 from jaxpar.errors import ConfigError, did_you_mean
-from jaxpar.interop.family_table import DEEPSEEK, FAMILIES, IGNORED, LATENT, NEUTRAL, HFFamily
-from jaxpar.interop.fields import CONFIG, Fields, number
-from jaxpar.interop.rope_fields import LOCAL, ROPE_FIELDS, read_rope, read_two_ropes, scaling_fields, write_rope
-from jaxpar.interop.window_fields import PATTERN, after_first, all_if_used, read_windows, write_pattern, write_windows
+from jaxpar.interop.family_table import DEEPSEEK, FAMILIES, IGNORED, LATENT, NEUTRAL, HFFamily, Neutral
+from jaxpar.interop.fields import CONFIG, Fields, is_one_of, number
+from jaxpar.interop.rope_fields import LOCAL, read_rope, read_two_ropes, scaling_fields, write_rope
+from jaxpar.interop.window_fields import read_windows, write_pattern, write_windows
 from jaxpar.models.llama.config import LlamaConfig
 from jaxpar.models.moe.config import LatentAttentionConfig, MoEConfig
 from jaxpar.utils.yaml_config import build
@@ -59,7 +59,7 @@ def to_config(fields: Fields, *, ignore: Collection[str] = ()) -> LlamaConfig:
         values |= _latent(read, values["heads"])
     elif moe:
         values["balance_loss"] = read.get("router_aux_loss_coef", 0.001)
-    _check_fields(fields, family, ignore)
+    _check_fields(fields, {**NEUTRAL, **family.neutral, **(_repeated(read) if latent else {})}, family.reads, ignore)
     return build(MoEConfig if moe else LlamaConfig, values, CONFIG)
 
 
@@ -70,6 +70,16 @@ def _latent(fields: Fields, heads: Any) -> Fields:
     loss = number({"aux_loss_alpha": 0.0001, **fields}, "aux_loss_alpha")
     per = "sequence" if fields.get("seq_aux", True) else "batch"
     return {"latent_attention": sizes, "kv_heads": heads, "balance_loss": loss, "balance_per": per}
+
+
+def _repeated(fields: Fields) -> Neutral:
+    """Returns the only values of fields of latent attention that repeat others."""
+    rotated, heads = fields["qk_rope_head_dim"], fields["num_attention_heads"]
+    return {
+        "head_dim": (rotated,),
+        "qk_head_dim": (fields["qk_nope_head_dim"] + rotated,),
+        "num_key_value_heads": (heads, None),
+    }
 
 
 def _gemma(fields: Fields, family: HFFamily) -> Fields:
@@ -83,25 +93,16 @@ def _gemma(fields: Fields, family: HFFamily) -> Fields:
     return {"gemma": {**own, "local_rope_theta": local_theta}, **rope}
 
 
-def _check_fields(fields: Fields, family: HFFamily, ignore: Collection[str]) -> None:
-    """Raises an error that lists all fields that are not implemented and not neutral."""
-    own = {*family.sizes, *family.gemma, *family.extra, *ROPE_FIELDS}
-    own |= {"sliding_window", "layer_types"} if family.windows else set()
-    own |= {"use_sliding_window", "max_window_layers"} if family.windows in (after_first, all_if_used) else set()
-    own |= {LOCAL, PATTERN} if family.two_ropes else set()
-    if family.sizes is DEEPSEEK:
-        own |= {*LATENT, "head_dim", "qk_head_dim", "num_key_value_heads", "aux_loss_alpha", "seq_aux"}
-    own |= {"router_aux_loss_coef", "num_local_experts"} if "num_experts_per_tok" in family.sizes else set()
-    neutral = {**NEUTRAL, **family.neutral}
+def _check_fields(fields: Fields, neutral: Neutral, reads: Collection[str], ignore: Collection[str]) -> None:
+    """Raises an error that lists all fields that no table knows, or not with their values."""
     problems = []
     for key, value in fields.items():
-        if key in neutral:
-            if value is not None and value != neutral[key] and key not in ignore:
-                problems.append(f"{key} must be {neutral[key]!r}, got {value!r:.100}")
+        if key in reads or key in IGNORED or key in ignore:
             continue
-        known = key in own or key in IGNORED or key in ignore or key.startswith("_")
-        if not known and value not in (None, False, "", [], {}):
+        if key not in neutral:
             problems.append(f"{key} is {value!r:.100}")
+        elif not is_one_of(value, neutral[key]):
+            problems.append(f"{key} must be {neutral[key][0]!r}, got {value!r:.100}")
     if problems:
         raise ConfigError(
             f"{CONFIG}: these fields are not implemented: {'; '.join(problems)}. Remedy: another model; or "
@@ -125,7 +126,7 @@ def to_fields(config: LlamaConfig, family: str | None = None) -> Fields:
         )
     for name in FAMILIES if family is None else [family]:
         fields = _fields_of(config, name)
-        if fields is not None and _same_model(to_config(fields), config):
+        if fields is not None and same_model(to_config(fields), config):
             return fields
     raise ConfigError(
         f"export: {'no family can' if family is None else f'{family} cannot'} express this configuration: {config}. "
@@ -139,7 +140,7 @@ _TRAINING_ONLY |= {"mtp_depth", "mtp_weight", "overlap_matmuls"}
 """Fields of our configurations that do not change the logits."""
 
 
-def _same_model(one: LlamaConfig, other: LlamaConfig) -> bool:
+def same_model(one: LlamaConfig, other: LlamaConfig) -> bool:
     """Whether two configurations compute the same."""
 
     def own(config: LlamaConfig) -> Fields:
@@ -171,7 +172,7 @@ def _fields_of(config: LlamaConfig, name: str) -> Fields | None:
         "architectures": [family.architecture],
         "model_type": name,
         "torch_dtype": config.param_dtype,
-        **{key: value for key, value in family.neutral.items() if key == "hidden_act"},
+        "hidden_act": family.neutral["hidden_act"][0],
         "attention_dropout": 0.0,
         "max_position_embeddings": positions,
         "tie_word_embeddings": config.tie_embeddings,

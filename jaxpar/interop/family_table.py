@@ -4,31 +4,68 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from jaxpar.interop.fields import Fields
-from jaxpar.interop.window_fields import PATTERN, WindowRule, after_first, all_but_every, all_if_used, all_layers
+from jaxpar.interop.rope_fields import LOCAL, ROPE_FIELDS
+from jaxpar.interop.window_fields import (
+    PATTERN,
+    USED,
+    WindowRule,
+    after_first,
+    all_but_every,
+    all_if_used,
+    all_layers,
+)
 
 IGNORED = frozenset((
-    "architectures", "auto_map", "bos_token_id", "cache_implementation", "dtype", "eos_token_id", "initializer_range",
-    "max_position_embeddings", "model_type", "num_nextn_predict_layers", "output_router_logits", "pad_token_id",
-    "pretraining_tp", "tie_word_embeddings", "torch_dtype", "transformers_version", "use_cache",
+    # of the file and the repository
+    "_attn_implementation_autoset", "_commit_hash", "_name_or_path", "_sliding_window_pattern", "architectures",
+    "auto_map", "dtype", "model_type", "name_or_path", "torch_dtype", "transformers_version", "unsloth_fixed",
+    "unsloth_version",
+    # of tokens and generation
+    "begin_suppress_tokens", "bos_token_id", "cache_implementation", "decoder_start_token_id", "do_sample",
+    "eos_token_id", "max_length", "max_new_tokens", "min_length", "num_beams", "pad_token_id", "prefix",
+    "repetition_penalty", "sep_token_id", "suppress_tokens", "temperature", "tokenizer_class", "top_k", "top_p",
+    "use_cache",
+    # of training and other heads
+    "finetuning_task", "gradient_checkpointing", "id2label", "initializer_range", "label2id", "num_labels",
+    "output_router_logits", "pretraining_tp", "problem_type", "task_specific_params",
+    # that every family reads
+    "max_position_embeddings", "tie_word_embeddings",
 ))  # fmt: skip
-"""Fields that do not change what the layers compute, or that every family reads."""
-NEUTRAL: Fields = {
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "decoder_sparse_step": 1,
-    "ep_size": 1,
-    "mlp_bias": False,
-    "mlp_only_layers": [],
-    "moe_layer_freq": 1,
-    "partial_rotary_factor": 1.0,
-    "rope_interleave": True,
-    "router_jitter_noise": 0.0,
-    "scoring_func": "sigmoid",
-    "topk_method": "noaux_tc",
+"""Fields of every family that may have any value: they change nothing that the layers compute, or are read."""
+
+type Neutral = Mapping[str, tuple[Any, ...]]
+"""Fields that are not implemented, and the only values that they may have; an export writes the first."""
+
+NEUTRAL: Neutral = {
+    "add_cross_attention": (False, None),
+    "attention_bias": (False, None),
+    "attention_dropout": (0.0, None),
+    "chunk_size_feed_forward": (0, None),
+    "cross_attention_hidden_size": (None,),
+    "is_causal": (True,),
+    "is_decoder": (False, True, None),
+    "is_encoder_decoder": (False, None),
+    "mlp_bias": (False, None),
+    "output_attentions": (False, None),
+    "output_hidden_states": (False, None),
+    "partial_rotary_factor": (1.0, None),
+    "pruned_heads": ({}, None),
+    "qk_layernorm": (False,),
+    "quantization_config": (None,),
+    "return_dict": (True,),
+    "sliding_window": (None,),
+    "tf_legacy_loss": (False,),
+    "tie_encoder_decoder": (False, None),
+    "torchscript": (False, None),
+    "use_bfloat16": (False, None),
+    "use_mrope": (False,),
+    "use_sliding_window": (False, None),
 }
-"""Fields that are not implemented, and the only values that they may have."""
+"""Those of every family. A field in no table is an error, whatever its value: transformers gives every field to its
+code, in which an absent one, ``is_causal`` for example, may count as true."""
 _SIZES = {
     "vocab_size": "vocab",
     "hidden_size": "embed",
@@ -39,6 +76,7 @@ _SIZES = {
     "intermediate_size": "mlp",
     "rms_norm_eps": "norm_eps",
 }
+_SILU: Neutral = {"hidden_act": ("silu",)}
 
 
 @dataclass(frozen=True)
@@ -64,8 +102,24 @@ class HFFamily:
     windows: WindowRule | None = None
     per_layer: bool = False
     gemma: Mapping[str, str] = field(default_factory=dict)
-    neutral: Fields = field(default_factory=lambda: {"hidden_act": "silu"})
+    neutral: Neutral = field(default_factory=lambda: _SILU)
     extra: Fields = field(default_factory=dict)
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """The fields that are read, besides those of every family."""
+        names = {*self.sizes, *self.gemma, "layer_types", *ROPE_FIELDS}
+        names |= {"sliding_window"} if self.windows else set()
+        names |= {USED, "max_window_layers"} if self.reads_use else set()
+        names |= {LOCAL, PATTERN} if self.two_ropes else set()
+        names |= {"router_aux_loss_coef", "num_local_experts"} if "num_experts_per_tok" in self.sizes else set()
+        names |= {*LATENT, "aux_loss_alpha", "seq_aux", "num_nextn_predict_layers"} if self.sizes is DEEPSEEK else set()
+        return frozenset(names)
+
+    @property
+    def reads_use(self) -> bool:
+        """Whether ``use_sliding_window`` turns windows on."""
+        return self.windows in (after_first, all_if_used)
 
     @property
     def two_ropes(self) -> bool:
@@ -92,8 +146,10 @@ LATENT = {"kv_lora_rank": "kv_latent", "q_lora_rank": "q_latent", "qk_rope_head_
 LATENT |= {"v_head_dim": "value_dim"}
 _NO_AUX: Fields = {"score": "sigmoid", "bias_rate": 0.001}
 _COMMON: Fields = {"rms_norm_eps": 1e-6, "max_window_layers": 28}
+_QWEN: Fields = {**_COMMON, "sliding_window": 4096}
 _GELU = "gelu_pytorch_tanh"
-_GEMMA_NEUTRAL: Fields = {"hidden_act": _GELU, "hidden_activation": _GELU, "use_bidirectional_attention": False}
+_GEMMA_NEUTRAL: Neutral = {"hidden_act": (_GELU,), "hidden_activation": (_GELU,)}
+_GEMMA_NEUTRAL |= {"use_bidirectional_attention": (False, None)}
 _GEMMA_EXTRA: Fields = {"hidden_activation": _GELU, "attention_bias": False}
 _GEMMA: Fields = {**_COMMON, "tie_word_embeddings": True, "query_pre_attn_scalar": 256, "sliding_window": 4096}
 
@@ -103,8 +159,8 @@ FAMILIES: dict[str, HFFamily] = {
     "ministral": HFFamily(
         "MinistralForCausalLM", _SIZES, defaults={**_COMMON, "sliding_window": 4096}, windows=all_layers, per_layer=True
     ),
-    "qwen2": HFFamily("Qwen2ForCausalLM", _SIZES, {"qkv_bias": True}, _COMMON, after_first, per_layer=True),
-    "qwen3": HFFamily("Qwen3ForCausalLM", _SIZES, {"qk_norm": True}, _COMMON, after_first, per_layer=True),
+    "qwen2": HFFamily("Qwen2ForCausalLM", _SIZES, {"qkv_bias": True}, _QWEN, after_first, per_layer=True),
+    "qwen3": HFFamily("Qwen3ForCausalLM", _SIZES, {"qk_norm": True}, _QWEN, after_first, per_layer=True),
     "gemma2": HFFamily(
         "Gemma2ForCausalLM",
         _SIZES,
@@ -116,7 +172,7 @@ FAMILIES: dict[str, HFFamily] = {
             "attn_logit_softcapping": "attention_softcap",
             "final_logit_softcapping": "logit_softcap",
         },
-        neutral={**_GEMMA_NEUTRAL, PATTERN: 2},
+        neutral={**_GEMMA_NEUTRAL, PATTERN: (2, None)},
         extra=_GEMMA_EXTRA,
     ),
     "gemma3_text": HFFamily(
@@ -127,7 +183,7 @@ FAMILIES: dict[str, HFFamily] = {
         all_but_every,
         per_layer=True,
         gemma={"query_pre_attn_scalar": "query_scalar", "final_logit_softcapping": "logit_softcap"},
-        neutral={**_GEMMA_NEUTRAL, "attn_logit_softcapping": None},
+        neutral={**_GEMMA_NEUTRAL, "attn_logit_softcapping": (None,)},
         extra=_GEMMA_EXTRA,
     ),
     "mixtral": HFFamily(
@@ -135,15 +191,31 @@ FAMILIES: dict[str, HFFamily] = {
         {**_SIZES, **_MIXTURE, "num_local_experts": "experts", "intermediate_size": "expert_mlp"},
         defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_experts_per_tok": 2, "num_local_experts": 8},
         windows=all_layers,
+        neutral={**_SILU, "router_jitter_noise": (0.0,)},
     ),
     "qwen3_moe": HFFamily(
         "Qwen3MoeForCausalLM",
         {**_SIZES, **_MIXTURE, **_QWEN_MOE},
         {"qk_norm": True},
-        {**_COMMON, "norm_topk_prob": False},
+        {**_QWEN, "norm_topk_prob": False},
         all_if_used,
+        neutral={**_SILU, "decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
         extra={"decoder_sparse_step": 1, "mlp_only_layers": []},
     ),
-    "deepseek_v3": HFFamily("DeepseekV3ForCausalLM", DEEPSEEK, _NO_AUX, _COMMON, extra={"rope_interleave": True}),
+    "deepseek_v3": HFFamily(
+        "DeepseekV3ForCausalLM",
+        DEEPSEEK,
+        _NO_AUX,
+        _COMMON,
+        neutral={
+            **_SILU,
+            "ep_size": (1,),
+            "moe_layer_freq": (1,),
+            "rope_interleave": (True,),
+            "scoring_func": ("sigmoid",),
+            "topk_method": ("noaux_tc",),
+        },
+        extra={"rope_interleave": True},
+    ),
 }
 """The supported values of ``model_type``."""

@@ -14,22 +14,36 @@ ROPE_FIELDS = ("rope_parameters", "rope_scaling", "rope_theta")
 LOCAL = "rope_local_base_freq"
 """The base of the layers with a sliding window, in Gemma 3."""
 _TURNS = {"beta_slow": 1.0, "beta_fast": 32.0}
+_ZERO_IS_NONE = ("beta_slow", "beta_fast", "mscale", "mscale_all_dim")
+"""Fields of ``yarn`` that transformers takes for absent if they are 0."""
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 def read_rope(fields: Fields, default_theta: float) -> Fields:
     """Returns ``rope_theta`` and ``rope_scaling`` of our configuration.
 
+    As in transformers, a ``rope_scaling`` replaces all of ``rope_parameters``.
+
     Raises:
-      ConfigError: the scaling is malformed, or not implemented.
+      ConfigError: the scaling is malformed, or not implemented; or ``rope_parameters`` has another ``rope_theta``, which
+        would be replaced too.
     """
-    given = _mapping(fields.get("rope_parameters") or fields.get("rope_scaling") or {})
-    theta = number({"rope_theta": default_theta, **fields, **given}, "rope_theta")
-    return {"rope_theta": theta, "rope_scaling": _scaling(given, fields)}
+    scaling, parameters = (_mapping(fields, key) for key in ("rope_scaling", "rope_parameters"))
+    rope = scaling or parameters
+    theta = number({"rope_theta": default_theta, **fields, **rope}, "rope_theta")
+    replaced = parameters.get("rope_theta")
+    if replaced not in (None, theta):
+        raise ConfigError(
+            f"{CONFIG}: rope_parameters has rope_theta {replaced!r:.100}, but transformers replaces it by rope_scaling, "
+            f"and rope_theta is then {theta:g}. Remedy: rope_theta in rope_scaling too, or one of both objects."
+        )
+    return _rope(rope, theta, fields)
 
 
 def read_two_ropes(fields: Fields, defaults: tuple[float, float]) -> tuple[Fields, Any]:
     """Returns the same of Gemma 3, and the base of its layers with a sliding window.
+
+    As in transformers, ``rope_scaling`` is for the layers without one, and added to what ``rope_parameters`` has.
 
     Args:
       fields: of ``config.json``.
@@ -38,21 +52,31 @@ def read_two_ropes(fields: Fields, defaults: tuple[float, float]) -> tuple[Field
     Raises:
       ConfigError: a scaling is malformed, or not implemented; layers with a sliding window have none.
     """
-    parts = _mapping(fields.get("rope_parameters") or {})
+    parts = _mapping(fields, "rope_parameters")
     if unknown := sorted(map(str, set(parts) - {_FULL, _SLIDING})):
         raise ConfigError(
             f"{CONFIG}: rope_parameters must have {_FULL} and {_SLIDING}, got {', '.join(unknown):.100} too."
         )
-    old = {key: value for key, value in fields.items() if key not in ROPE_FIELDS or not parts}
-    full = read_rope({**old, "rope_parameters": parts.get(_FULL)}, defaults[0])
-    own = _mapping(parts.get(_SLIDING) or {"rope_theta": fields.get(LOCAL) or defaults[1]})
-    local = read_rope({"rope_parameters": own}, defaults[1])
-    if local["rope_scaling"] is not None:
+    full, local = (_mapping(parts, key) for key in (_FULL, _SLIDING))
+    full = {**({} if parts else {"rope_type": "default"}), **full, **_mapping(fields, "rope_scaling")}
+    if full.get("truncate") is not None and full["truncate"] is not True:
         raise ConfigError(
-            f"{CONFIG}: rope_parameters.{_SLIDING} must be of rope_type 'default', got {own.get('rope_type')!r:.100}. "
+            f"{CONFIG}: truncate of {_FULL} must be true, which is what transformers computes, got "
+            f"{full['truncate']!r:.100}. Remedy: leave it out."
+        )
+    theta, local_theta = (
+        number({"rope_theta": default, **rope}, "rope_theta")
+        for rope, default in (
+            (full, fields.get("rope_theta", defaults[0])),
+            (local, fields.get(LOCAL, defaults[1])),
+        )
+    )
+    if _rope(local, local_theta, fields)["rope_scaling"] is not None:
+        raise ConfigError(
+            f"{CONFIG}: rope_parameters.{_SLIDING} must be of rope_type 'default', got {local.get('rope_type')!r:.100}. "
             "Remedy: none; this scaling is not implemented."
         )
-    return full, local["rope_theta"]
+    return _rope(full, theta, fields), local_theta
 
 
 def write_rope(config: LlamaConfig) -> Fields:
@@ -74,13 +98,16 @@ def scaling_fields(scaling: RopeScaling | None) -> Fields | None:
     return {"rope_type": scaling.kind, **{key: value for key, value in values.items() if value is not None}, **more}
 
 
-def _mapping(value: Any) -> Fields:
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{CONFIG}: rope_scaling must be an object, got {value!r:.100}.")
-    return dict(value)
+def _mapping(fields: Mapping[str, Any], key: str) -> Fields:
+    """Returns an object among fields; an absent one, or null, is empty."""
+    value = fields.get(key)
+    if value is not None and not isinstance(value, Mapping):
+        raise ConfigError(f"{CONFIG}: {key} must be an object, got {value!r:.100}.")
+    return dict(value or {})
 
 
-def _scaling(rope: Fields, fields: Fields) -> Fields | None:
+def _rope(rope: Fields, theta: float, fields: Fields) -> Fields:
+    """Returns our fields of a base and a scaling, with what of ``config.json`` it may leave out."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in [*ROPE_KINDS]:
         raise ConfigError(
@@ -100,15 +127,19 @@ def _scaling(rope: Fields, fields: Fields) -> Fields | None:
             f"{CONFIG}: these fields of rope_scaling ({kind}) are not implemented: {'; '.join(problems)}. Remedy: "
             "another model."
         )
-    if kind == "default":
-        return None
+    return {"rope_theta": theta, "rope_scaling": None if kind == "default" else _scaling(rope, kind, fields)}
+
+
+def _scaling(rope: Fields, kind: str, fields: Fields) -> Fields:
+    known = ROPE_KINDS[kind]
     values = {key: value for key, value in rope.items() if key in known and value is not None}
-    if kind == "yarn":
-        values = {**_TURNS, **{key: value for key, value in values.items() if value != 0}}
+    if ORIGINAL_SEQ in known:
         values.setdefault(ORIGINAL_SEQ, fields.get("max_position_embeddings"))
+    if kind == "yarn":
+        values = {**_TURNS, **{key: value for key, value in values.items() if value != 0 or key not in _ZERO_IS_NONE}}
         if "factor" not in values:
             values["factor"] = number(fields, "max_position_embeddings") / (number(values, ORIGINAL_SEQ) or 1)
     required = known.keys() - {"attention_factor", "mscale", "mscale_all_dim"}
-    found = {known[key]: number(values, key) for key in known if key in required or key in values}
-    truncate = {"truncate": rope["truncate"]} if isinstance(rope.get("truncate"), bool) else {}
-    return {"kind": kind, **found, **truncate}
+    sizes = {known[key]: number(values, key) for key in known if key in required or key in values}
+    truncate = {"truncate": bool(rope["truncate"])} if kind == "yarn" and "truncate" in rope else {}
+    return {"kind": kind, **sizes, **truncate}

@@ -12,7 +12,7 @@ from jaxpar.models.llama.config import LlamaConfig
 type WindowRule = Callable[[Fields, int], list[bool]]
 """``rule(fields, layers)``: for each layer, whether it has the window, if the file has no ``layer_types``."""
 
-PATTERN = "sliding_window_pattern"
+PATTERN, USED = "sliding_window_pattern", "use_sliding_window"
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _MOST_LAYERS = 2**14
 
@@ -24,12 +24,12 @@ def all_layers(fields: Fields, layers: int) -> list[bool]:
 
 def all_if_used(fields: Fields, layers: int) -> list[bool]:
     """The rule of Qwen3-MoE."""
-    return [bool(fields.get("use_sliding_window"))] * layers
+    return [bool(fields.get(USED))] * layers
 
 
 def after_first(fields: Fields, layers: int) -> list[bool]:
     """The rule of Qwen2 and Qwen3: all but the first ``max_window_layers``."""
-    used = bool(fields.get("use_sliding_window"))
+    used = bool(fields.get(USED))
     return [used and i >= number(fields, "max_window_layers") for i in range(layers)]
 
 
@@ -57,7 +57,7 @@ def read_windows(fields: Fields, rule: WindowRule | None, *, per_layer: bool) ->
         return {}  # the configuration reports it
     local = [False] * layers if rule is None or window is None else rule(fields, layers)
     if given := _types(fields.get("layer_types"), layers):
-        allowed = window is not None and fields.get("use_sliding_window") is not False
+        allowed = window is not None and (rule is not after_first or bool(fields.get(USED)))
         given = [x and allowed for x in given] if per_layer else given
         if not per_layer and given != local:
             raise ConfigError(
@@ -97,7 +97,7 @@ def write_windows(config: LlamaConfig, rule: WindowRule | None, *, per_layer: bo
     if per_layer:
         written["layer_types"] = [_SLIDING if x else _FULL for x in local]
     if rule in (after_first, all_if_used):
-        written["use_sliding_window"] = any(local)
+        written[USED] = any(local)
         written["max_window_layers"] = next((i for i, x in enumerate(local) if x), len(local))
     return written
 

@@ -21,8 +21,6 @@ from jaxpar.interop.families import to_config, to_fields
 from jaxpar.interop.tensor_map import shared_copies, tensor_rules
 from jaxpar.models import make_decoder
 from jaxpar.models.llama import LlamaConfig
-from jaxpar.models.llama.config import GemmaConfig
-from jaxpar.models.llama.rope import RopeScaling
 from jaxpar.models.moe.config import preset
 from jaxpar.training.model import build_shapes, leaves_with_paths, show
 
@@ -46,7 +44,7 @@ def fields_of(case: str) -> dict[str, Any]:
         ),
         ("llama2", {"attention_bias": True}, "not implemented: attention_bias must be False, got True"),
         ("llama2", {"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
-        ("llama2", {"quantization_config": {"bits": 4}}, "quantization_config is {'bits': 4}"),
+        ("llama2", {"quantization_config": {"bits": 4}}, "quantization_config must be None, got {'bits': 4}"),
         ("llama2", {"hidden_size": "many"}, "hidden_size must be a number, got 'many'"),
         ("llama2", {"rope_parameters": {"rope_type": "longrope"}}, "got rope_type 'longrope'. Remedy: none"),
         ("llama2", {"rope_parameters": {"rope_type": "linear"}}, "config.json: factor must be a number, got None"),
@@ -56,7 +54,7 @@ def fields_of(case: str) -> dict[str, Any]:
             {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "short_factor": [1.0], "x": 3}},
             "these fields of rope_scaling (yarn) are not implemented: short_factor is [1.0]; x is 3. Remedy",
         ),
-        ("llama2", {"sliding_window": 8}, "sliding_window is 8"),
+        ("llama2", {"sliding_window": 8}, "sliding_window must be None, got 8"),
         (
             "llama2",
             {"layer_types": ["sliding_attention"] * 2},
@@ -85,6 +83,23 @@ def fields_of(case: str) -> dict[str, Any]:
         ),
         ("gemma3", {"layer_types": None, "sliding_window_pattern": 0}, "must be a number of layers >= 1, got 0"),
         ("gemma3", {"model_type": "gemma3"}, "model_type must be one of llama, "),
+        (
+            "gemma3",
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "truncate": False}},
+            "config.json: truncate of full_attention must be true, which is what transformers computes, got False. ",
+        ),
+        (
+            "llama3",
+            {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+            "rope_theta is then 10000. Remedy: rope_theta in rope_scaling too, or one of both objects.",
+        ),
+        ("llama2", {"rope_scaling": [8.0]}, "config.json: rope_scaling must be an object, got [8.0]."),
+        ("llama2", {"is_causal": False}, "these fields are not implemented: is_causal must be True, got False. Remedy"),
+        ("llama2", {"is_causal": None, "x": None}, "is_causal must be True, got None; x is None. Remedy: another"),
+        ("llama2", {"attention_bias": 0}, "attention_bias must be False, got 0. Remedy"),
+        ("deepseek_v3", {"rope_interleave": None}, "rope_interleave must be True, got None. Remedy"),
+        ("deepseek_v3", {"head_dim": 8}, "head_dim must be 4, got 8. Remedy"),
+        ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads must be 4, got 2. Remedy"),
         ("llama2", {"num_key_value_heads": 3}, "heads=4 is not a multiple of kv_heads=3"),
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise must be 0.0, got 0.1"),
         ("qwen3_moe", {"mlp_only_layers": [1]}, "mlp_only_layers must be [], got [1]"),
@@ -98,17 +113,6 @@ def test_what_is_not_implemented_is_an_error(case: str, fields: dict[str, Any], 
     assert text in str(error.value)
 
 
-def test_older_configurations_are_read() -> None:
-    old = json.loads((GOLDEN / "llama3" / "config.json").read_text())
-    rope = old.pop("rope_parameters")
-    theta = rope.pop("rope_theta")
-    new = to_config(json.loads((GOLDEN / "llama3" / "config.json").read_text()))
-    assert to_config({**old, "rope_theta": theta, "rope_scaling": rope}) == new
-    rope["type"] = rope.pop("rope_type")
-    assert to_config({**old, "rope_theta": theta, "rope_scaling": rope, "unsloth": "x"}, ignore=["unsloth"]) == new
-    assert (new.rope_theta, new.rope_scaling) == (500.0, RopeScaling("llama3", 8.0, 32))
-
-
 def test_windows_of_some_layers_are_read() -> None:
     old = {key: value for key, value in fields_of("qwen3").items() if key != "layer_types"}
     window = {"use_sliding_window": True, "sliding_window": 8}
@@ -120,8 +124,11 @@ def test_windows_of_some_layers_are_read() -> None:
     types = ["sliding_attention", "full_attention"]
     assert read(max_window_layers=2, layer_types=types).local_layers == (True, False)
     assert read(use_sliding_window=False, layer_types=types) == to_config(old)
+    absent = {key: value for key, value in old.items() if key != "sliding_window"}
+    assert to_config({**absent, "use_sliding_window": True, "max_window_layers": 1}).sliding_window == 4096
     ministral = {**fields_of("mistral"), "model_type": "ministral", "layer_types": types}
     assert to_config(ministral).local_layers == (True, False)
+    assert to_config({**ministral, "use_sliding_window": False}) == to_config(ministral)  # which it does not read
     assert to_config({**ministral, "layer_types": None}) == to_config(fields_of("mistral"))
     assert to_fields(to_config(ministral))["model_type"] == "ministral"
 
@@ -191,31 +198,6 @@ def test_layers_of_further_tokens_have_the_names_of_deepseek() -> None:
     ]
     tied = shared_copies(replace(config, tie_embeddings=True))
     assert [rule.path for rule in tied] == ["embedding", "embedding"]
-
-
-def test_older_gemmas_are_read() -> None:
-    new = {key: value for key, value in fields_of("gemma3").items() if key not in ("rope_parameters", "layer_types")}
-    rope = {"rope_theta": 500.0, "rope_local_base_freq": 100, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}
-    assert to_config({**new, **rope, "sliding_window_pattern": 2}) == to_config(fields_of("gemma3"))
-    assert to_config({**new, "sliding_window_pattern": 3}).local_layers == (True, True, False, True, True)
-    assert to_config(new).gemma == GemmaConfig(query_scalar=6, local_rope_theta=1e4)
-    assert to_config(new).rope_theta == 1e6
-    old = {key: value for key, value in fields_of("gemma2").items() if key not in ("rope_parameters", "layer_types")}
-    assert to_config(old) == to_config(fields_of("gemma2"))
-    del old["attn_logit_softcapping"]
-    assert to_config({**old, "final_logit_softcapping": None}).gemma == GemmaConfig(6, attention_softcap=50.0)
-
-
-def test_yarn_is_read() -> None:
-    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}
-    read = lambda **more: to_config({**fields_of("llama2"), "rope_parameters": {**yarn, **more}}).rope_scaling
-    assert read() == RopeScaling("yarn", 4.0, 32, fast_turns=32.0)
-    assert read(truncate=False, attention_factor=1.5) == RopeScaling(
-        "yarn", 4.0, 32, fast_turns=32.0, attention_factor=1.5, truncate=False
-    )
-    assert read(attention_factor=1.5).rotated_factor == 1.5
-    assert read(factor=None) == RopeScaling("yarn", 256 / 32, 32, fast_turns=32.0)
-    assert read(original_max_position_embeddings=None, mscale=0) == RopeScaling("yarn", 4.0, 256, fast_turns=32.0)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -1,0 +1,120 @@
+"""A field of ``config.json`` is neutral only if a table says so for its value: every field is changed, in every family.
+
+transformers loads the golden checkpoints with 11,023 changed configurations (``benchmarks/interop/make_mutations.py``).
+With each, jaxpar computes the same logits, or refuses it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+import pytest
+from config_mutations import BASES, GOLDEN, Mutation, base_fields, read, sample
+
+import jaxpar as jp
+from jaxpar.errors import CheckpointError, ConfigError
+from jaxpar.interop import huggingface
+from jaxpar.interop.families import same_model, to_config
+from jaxpar.interop.family_table import FAMILIES, IGNORED, NEUTRAL
+from jaxpar.models import make_decoder
+from jaxpar.models.llama import LlamaConfig
+
+DIMS = ("embed", "norm", "heads", "kv_heads", "head_dim", "mlp", "vocab", "layers")
+DIMS += ("experts", "expert_mlp", "latent", "dense_layers", "seq", "residual_seq")
+
+
+@functools.cache
+def mutations(case: str) -> list[Mutation]:
+    return [one for one in read() if one.case == case]
+
+
+def accepted(case: str) -> Iterator[tuple[Mutation, LlamaConfig]]:
+    """The changes that are not refused, and the configurations that are read."""
+    for one in mutations(case):
+        try:
+            config = to_config(one.fields)
+        except ConfigError:
+            continue
+        yield one, config
+
+
+@pytest.mark.parametrize("case", BASES)
+def test_no_change_that_matters_is_neutral(case: str) -> None:
+    """Where transformers computes other logits, the configuration that is read is another one too."""
+    base = to_config(base_fields(case))
+    assert sum(one.answer is not None for one in mutations(case)) > 200
+    read_ones = list(accepted(case))
+    assert len(read_ones) > 150
+    wrong = [(one.changes, one.removed) for one, config in read_ones if one.answer and same_model(config, base)]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("case", BASES)
+def test_every_field_has_one_entry(case: str) -> None:
+    """A field that is read, or may have any value, has no list of neutral values; and the file's own are known."""
+    family = FAMILIES[base_fields(case)["model_type"]]
+    assert not IGNORED & ({*NEUTRAL, *family.neutral} | family.reads)
+    assert not family.reads & family.neutral.keys() - {"sliding_window_pattern"}
+    for value in (None, False, True, 0, 1, "", "x", [], {}):
+        with pytest.raises(ConfigError, match="a_new_field is "):
+            to_config({**base_fields(case), "a_new_field": value})
+        to_config({**base_fields(case), "a_new_field": value}, ignore=["a_new_field"])
+
+
+def logits_of(folder: Path, layout: jp.Layout, tokens: np.ndarray) -> np.ndarray:
+    config = huggingface.read_config(folder)
+    params = huggingface.load(layout, folder, config=config)
+    kind = jp.abstract_state(layout, make_decoder(config), optax.identity()).metadata.kind
+    with layout:
+        return np.asarray(jax.jit(lambda params, tokens: kind.merge(params, {})(tokens))(params, tokens))
+
+
+def check_logits(case: str, ones: list[Mutation], folder: Path) -> int:
+    """Compares logits with those of transformers; returns how many configurations are read with the weights."""
+    golden = GOLDEN / BASES[case][0]
+    (folder / "model.safetensors").symlink_to(golden / "model.safetensors")
+    with np.load(golden / "answers.npz") as answers:
+        tokens = answers["tokens"]
+    layout = jp.Layout(jp.MeshSpec(data=1).build(jax.devices()[:1]), jp.Rules(batch="data", **dict.fromkeys(DIMS)))
+    (folder / "config.json").write_text(json.dumps(base_fields(case)))
+    base = sample(logits_of(folder, layout, tokens))
+    count = 0
+    for one in ones:
+        (folder / "config.json").write_text(json.dumps(one.fields))
+        try:
+            logits = logits_of(folder, layout, tokens)
+        except (CheckpointError, ConfigError):
+            continue
+        count += 1
+        wanted = base if one.answer is None else one.answer
+        np.testing.assert_allclose(sample(logits), wanted, atol=1e-4, rtol=0, err_msg=f"{one.changes} {one.removed}")
+    return count
+
+
+def others(case: str) -> list[Mutation]:
+    """One change for each configuration that is read and not that of the golden file."""
+    base = to_config(base_fields(case))
+    return list({repr(config): one for one, config in accepted(case) if not same_model(config, base)}.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", BASES)
+def test_changes_that_are_read_have_the_logits_of_transformers(case: str, tmp_path: Path) -> None:
+    assert check_logits(case, others(case)[::STEP], tmp_path) > 4
+
+
+STEP = 8
+"""The slow test takes each eighth configuration; all 823 agree."""
+
+
+def test_the_epsilon_of_a_deepseek_is_not_for_its_latent_vectors(tmp_path: Path) -> None:
+    """``rms_norm_eps: 0.5`` changes the logits by 2.4; with latent vectors too they would differ by 1.4 more."""
+    ones = [one for one in mutations("deepseek_v3") if one.changes == {"rms_norm_eps": 0.5}]
+    assert len(ones) == 1 and ones[0].answer is not None
+    assert check_logits("deepseek_v3", ones, tmp_path) == 1
