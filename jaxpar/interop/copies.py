@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint that are skipped as copies of others: they are compared, so that no other values are lost."""
+"""Tensors of a checkpoint that are skipped, as copies of others or of constants: they are compared first."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 
 from jaxpar.errors import CheckpointError
@@ -13,6 +14,7 @@ from jaxpar.interop.safetensors import DTYPES
 from jaxpar.interop.tensor_map import EMBEDDING, HEAD, shared_copies
 from jaxpar.interop.transfer import AnyTensor, OpenFiles, read_box
 from jaxpar.models.llama.config import LlamaConfig
+from jaxpar.models.llama.rope import frequencies
 
 _SAMPLE_BYTES = 2**24
 
@@ -94,6 +96,36 @@ def check_copies(
                 at, values = place
                 raise CheckpointError(f"{what}at {at} it has {values[0]:g}, not {values[1]:g}. Remedy: {copy.remedy}.")
         return files.bytes_read
+
+
+def check_frequencies(config: LlamaConfig, tensors: Mapping[str, AnyTensor], root: Path) -> None:
+    """Checks that the rotary frequencies that older versions of transformers saved are those of the configuration.
+
+    Raises:
+      CheckpointError: they are others, so the model was trained with another ``rope_theta``.
+    """
+    thetas = [config.rope_theta, *([config.gemma.local_rope_theta] if config.gemma else [])]
+    known = [np.asarray(frequencies(config.rope_dim, theta, None)) for theta in thetas if theta is not None]
+    known.append(np.asarray(frequencies(config.rope_dim, config.rope_theta, config.rope_scaling)))
+    with OpenFiles() as files:
+        for name, tensor in tensors.items():
+            if not is_frequencies(name) or tensor.dtype not in DTYPES:
+                continue
+            precision = ml_dtypes.finfo(DTYPES[tensor.dtype])
+            box = tuple((0, size) for size in tensor.shape)
+            values = read_box(files, tensor, tensor.shape, box).astype(np.float64)
+            close = lambda a, b, p=precision: np.allclose(a, b, rtol=2 * float(p.eps), atol=float(p.smallest_subnormal))
+            if not any(values.shape == one.shape and close(values, one) for one in known):
+                raise CheckpointError(
+                    f"{root}: {name} has rotary frequencies from {values.max():g} to {values.min():g}, but those of "
+                    f"rope_theta {config.rope_theta:g} are from {known[0].max():g} to {known[0].min():g}. Remedy: the "
+                    "rope_theta of the model's training, in config.json."
+                )
+
+
+def is_frequencies(name: str) -> bool:
+    """Whether a tensor is the rotary frequencies that older versions of transformers saved."""
+    return name.endswith("rotary_emb.inv_freq")
 
 
 type _Difference = tuple[list[int], tuple[float, float]]

@@ -18,7 +18,7 @@ import optax
 from jaxpar.errors import CheckpointError, ConfigError
 from jaxpar.interop.account import check_tensors
 from jaxpar.interop.compressed_tensors import Writes, packed_writes, quantization_fields
-from jaxpar.interop.copies import check_copies, copies_of, has_other_head
+from jaxpar.interop.copies import check_copies, check_frequencies, copies_of, has_other_head, is_frequencies
 from jaxpar.interop.families import CONFIG, to_config, to_fields
 from jaxpar.interop.folder import read_object, read_parameters, write_folder
 from jaxpar.interop.quantized_tensors import FIELD, scaled_tensors
@@ -173,6 +173,7 @@ def load(
     settled(lambda: check_tensors(rules.values(), _shapes(leaves), used, str(root)))
     share = (jax.process_index(), jax.process_count())
     compared = settled(lambda: check_copies(copies_of(config), tensors, root, share))
+    settled(lambda: check_frequencies(config, tensors, root))
 
     def read() -> Any:
         made, bytes_read = read_parameters(rules, used, seen)
@@ -197,7 +198,7 @@ def _read(root: Path, config: LlamaConfig | None) -> tuple[LlamaConfig, dict[str
     unused = tuple(f"model.layers.{config.layers + i}." for i in range(depth, more))
     copies = {copy.name for copy in copies_of(config)}
     is_unused = lambda name: (
-        name.endswith("rotary_emb.inv_freq")  # older transformers saved this constant
+        is_frequencies(name)
         or name.startswith(unused)  # predict further tokens, which the configuration leaves out
         or name in copies
     )

@@ -71,8 +71,8 @@ def logits_of(folder: Path, layout: jp.Layout, tokens: np.ndarray) -> np.ndarray
     config = huggingface.read_config(folder)
     params = huggingface.load(layout, folder, config=config)
     kind = jp.abstract_state(layout, make_decoder(config), optax.identity()).metadata.kind
-    with layout:
-        return np.asarray(jax.jit(lambda params, tokens: kind.merge(params, {})(tokens))(params, tokens))
+    with layout, jax.disable_jit():  # the operations are compiled once for all configurations
+        return np.asarray(kind.merge(params, {})(tokens))
 
 
 def check_logits(case: str, ones: list[Mutation], folder: Path) -> int:
@@ -106,11 +106,7 @@ def others(case: str) -> list[Mutation]:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", BASES)
 def test_changes_that_are_read_have_the_logits_of_transformers(case: str, tmp_path: Path) -> None:
-    assert check_logits(case, others(case)[::STEP], tmp_path) > 4
-
-
-STEP = 8
-"""The slow test takes each eighth configuration; all 823 agree."""
+    assert check_logits(case, others(case), tmp_path) > 40
 
 
 def test_the_epsilon_of_a_deepseek_is_not_for_its_latent_vectors(tmp_path: Path) -> None:

@@ -132,6 +132,24 @@ def test_all_rows_are_compared(layout: jp.Layout, tmp_path: Path, monkeypatch: p
     assert failed == [1]  # rows 10 to 20
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_rotary_frequencies_are_those_of_the_configuration(layout: jp.Layout, dtype: str, tmp_path: Path) -> None:
+    """Older files have them, with the precision of their dtype."""
+    fields = json.loads((GOLDEN / "llama2" / "config.json").read_text())
+    name = "model.layers.1.self_attn.rotary_emb.inv_freq"
+    frequencies = lambda theta: (theta ** -(np.arange(0, 4, 2) / 4)).astype(DTYPES[SPELLED[dtype]])
+    folder = write(tmp_path / "one", {**arrays(GOLDEN / "llama2"), name: frequencies(1e4)}, fields)
+    huggingface.load(layout, folder)
+    folder = write(tmp_path / "two", {**arrays(GOLDEN / "llama2"), name: frequencies(1e6)}, fields)
+    with pytest.raises(CheckpointError) as error:
+        huggingface.load(layout, folder)
+    least = frequencies(1e6).astype(float).min()
+    assert str(error.value) == (
+        f"{folder}: {name} has rotary frequencies from 1 to {least:g}, but those of rope_theta 10000 are from 1 to 0.01. "
+        "Remedy: the rope_theta of the model's training, in config.json."
+    )
+
+
 def test_copies_in_layers_for_further_tokens_are_compared(layout: jp.Layout, tmp_path: Path) -> None:
     config = preset("deepseek_v3", layers=2, embed=16, mlp=8, expert_mlp=8, vocab=32, heads=2, kv_heads=2, mtp_depth=1)
     rng = np.random.default_rng(0)
