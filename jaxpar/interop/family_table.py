@@ -148,8 +148,11 @@ _NO_AUX: Fields = {"score": "sigmoid", "bias_rate": 0.001}
 _COMMON: Fields = {"rms_norm_eps": 1e-6, "max_window_layers": 28}
 _QWEN: Fields = {**_COMMON, "sliding_window": 4096}
 _GELU = "gelu_pytorch_tanh"
-_GEMMA_NEUTRAL: Neutral = {"hidden_act": (_GELU,), "hidden_activation": (_GELU,)}
-_GEMMA_NEUTRAL |= {"use_bidirectional_attention": (False, None)}
+_GEMMA_NEUTRAL: Neutral = {
+    "hidden_act": (_GELU,),
+    "hidden_activation": (_GELU,),
+    "use_bidirectional_attention": (False, None),
+}
 _GEMMA_EXTRA: Fields = {"hidden_activation": _GELU, "attention_bias": False}
 _GEMMA: Fields = {**_COMMON, "tie_word_embeddings": True, "query_pre_attn_scalar": 256, "sliding_window": 4096}
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import gzip
 import json
 from pathlib import Path
@@ -71,6 +72,7 @@ class Mutation(NamedTuple):
         return {key: value for key, value in (base_fields(self.case) | self.changes).items() if key not in self.removed}
 
 
+@functools.cache
 def base_fields(case: str) -> dict[str, Any]:
     golden, changes = BASES[case]
     fields: dict[str, Any] = json.loads((GOLDEN / golden / "config.json").read_text())

