@@ -88,8 +88,8 @@ def check_copies(
             what = f"{root}: {copy.name} must be a copy of {copy.original}, because {copy.reason}, but "
             if mine.shape != original.shape or mine.dtype not in DTYPES:
                 raise CheckpointError(
-                    f"{what}it is {mine.dtype} {list(mine.shape)}, not {original.dtype} {list(original.shape)}. Remedy: "
-                    f"{copy.remedy}."
+                    f"{what}it is {mine.dtype} {list(mine.shape)}, not {original.dtype} {list(original.shape)}. "
+                    f"Remedy: {copy.remedy}."
                 )
             rows = mine.shape[0]
             if place := _first_difference(files, mine, original, (rows * k // n, rows * (k + 1) // n)):

@@ -25,8 +25,8 @@ def read_rope(fields: Fields, default_theta: float) -> Fields:
     As in transformers, a ``rope_scaling`` replaces all of ``rope_parameters``.
 
     Raises:
-      ConfigError: the scaling is malformed, or not implemented; or ``rope_parameters`` has another ``rope_theta``, which
-        would be replaced too.
+      ConfigError: the scaling is malformed, or not implemented; or ``rope_parameters`` has another ``rope_theta``,
+        which would be replaced too.
     """
     scaling, parameters = (_mapping(fields, key) for key in ("rope_scaling", "rope_parameters"))
     rope = scaling or parameters
@@ -34,8 +34,9 @@ def read_rope(fields: Fields, default_theta: float) -> Fields:
     replaced = parameters.get("rope_theta")
     if replaced not in (None, theta):
         raise ConfigError(
-            f"{CONFIG}: rope_parameters has rope_theta {replaced!r:.100}, but transformers replaces it by rope_scaling, "
-            f"and rope_theta is then {theta:g}. Remedy: rope_theta in rope_scaling too, or one of both objects."
+            f"{CONFIG}: rope_parameters has rope_theta {replaced!r:.100}, but transformers replaces it by "
+            f"rope_scaling, and rope_theta is then {theta:g}. Remedy: rope_theta in rope_scaling too, or one of both "
+            "objects."
         )
     return _rope(rope, theta, fields)
 
@@ -73,8 +74,8 @@ def read_two_ropes(fields: Fields, defaults: tuple[float, float]) -> tuple[Field
     )
     if _rope(local, local_theta, fields)["rope_scaling"] is not None:
         raise ConfigError(
-            f"{CONFIG}: rope_parameters.{_SLIDING} must be of rope_type 'default', got {local.get('rope_type')!r:.100}. "
-            "Remedy: none; this scaling is not implemented."
+            f"{CONFIG}: rope_parameters.{_SLIDING} must be of rope_type 'default', got "
+            f"{local.get('rope_type')!r:.100}. Remedy: none; this scaling is not implemented."
         )
     return _rope(full, theta, fields), local_theta
 

@@ -98,7 +98,8 @@ def link_text(link: Path | str, *, dir_fd: int | None = None) -> str:
 def write_atomically(file: Path, text: str, *, mode: int = SHARED) -> None:
     """Replace a file by ``text``, so that a kill leaves the old or the new content, and sync it to disk.
 
-    The new file has the ``mode`` that the umask leaves. The folder is synced before the file is replaced too: the content may name other new files of it.
+    The new file has the ``mode`` that the umask leaves. The folder is synced before the file is replaced too: the
+    content may name other new files of it.
     """
     new = file.with_name(f"{file.name}.new")
     new.unlink(missing_ok=True)  # left by a kill, or a link

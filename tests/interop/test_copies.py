@@ -145,8 +145,8 @@ def test_rotary_frequencies_are_those_of_the_configuration(layout: jp.Layout, dt
         huggingface.load(layout, folder)
     least = frequencies(1e6).astype(float).min()
     assert str(error.value) == (
-        f"{folder}: {name} has rotary frequencies from 1 to {least:g}, but those of rope_theta 10000 are from 1 to 0.01. "
-        "Remedy: the rope_theta of the model's training, in config.json."
+        f"{folder}: {name} has rotary frequencies from 1 to {least:g}, but those of rope_theta 10000 are from 1 to "
+        "0.01. Remedy: the rope_theta of the model's training, in config.json."
     )
 
 

@@ -97,9 +97,9 @@ def test_adapters_of_weights_that_peft_changes_are_an_error(init: str, tmp_path:
     with pytest.raises(ConfigError) as error:
         read_rank_and_alpha(write(tmp_path, {"init_lora_weights": init}))
     assert str(error.value) == (
-        f"adapter_config.json: init_lora_weights is {init!r}, so the adapter belongs to weights that PEFT made of those "
-        "of 'some/model', which jaxpar does not make. Remedy: in PEFT, model.merge_and_unload().save_pretrained(DIR), "
-        "and import DIR; or, but for loftq, model.save_pretrained(DIR, path_initial_model_for_weight_conversion="
+        f"adapter_config.json: init_lora_weights is {init!r}, so the adapter belongs to weights that PEFT made of "
+        "those of 'some/model', which jaxpar does not make. Remedy: in PEFT, model.merge_and_unload().save_pretrained("
+        "DIR), and import DIR; or, but for loftq, model.save_pretrained(DIR, path_initial_model_for_weight_conversion="
         "INITIAL), which makes an adapter of the model itself."
     )
 
