@@ -73,6 +73,18 @@ def test_every_field_has_one_entry(case: str) -> None:
         to_config({**base_fields(case), "a_new_field": value}, ignore=["a_new_field"])
 
 
+@pytest.mark.parametrize("case", BASES)
+def test_fields_of_any_value_change_nothing(case: str) -> None:
+    """transformers was given several values of each."""
+    answers: dict[str, list[bool]] = {}
+    for one in mutations(case):
+        if len(one.changes) == 1 and not one.removed:
+            answers.setdefault(next(iter(one.changes)), []).append(one.answer is None)
+    tried = IGNORED & answers.keys()
+    assert IGNORED - tried <= {"model_type", "tie_word_embeddings"}
+    assert {key for key in tried if not all(answers[key])} == set()
+
+
 def logits_of(folder: Path, layout: jp.Layout, tokens: np.ndarray) -> np.ndarray:
     config = huggingface.read_config(folder)
     params = huggingface.load(layout, folder, config=config)

@@ -113,4 +113,5 @@ def _yarn_ramp(dim: int, theta: float, scaling: RopeScaling) -> np.ndarray:
     ]
     first, last = (math.floor(ends[0]), math.ceil(ends[1])) if scaling.truncate else ends
     first, last = max(first, 0), min(last, dim - 1)
-    return np.clip((np.arange(dim // 2) - first) / max(last - first, 1e-3), 0, 1)
+    # The difference may be negative, if all pairs turn more often; the published code then stretches them all.
+    return np.clip((np.arange(dim // 2) - first) / (last - first or 1e-3), 0, 1)
