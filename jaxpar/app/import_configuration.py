@@ -229,7 +229,7 @@ def _write(command: ImportMindFormersCommand, name: str, config: dict[str, Any],
             how: dict[str, Any] = {"batch": job.batch_spec(), "loss_fn": job.loss_fn, "step": job.step_options()}
             with warnings.catch_warnings():  # about this machine, not about the run's
                 warnings.simplefilter("ignore", UserWarning)
-                found = jp.explain(job.layout(devices), job.make_model, job.tx, **how)
+                found = jp.check(job.layout(devices), job.make_model, job.tx, **how, strict=False)
             for reason in () if found.memory is None else found.memory.unknown:
                 raise ConfigError(reason)
         except JaxparError as error:

@@ -286,7 +286,7 @@ def make_job(loaded: Loaded, *, training: bool = True) -> Job:
         tx = balanced_bias(tx, model.bias_rate)
     tx = _offload(config, model, tx)
     mesh = loaded.layout["mesh"] or {}
-    pipeline = make_pipeline(config.parallel.pipeline, mesh, model.layers) if training else None
+    pipeline = make_pipeline(config.parallel.pipeline, mesh, model.block_layers) if training else None
     check_recompute(pipeline, model.remat)
     run = (make_model, _loss(model, pipeline), tx)
     return Job(loaded.name, config, model, *run, loaded.layout, zero, precision, fusion, pipeline)

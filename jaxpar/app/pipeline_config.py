@@ -22,7 +22,7 @@ def make_pipeline(
     Args:
       config: the table ``parallel.pipeline``, or ``None``.
       mesh: the sizes of the mesh axes.
-      layers: the number of layers of the model.
+      layers: the number of layers in the stack that is cut into stages.
 
     Raises:
       ConfigError: the mesh has stages but the table is missing, the number of stages is open (-1), or an option is
@@ -103,6 +103,6 @@ def _check_layers(config: PipelineConfig, layers: int, pieces: int) -> None:
         low, more = divmod(layers, pieces)
         raise ConfigError(
             f"parallel.pipeline: layers_per_stage is {list(each)}, {len(each)} numbers that sum to {sum(each)}, but "
-            f"the model has {layers} layers and the schedule {pieces} pieces of at least one layer each. Remedy: "
+            f"{layers} layers run in stages and the schedule has {pieces} pieces of at least one layer each. Remedy: "
             f"{pieces} numbers that sum to {layers}, such as {[low + 1] * more + [low] * (pieces - more)}."
         )

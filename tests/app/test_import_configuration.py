@@ -39,6 +39,13 @@ parallel_config: {data_parallel: 4, model_parallel: 2, expert_parallel: 2, use_s
 parallel: {enable_parallel_optimizer: true, parallel_optimizer_config: {gradient_accumulation_shard: true}}
 runner_config: {gradient_accumulation_steps: 2}
 """
+LATENT = """
+moe_config: {expert_num: 2, num_experts_chosen: 1, first_k_dense_replace: 1, moe_intermediate_size: 32, use_gmm: true}
+parallel_config: {data_parallel: 4, model_parallel: 2}
+"""
+LATENT_STAGES = LATENT.replace("data_parallel: 4", "data_parallel: 2, pipeline_stage: 2, micro_batch_num: 2")
+LATENT_SIZES = "kv_lora_rank: 16, q_lora_rank: 24, qk_rope_head_dim: 8, qk_nope_head_dim: 16, v_head_dim: 16"
+FURTHER = f"{LATENT_SIZES}, num_hidden_layers: 4, mtp_depth: 1, offset: [1, 0]"
 GROUPS = """
 parallel_config: {data_parallel: 8}
 parallel:
@@ -72,6 +79,13 @@ def convert(folder: Path, text: str, *options: str) -> int:
             EXPERTS + MODEL % "rms_norm_eps: 1.e-6",
             {"data": 2, "expert": 2, "model": 2},
             id="experts",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(LATENT + MODEL % LATENT_SIZES, {"data": 4, "model": 2}, id="latent"),
+        pytest.param(
+            LATENT_STAGES + (MODEL % FURTHER).replace("num_layers: 2, ", ""),
+            {"pipeline": 2, "data": 2, "model": 2},
+            id="latent-stages",
             marks=pytest.mark.slow,
         ),
         pytest.param(GROUPS + (MODEL % "qkv_has_bias: true").replace("runner_wrapper", "#"), {"data": 8}, id="groups"),

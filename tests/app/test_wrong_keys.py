@@ -99,9 +99,9 @@ from jaxpar.errors import ConfigError, JaxparError, RulesError
             {**STAGES, "parallel": {"pipeline": {"microbatches": 8, "layers_per_stage": [5, 4, 4, 4]}}},
             ConfigError,
             (
-                "parallel.pipeline: layers_per_stage is [5, 4, 4, 4], 4 numbers that sum to 17, but the model has 16 "
-                "layers and the schedule 4 pieces of at least one layer each. Remedy: 4 numbers that sum to 16, such "
-                "as [4, 4, 4, 4]."
+                "parallel.pipeline: layers_per_stage is [5, 4, 4, 4], 4 numbers that sum to 17, but 16 layers run in "
+                "stages and the schedule has 4 pieces of at least one layer each. Remedy: 4 numbers that sum to 16, "
+                "such as [4, 4, 4, 4]."
             ),
         ),
         (

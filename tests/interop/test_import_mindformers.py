@@ -43,6 +43,7 @@ def test_a_dense_configuration_becomes_a_run() -> None:
         "warmup": 10,
         "final_lr_ratio": 0.1,
         "options": {"b1": 0.9, "b2": 0.95, "eps": 1e-8, "weight_decay": 0.1},
+        "decay": {"exclude": ["vectors"]},
         "clip_norm": 1.0,
     }
     assert found.config["train"] == {"seed": 1, "steps": 100}
@@ -367,6 +368,10 @@ def test_stages_whose_weights_are_gathered_once() -> None:
             {"name": "sgd", "options": {"momentum": 0.9, "nesterov": True}},
         ),
         ({"type": "SGD", "nesterov": False}, {"name": "sgd", "options": {"momentum": None, "nesterov": False}}),
+        (
+            {"type": "FP32StateAdamWeightDecay", "beta1": 0.8, "beta2": 0.95, "eps": 1e-8},
+            {"name": "adamw", "options": {"b1": 0.8, "b2": 0.95, "eps": 1e-8, "weight_decay": 0.0}},
+        ),
     ],
 )
 def test_other_optimizers(optimizer: dict[str, Any], wanted: dict[str, Any]) -> None:
@@ -403,6 +408,10 @@ def test_rows_of_a_dataset_strategy_are_the_data_axis() -> None:
         (
             {"type": "DynamicLossScaleUpdateCell", "loss_scale_value": 4096, "scale_factor": 4, "scale_window": 500},
             {"initial": 4096.0, "growth": 4.0, "backoff": 0.25, "interval": 500},
+        ),
+        (
+            {"type": "DynamicLossScaleUpdateCell", "loss_scale_value": 4096, "scale_factor": 1, "scale_window": 100000},
+            {"initial": 4096.0, "minimum": 4096.0, "interval": 2**31 - 1},
         ),
     ],
 )

@@ -82,7 +82,28 @@ def test_latent_attention_and_keys_of_hugging_face() -> None:
     assert model["family"] == "deepseek_v3" and model["layers"] == 3 and model["kv_heads"] == 4
     assert model["latent_attention"] == {"kv_latent": 16, "q_latent": 24, "rope_dim": 8, "value_dim": 16}
     assert (model["balance_loss"], model["balance_per"], model["capacity_factor"]) == (0.001, "sequence", None)
-    assert "kv_heads" not in found.config["rules"] and found.config["rules"]["latent"] is None
+    assert found.config["rules"]["kv_heads"] == "model" and found.config["rules"]["latent"] is None
+
+
+@pytest.mark.parametrize("name", ["hidden_dropout_prob", "embed_dropout_prob", "attention_dropout_rate", "any_dropout"])
+def test_a_dropout_of_zero_changes_nothing(name: str) -> None:
+    for off in (0, 0.0, False):
+        assert row(run_of(**{f"m__{name}": off}), f"model.model_config.{name}")[0] == "ignored"
+    for on in (0.1, True):
+        assert row(run_of(**{f"m__{name}": on}), f"model.model_config.{name}")[::2] == ("refused", "there is no dropout")
+
+
+@pytest.mark.parametrize(
+    ("changes", "exclude"),
+    [
+        ({}, ["vectors"]),
+        ({"m__qkv_has_bias": True}, ["vectors", "bias"]),
+        ({"optimizer__weight_decay": 0.0}, None),
+        ({"m__pet_config": {"pet_type": "lora"}}, None),
+    ],
+)
+def test_norms_and_biases_do_not_decay(changes: dict[str, Any], exclude: list[str] | None) -> None:
+    assert run_of(**changes).config["optimizer"].get("decay") == (None if exclude is None else {"exclude": exclude})
 
 
 YARN = {"factor": 40.0, "original_max_position_embeddings": 4096, "beta_slow": 1.0, "beta_fast": 32.0}

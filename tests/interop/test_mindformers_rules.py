@@ -259,6 +259,8 @@ RULES = [
     ),
     ({"runner_wrapper__scale_sense": 0}, "runner_wrapper.scale_sense must be above 0, got 0."),
     ({"optimizer__betas": [0.9]}, "optimizer.betas must be two numbers from 0 to below 1, got [0.9]."),
+    ({"optimizer__beta2": 0.9}, "optimizer.beta2 is 0.9, but optimizer.betas has 0.95. Remedy: leave one of them out."),
+    ({"optimizer__betas": None, "optimizer__beta1": 1}, "optimizer.beta1 must be from 0 to below 1, got 1."),
     ({"optimizer__betas": [False, 0.9]}, "optimizer.betas must be two numbers from 0 to below 1, got [False, 0.9]."),
     ({"run_mode": "predict"}, "run_mode must be train or finetune, got 'predict'. Remedy: the file of a training run."),
     (
@@ -321,8 +323,8 @@ RULES = [
         "runner_wrapper.scale_sense.loss_scale_value must be above 0, got -1.",
     ),
     (
-        {"runner_wrapper__scale_sense": {"type": "DynamicLossScaleUpdateCell", "scale_factor": 1}},
-        "runner_wrapper.scale_sense.scale_factor must be above 1, got 1.",
+        {"runner_wrapper__scale_sense": {"type": "DynamicLossScaleUpdateCell", "scale_factor": 0.5}},
+        "runner_wrapper.scale_sense.scale_factor must be at least 1, got 0.5.",
     ),
     (
         {"moe_config": {"expert_num": 4, "moe_router_score_function": "tanh"}},

@@ -62,7 +62,7 @@ class AxisSizes:
             "heads": tensor,
             "kv_heads": tensor if kv_heads % self.model == 0 else None,
             "mlp": tensor,
-            "vocab": self._vocab(),
+            "vocab": self._vocab(model.get("vocab", 0)),
         }
         if family != "llama":
             rules |= {"experts": "expert" if self.expert > 1 else None, "expert_mlp": tensor}
@@ -74,8 +74,11 @@ class AxisSizes:
         others = [axis for axis in ("expert", "context", "ulysses") if getattr(self, axis) > 1]
         return {"axis": ["data", *others]} if others else {}
 
-    def _vocab(self) -> Any:
+    def _vocab(self, size: int) -> Any:
+        """The axes of the vocabulary: stages shard it only if they divide it, which other systems do not require."""
         axes = [axis for axis in ("pipeline", "model") if getattr(self, axis) > 1]
+        if len(axes) > 1 and size % (self.pipeline * self.model):
+            axes = ["model"]
         return (axes if len(axes) > 1 else axes[0]) if axes and self.vocab else None
 
 
@@ -83,8 +86,9 @@ def _unused(model: Mapping[str, Any]) -> set[str]:
     """The dims that a model with these fields does not have; none if they are not known."""
     if not model:
         return set()
-    latent, dense = model.get("latent_attention"), model.get("dense_layers")
-    unused = {"kv_heads"} if latent else {"latent"}
+    dense = model.get("dense_layers")
+    # Without the weights of latent attention no tensor has its dim. All attention has activations with kv_heads.
+    unused = set() if model.get("latent_attention") else {"latent"}
     if not dense:
         unused |= {"dense_layers"} | (set() if "experts" not in model or model.get("shared_experts") else {"mlp"})
     return unused

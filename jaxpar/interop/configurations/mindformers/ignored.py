@@ -59,7 +59,7 @@ MODEL_IGNORED = {
     "computed in model.dtype": "residual_dtype res_dtype fp32_residual_connection",
     "theta is the base": "rotary_emb_base",
     "stored in model.param_dtype": "embedding_init_type",
-    _FUSED: "use_fused_rope use_fused_swiglu fused_rms_norm fused_kernel use_fused_ops_permute "
+    _FUSED: "bias_dropout_fusion use_fused_rope use_fused_swiglu fused_rms_norm fused_kernel use_fused_ops_permute "
     "use_fused_ops_topkrouter rmsnorm_compute_2d qkv_concat mla_qkv_concat use_contiguous_weight_layout input_layout",
     "causal attention, in tiles": "use_flash_attention use_attn_mask_compression sparse_mode use_rope_slice "
     "attention_pre_tokens attention_next_tokens use_attention_mask mask_func_type",
@@ -75,7 +75,6 @@ MODEL_NEUTRAL: NeutralKeys = (
     ("gated_linear_unit", (True,), "the MLP is a SwiGLU"),
     ("normalization", ("RMSNorm", "FusedRMSNorm"), "norms are RMSNorms"),
     ("add_bias_linear attn_proj_has_bias mlp_has_bias", (False,), "linear layers have no biases"),
-    ("hidden_dropout attention_dropout emb_dropout_prob", (0.0,), "there is no dropout"),
     ("position_embedding_type", ("rope",), "positions are rotary"),
     ("rotary_pct rotary_percent", (1.0,), "all numbers of a head are rotated"),
     ("rope_interleave multi_latent_attention", (False, True), ""),

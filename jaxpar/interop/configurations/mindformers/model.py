@@ -60,6 +60,9 @@ def read_model(keys: ConfigKeys) -> ImportedModel:
     prefix = next((prefix for prefix in SECTIONS if keys.has(prefix[:-1])), SECTIONS[0])
     seq = keys.take(f"{prefix}seq_length", "count", None, "data.seq")
     keys.neutral_all(MODEL_NEUTRAL, prefix)
+    for name in keys.get(prefix[:-1], "mapping", {}):
+        if "dropout" in str(name):  # every model of MindFormers has names of its own
+            keys.neutral(f"{prefix}{name}", (0.0, False), "there is no dropout")
     keys.ignore_all(MODEL_IGNORED, prefix)
     keys.ignore("model.arch", "model.family follows from the sizes")
     if not keys.has(f"{prefix}hidden_size"):

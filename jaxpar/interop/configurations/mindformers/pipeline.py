@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxpar.interop.configurations.keys import ConfigKeys, put
 from jaxpar.interop.configurations.layout import AxisSizes
-from jaxpar.interop.configurations.mindformers.model import LAYERS, ImportedModel
+from jaxpar.interop.configurations.mindformers.model import LAYERS, MTP_DEPTH, ImportedModel
 from jaxpar.utils.checks import shown
 
 _SCHEDULER = "parallel.pipeline_config.pipeline_scheduler"
@@ -24,10 +24,14 @@ class StageLayers:
     """The number of layers of every piece of a model.
 
     Attributes:
-      pieces: one list for each piece of a stage, with one number for each stage.
+      pieces: one list for each piece of a stage, with one number for each stage, as MindFormers counts them.
+      dense, further: how many of the first layers have no experts, and how many of the last predict further tokens.
+        Here all stages run them, so they belong to no piece.
     """
 
     pieces: list[list[int]]
+    dense: int = 0
+    further: int = 0
 
     @property
     def virtual(self) -> int:
@@ -36,13 +40,32 @@ class StageLayers:
 
     @property
     def total(self) -> int:
-        """The number of layers of the model."""
+        """The number of layers that MindFormers counts."""
         return sum(map(sum, self.pieces))
 
     @property
     def flat(self) -> list[int]:
-        """The number of layers of each piece, in model order."""
-        return [count for piece in self.pieces for count in piece]
+        """The number of layers of each piece here, in model order; a piece that would have none takes one of another.
+
+        >>> StageLayers([[2, 3, 2]], dense=1, further=2).flat
+        [1, 2, 1]
+        """
+        counts = [count for piece in self.pieces for count in piece]
+        ends = ((range(len(counts)), self.dense), (reversed(range(len(counts))), self.further))
+        for order, outside in ends:
+            for at in order:
+                taken = min(outside, counts[at])
+                counts[at], outside = counts[at] - taken, outside - taken
+        while 0 in counts:
+            counts[counts.index(max(counts))] -= 1
+            counts[counts.index(0)] += 1
+        return counts
+
+    @property
+    def most(self) -> list[int]:
+        """The number of layers here of the largest piece of each stage."""
+        stages = len(self.pieces[0])
+        return [max(self.flat[stage::stages]) for stage in range(stages)]
 
 
 def virtual_stages(keys: ConfigKeys, prefix: str) -> int:
@@ -63,44 +86,50 @@ def read_stage_layers(keys: ConfigKeys, model: ImportedModel, stages: int, virtu
       ConfigError: ``offset`` has another shape than the pieces, does not sum to the remaining layers, or leaves a piece
         without a layer.
     """
-    path = f"{model.prefix}offset"
-    keys.translate(path, "parallel.pipeline.layers_per_stage")
+    path, dense, further = f"{model.prefix}offset", model.fields.get("dense_layers", 0), model.fields.get("mtp_depth", 0)
+    outside = "first layers without experts and layers of further tokens run on all stages" if dense + further else ""
+    keys.translate(path, "parallel.pipeline.layers_per_stage", outside)
     if stages == 1:
         keys.ignore(path, "pipeline_stage is 1")
     if model.layers is None:
         if keys.raw(path) not in (None, 0):
             keys.refuse(path, "the number of layers is not in the file")
         return None
+    total = model.layers + further
     if stages == 1:
-        return StageLayers([[model.layers]])
+        return StageLayers([[total]], dense, further)
     offset, pieces = keys.raw(path) or 0, stages * virtual
-    low, rest = divmod(model.layers, pieces)
+    low, rest = divmod(total, pieces)
     layers = keys.first([f"{model.prefix}{name}" for name in LAYERS])
-    if pieces > model.layers:
-        raise keys.error(layers, f"must be at least the {pieces} pieces of the pipeline, got {model.layers}")
+    counted = f"{layers}={model.layers}"
+    if further:
+        names = keys.first([f"{model.prefix}{name}" for name in MTP_DEPTH])
+        counted = f"{counted} + {names.removeprefix(model.prefix)}={further}"
+    if pieces > model.layers - dense:
+        without = f", without the first {dense}, which have no experts and run on all stages" if dense else ""
+        raise keys.error(
+            layers, f"must be at least the {pieces} pieces of the pipeline{without}, got {model.layers - dense}"
+        )
     if isinstance(offset, int):
         if offset or rest:
             raise keys.error(
                 path,
-                f"must be a list that sums to {rest}, the {layers}={model.layers} modulo {pieces} pieces of the "
-                f"pipeline, got {offset}",
+                f"must be a list that sums to {rest}, the {counted} modulo {pieces} pieces of the pipeline, got "
+                f"{offset}",
                 f"{[1] * rest + [0] * (stages - rest)}" if rest <= stages else "",
             )
         rows = [[0] * stages] * virtual
     else:
         rows = _rows(keys, path, offset, stages, virtual)
         # MindFormers counts a flat list once, although it applies to every piece of a stage.
-        total = sum(sum(row) for row in (rows if isinstance(offset[0], list) else rows[:1]))
-        if total != rest or sum(map(sum, rows)) + low * pieces != model.layers:
+        counts = sum(sum(row) for row in (rows if isinstance(offset[0], list) else rows[:1]))
+        if counts != rest or sum(map(sum, rows)) + low * pieces != total:
             raise keys.error(
-                path,
-                f"must sum to {rest}, the {layers}={model.layers} modulo {pieces} pieces of the pipeline, got "
-                f"{shown(offset)}",
+                path, f"must sum to {rest}, the {counted} modulo {pieces} pieces of the pipeline, got {shown(offset)}"
             )
-    found = StageLayers([[low + number for number in row] for row in rows])
-    if min(found.flat) < 1:
+    if low + min(min(row) for row in rows) < 1:
         raise keys.error(path, f"must leave every piece of the pipeline a layer, got {shown(offset)}")
-    return found
+    return StageLayers([[low + number for number in row] for row in rows], dense, further)
 
 
 def _rows(keys: ConfigKeys, path: str, offset: Any, stages: int, virtual: int) -> list[list[int]]:
@@ -150,6 +179,8 @@ def write_pipeline(
     pipeline["activation_checkpointing"] = "none"
     if stages is not None and len(set(stages.flat)) > 1:
         pipeline["layers_per_stage"] = stages.flat
+        if sum(stages.flat) % sizes.pipeline:
+            put(config, "rules.indivisible", {"layers": "replicate"})
     put(config, "parallel.pipeline", pipeline)
 
 

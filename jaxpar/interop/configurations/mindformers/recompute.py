@@ -168,7 +168,8 @@ def _write_stages(
         all_layers = "the nearest: with sequence chunks, all layers of every stage recompute"
         keys.translate(f"{_AT}{name}", "parallel.pipeline.activation_checkpointing", all_layers)
         return
-    put(config, "parallel.pipeline.recompute", [int(number) for number in numbers])
+    most = [*map(int, numbers)] if stages is None else stages.most
+    put(config, "parallel.pipeline.recompute", [min(int(n), m) for n, m in zip(numbers, most, strict=True)])
     if stages is not None and stages.virtual > 1:
         rounded = f"each of {stages.virtual} pieces of a stage recomputes its share, rounded up"
         note = f"{note}; {rounded}" if note else rounded

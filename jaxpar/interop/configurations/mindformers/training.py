@@ -110,11 +110,9 @@ def write_optimizer(keys: ConfigKeys, steps: int, config: dict[str, Any]) -> Non
     kind = keys.take("optimizer.type", "text", "AdamW", "optimizer.name")
     options: dict[str, Any] = {}
     if kind in (*_ADAMW, "Adam"):
-        options = read_betas(keys, "optimizer.betas", [0.9, 0.999])
+        options = _betas(keys)
         options["eps"] = keys.take("optimizer.eps", "number", 1e-8, "optimizer.options")
-        decay = keys.get("optimizer.weight_decay", "number", 0.0)
-        note = "applies to norms too, which MindFormers leaves out" if decay else ""
-        keys.translate("optimizer.weight_decay", "optimizer.options.weight_decay", note)
+        decay = keys.take("optimizer.weight_decay", "number", 0.0, "optimizer.options.weight_decay")
         if kind == "Adam":
             keys.neutral("optimizer.weight_decay", (0.0,), "adam has no weight decay; use AdamW")
         else:
@@ -137,6 +135,37 @@ def write_optimizer(keys: ConfigKeys, steps: int, config: dict[str, Any]) -> Non
     others = {"XLA fuses operations": "use_fused", "all parameters": "params", "see runner_wrapper": "loss_scale"}
     keys.ignore_all(others, "optimizer.")
     put(config, "optimizer", {"name": name, **_schedule(keys, steps), "options": options})
+    if options.get("weight_decay"):
+        _write_decay(keys, config)
+
+
+def _write_decay(keys: ConfigKeys, config: dict[str, Any]) -> None:
+    """Writes what does not decay in MindFormers: parameters with one dim. Adapters have none."""
+    model, target = config.get("model", {}), "optimizer.options.weight_decay"
+    if not model:
+        note = "applies to norms too, which MindFormers leaves out; optimizer.decay excludes them"
+        keys.translate("optimizer.weight_decay", target, note)
+    elif "lora" not in model:
+        keys.translate("optimizer.weight_decay", f"{target}, optimizer.decay")
+        # Ours are one array for all heads, which is not a vector.
+        biases = ["bias"] if model.get("qkv_bias") else []
+        put(config, "optimizer.decay", {"exclude": ["vectors", *biases]})
+
+
+def _betas(keys: ConfigKeys) -> dict[str, Any]:
+    """``b1`` and ``b2``, from ``betas`` or from two keys, as the optimizers of MindSpore name them."""
+    options = read_betas(keys, "optimizer.betas", [0.9, 0.999])
+    for beta, ours in (("beta1", "b1"), ("beta2", "b2")):
+        path = f"optimizer.{beta}"
+        value = keys.take(path, "number", None, f"optimizer.options.{ours}")
+        if value is None:
+            continue
+        if not 0 <= value < 1:
+            raise keys.error(path, f"must be from 0 to below 1, got {value:g}")
+        if keys.has("optimizer.betas") and value != options[ours]:
+            raise keys.error(path, f"is {value:g}, but optimizer.betas has {options[ours]:g}", "leave one of them out")
+        options[ours] = value
+    return options
 
 
 def _schedule(keys: ConfigKeys, steps: int) -> dict[str, Any]:
@@ -230,8 +259,11 @@ def _loss_scale(keys: ConfigKeys, path: str) -> dict[str, float] | None:
         return None
     keys.translate(path, "precision.scale")
     factor = keys.get(f"{path}.scale_factor", "number", 2)
-    if factor <= 1:
-        raise keys.error(f"{path}.scale_factor", f"must be above 1, got {factor:g}")
+    if factor < 1:
+        raise keys.error(f"{path}.scale_factor", f"must be at least 1, got {factor:g}")
+    if factor == 1:
+        keys.translate(path, "precision.scale", "scale_factor is 1, so that it never changes")
+        return fixed_scale(float(first))
     interval = keys.get(f"{path}.scale_window", "count", 1000)
     return {"initial": float(first), "growth": float(factor), "backoff": 1 / factor, "interval": interval}
 
