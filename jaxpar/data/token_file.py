@@ -1,8 +1,9 @@
 """Indexed token files: a text that was tokenized once, memory-mapped, with a checksum and the tokenizer's hash.
 
-A file is a header of 16 KiB (:data:`MAGIC`, then a JSON object, padded with spaces), the ids of the training part,
-those of the held-out part, zeros up to a multiple of 8 bytes, and for each part the offset of every document and of its
-end, as int64. All numbers are little-endian.
+A file is a header of 16 KiB (:data:`MAGIC`, then a JSON object, padded with spaces, and the SHA-256 of these bytes as
+64 hexadecimal digits), the ids of the training part, those of the held-out part, zeros up to a multiple of 8 bytes, and
+for each part the offset of every document and of its end, as int64. All numbers are little-endian. The header of version
+1 has spaces instead of its hash, and each part then ends with an ``eos``.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ from jaxpar.errors import DataError
 from jaxpar.utils.checks import INT32, is_count, shown
 from jaxpar.utils.durable import open_regular, sync_folder
 
-MAGIC, VERSION, HEADER_BYTES = b"JPTOKENS", 1, 16384
+MAGIC, VERSION, HEADER_BYTES = b"JPTOKENS", 2, 16384
+_DIGEST_BYTES = 64
+_BEGIN = b'{"version": '
+"""What follows the magic number, so that a file is also known if a bit of that is wrong."""
 DTYPES = ("uint8", "uint16", "int32")
 _CHUNK = 1 << 24
 _OFFSET = np.dtype("<i8")
@@ -50,7 +54,7 @@ class TokenHeader:
       name: of the text.
       unit: what its documents are: ``files``, ``rows`` or ``parts``.
       vocab: number of ids; each id in the file is below it.
-      eos: the id that ends each document.
+      eos: the id that ends each document, except the last one of a part.
       tokenizer, digest: name and hash of the tokenizer.
       dtype: of the ids.
       train, heldout: sizes of the two parts.
@@ -138,7 +142,8 @@ def is_token_file(path: str | os.PathLike[str]) -> bool:
     """Whether a file begins as a token file does."""
     try:
         with open(path, "rb") as f:
-            return f.read(len(MAGIC)) == MAGIC
+            begin = f.read(len(MAGIC) + len(_BEGIN))
+            return begin.startswith(MAGIC) or begin.endswith(_BEGIN)
     except OSError:
         return False
 
@@ -154,19 +159,29 @@ def read_header(path: Path) -> TokenHeader:
             raw = f.read(HEADER_BYTES)
     except OSError as error:
         raise DataError(f"token file {path} cannot be read: {error.strerror}. Remedy: check the path.") from error
-    if not raw.startswith(MAGIC) or len(raw) < HEADER_BYTES:
+    if not (raw.startswith(MAGIC) or raw[len(MAGIC) :].startswith(_BEGIN)) or len(raw) < HEADER_BYTES:
         raise DataError(f"{path} is not a token file. Remedy: write one with: jaxpar tokenize SOURCE OUT.")
+    text, digest = raw[:-_DIGEST_BYTES], raw[-_DIGEST_BYTES:]
+    if digest.strip() and digest != _digest_of(text):
+        raise DataError(
+            f"token file {path} is damaged: its header does not have the checksum at its end. Remedy: copy it again, "
+            "or write it again with: jaxpar tokenize."
+        )
     try:
-        table = json.loads(raw[len(MAGIC) :])
-        version = table.pop("version")
+        table = json.loads(text[len(MAGIC) :])
+        version, expected = table.pop("version"), VERSION if digest.strip() else 1
         train, heldout = (PartSize(**table.pop(name)) for name in ("train", "heldout"))
         header = TokenHeader(**table, train=train, heldout=heldout)
-        problem = f"its version is {shown(version)}, not {VERSION}" if version != VERSION else _problem(header)
+        problem = f"its version is {shown(version)}, not {expected}" if version != expected else _problem(header)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         problem = f"{type(error).__name__}: {error}"
     if problem:
         raise DataError(f"token file {path}: its header is not valid: {problem}. Remedy: jaxpar tokenize again.")
     return header
+
+
+def _digest_of(text: bytes) -> bytes:
+    return hashlib.sha256(text).hexdigest().encode()
 
 
 def _problem(header: TokenHeader) -> str:
@@ -213,6 +228,7 @@ class TokenFileWriter:
         self.path = Path(path)
         self._dtype = dtype.newbyteorder("<")
         self._lengths = {False: array("q"), True: array("q")}
+        self._last = {False: b"", True: b""}  # the eos of each part's last document, which only the next one needs
         self._new = self.path.with_name(f"{self.path.name}.new")
         self._heldout_file = self.path.with_name(f"{self.path.name}.heldout")
 
@@ -239,7 +255,8 @@ class TokenFileWriter:
         Raises:
           DataError: the file cannot be written.
         """
-        data = ids.astype(self._dtype, copy=False).tobytes()
+        data = self._last[heldout] + ids.astype(self._dtype, copy=False).tobytes()
+        data, self._last[heldout] = data[: -self._dtype.itemsize], data[-self._dtype.itemsize :]
         with self._writing():
             self._heldout.write(data) if heldout else self._write(data)
         self._lengths[heldout].append(len(ids))
@@ -257,7 +274,11 @@ class TokenFileWriter:
         Raises:
           DataError: the file cannot be written.
         """
+        for lengths in self._lengths.values():
+            lengths[-1] -= 1  # without the eos, as `load_text` returns a part
         sizes = [PartSize(sum(lengths), len(lengths)) for lengths in self._lengths.values()]
+        if not all(size.tokens for size in sizes):
+            raise DataError(f"{self.path}: a part has no tokens: its documents are empty. Remedy: more text.")
         with self._writing():
             self._heldout.seek(0)
             while data := self._heldout.read(_CHUNK):
@@ -267,10 +288,11 @@ class TokenFileWriter:
                 self._write(data)
             made = header(sizes[0], sizes[1], f"sha256:{self._digest.hexdigest()}")
             text = json.dumps({"version": VERSION, **asdict(made)}).encode()
-            if len(MAGIC) + len(text) > HEADER_BYTES:
+            padded = (MAGIC + text).ljust(HEADER_BYTES - _DIGEST_BYTES)
+            if len(padded) > HEADER_BYTES - _DIGEST_BYTES:
                 raise ValueError(f"the header has {len(text)} bytes")
             self._train.seek(0)
-            self._train.write((MAGIC + text).ljust(HEADER_BYTES))
+            self._train.write(padded + _digest_of(padded))
             self._train.flush()
             os.fsync(self._train.fileno())
             os.replace(self._new, self.path)

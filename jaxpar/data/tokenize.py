@@ -63,7 +63,7 @@ def write_tokens(
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     file = write_tokens("synthetic", f"{folder}/synthetic.tokens")
     ...     file.header.train
-    PartSize(tokens=1007862, documents=246)
+    PartSize(tokens=1007861, documents=246)
     """
     tokenizer = ByteTokenizer() if tokenizer is None else tokenizer
     check_fraction(heldout_fraction)

@@ -21,6 +21,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from jaxpar.errors import DataError, did_you_mean, listing
+from jaxpar.utils.checks import INT32, shown
 from jaxpar.utils.extras import import_extra
 
 BYTES = 256
@@ -164,6 +165,12 @@ class FileTokenizer:
         ids = self._inner.get_vocab(with_added_tokens=True)
         # Ids may have gaps, so their number is not what an embedding needs.
         self.vocab = max(ids.values(), default=-1) + 1
+        if self.vocab > INT32:
+            name = max(ids, key=ids.__getitem__)
+            raise DataError(
+                f"tokenizer {str(file)!r}: the token {shown(name)} has the id {ids[name]}, but ids are below {INT32}, "
+                "because batches hold them as int32. Remedy: a tokenizer whose ids are consecutive."
+            )
         self.eos = _eos(file, config.eos, ids)
         digest = hashlib.sha256(content)
         digest.update(f"eos {self.eos} special {'rendered' if self._rendered else config.special}".encode())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import re
@@ -35,6 +36,14 @@ def error(call: object, *args: object) -> str:
     return str(caught.value)
 
 
+def write_header(path: Path, change: dict[str, object], *, digest: bool = True) -> None:
+    """Change the header of a file."""
+    raw, end = path.read_bytes(), HEADER_BYTES - 64
+    header = (MAGIC + json.dumps({**json.loads(raw[len(MAGIC) : end]), **change}).encode()).ljust(end)
+    last = hashlib.sha256(header).hexdigest().encode() if digest else b" " * 64
+    path.write_bytes(header + last + raw[HEADER_BYTES:])
+
+
 @pytest.mark.parametrize("kind", ["bytes", "file"])
 def test_a_token_file_holds_what_the_text_is(kind: str, corpus: Path, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(None if kind == "bytes" else tmp_path / "tokenizer.json")
@@ -45,15 +54,15 @@ def test_a_token_file_holds_what_the_text_is(kind: str, corpus: Path, tmp_path: 
     for part in ("train", "heldout", "train_starts", "heldout_starts"):
         ours, other = getattr(mapped, part), getattr(text, part)
         assert isinstance(ours, np.memmap)
-        assert ours[: other.size - 1].tolist() == other[:-1].tolist()  # the text has no end of its last document
-    assert mapped.train.dtype == text.train.dtype and mapped.train[-1] == text.eos
+        assert ours.tolist() == other.tolist()
+    assert mapped.train.dtype == text.train.dtype
     for name in ("name", "vocab", "documents", "heldout_documents", "unit", "eos", "bad"):
         assert getattr(mapped, name) == getattr(text, name)
     for starts, ids in ((mapped.train_starts, mapped.train), (mapped.heldout_starts, mapped.heldout)):
-        assert starts[0] == 0 and starts[-1] == ids.size and (ids[starts[1:] - 1] == text.eos).all()
+        assert starts[0] == 0 and starts[-1] == ids.size and (ids[starts[1:-1] - 1] == text.eos).all()
     last = seen[-1]
     assert last.bytes == last.of_bytes > 0 and last.documents == 300
-    assert last.tokens == mapped.train.size + mapped.heldout.size
+    assert last.tokens == mapped.train.size + mapped.heldout.size + 2  # the last document of each part also ends
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.tokens", "corpus", "tokenizer.json"]
 
 
@@ -83,7 +92,7 @@ def test_a_damaged_or_truncated_file_is_an_error(corpus: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"version": 2}, "its version is 2, not 1"),
+        ({"version": 3}, "its version is 3, not 2"),
         ({"dtype": "float32"}, "dtype must be one of uint8, uint16, int32, got 'float32'"),
         ({"vocab": -1}, "vocab must be an integer from 0, got -1"),
         ({"vocab": 0}, "eos must be below vocab=0, got 0"),
@@ -96,9 +105,7 @@ def test_a_damaged_or_truncated_file_is_an_error(corpus: Path, tmp_path: Path) -
 def test_a_header_that_cannot_be_is_an_error(change: dict[str, object], problem: str, tmp_path: Path) -> None:
     path = tmp_path / "a.tokens"
     write_tokens("synthetic", path)
-    raw = path.read_bytes()
-    table = json.loads(raw[len(MAGIC) : HEADER_BYTES])
-    path.write_bytes((MAGIC + json.dumps({**table, **change}).encode()).ljust(HEADER_BYTES) + raw[HEADER_BYTES:])
+    write_header(path, change)
     assert error(TokenFile, path) == (
         f"token file {path}: its header is not valid: {problem}. Remedy: jaxpar tokenize again."
     )
@@ -172,4 +179,45 @@ def test_the_writer_keeps_the_lengths_small(tmp_path: Path) -> None:
         assert (writer.documents(heldout=False), writer.documents(heldout=True)) == (9, 1)
         header = write_tokens("synthetic", tmp_path / "b.tokens").header
         made = writer.finish(lambda train, heldout, sum_: replace(header, train=train, heldout=heldout, checksum=sum_))
-    assert made.train_starts.tolist() == np.cumsum([0, *range(1, 10)]).tolist()
+    assert made.train_starts.tolist() == [*np.cumsum([0, *range(1, 9)]).tolist(), 44]
+
+
+@pytest.mark.parametrize("step", [13, pytest.param(1, marks=pytest.mark.slow)])
+def test_every_flipped_bit_is_noticed(step: int, tmp_path: Path) -> None:
+    path = tmp_path / "a.tokens"
+    text = tmp_path / "text.txt"
+    text.write_text("one line\nanother line\n" * 9)
+    write_tokens(text, path, heldout_fraction=0.5)
+    raw = bytearray(path.read_bytes())
+    header = len(bytes(raw[: HEADER_BYTES - 64]).rstrip())
+    padding = range(header, HEADER_BYTES - 64, 501)
+    for bit in [8 * byte + bit for byte in (*range(header), *padding, *range(HEADER_BYTES - 64, len(raw)))
+                for bit in range(8)][::step]:  # fmt: skip
+        raw[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(raw)
+        with pytest.raises(DataError):
+            load_text(path)
+            TokenFile(path).verify()
+        raw[bit // 8] ^= 1 << bit % 8
+
+
+def test_a_file_of_version_1_is_read_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "a.tokens"
+    write_tokens("synthetic", path)
+    write_header(path, {"version": 1}, digest=False)
+    TokenFile(path).verify()
+    assert load_text(path).train.size == 1007861
+    write_header(path, {"version": 2}, digest=False)
+    assert error(TokenFile, path) == (
+        f"token file {path}: its header is not valid: its version is 2, not 1. Remedy: jaxpar tokenize again."
+    )
+
+
+def test_a_text_without_tokens_is_no_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.tokens"
+    with pytest.raises(DataError) as caught, TokenFileWriter(path, np.dtype("uint8")) as writer:
+        for heldout in (False, True):
+            writer.add(np.zeros(1, "uint8"), heldout=heldout)
+        writer.finish(lambda *_: pytest.fail("it has no header"))
+    assert str(caught.value) == f"{path}: a part has no tokens: its documents are empty. Remedy: more text."
+    assert not path.exists()

@@ -167,3 +167,19 @@ def test_errors_name_the_file(file: Path, tmp_path: Path, monkeypatch: pytest.Mo
         "the tokenizer tokenizer.json needs the package 'tokenizers', which is not installed. Remedy: pip install "
         "'jaxpar[text]'."
     )
+
+
+@pytest.mark.parametrize(("largest", "fits"), [(2**31 - 2, True), (2**31 - 1, False), (2**32 - 1, False)])
+def test_ids_fit_int32(largest: int, fits: bool, tmp_path: Path) -> None:
+    file = tmp_path / "tokenizer.json"
+    model = {"type": "WordLevel", "vocab": {"a": 0, "</s>": 1, "b": largest}, "unk_token": "a"}
+    file.write_text(json.dumps({"version": "1.0", "model": model}))  # the package takes minutes to write it
+    if fits:
+        assert load_tokenizer(file).vocab == 2**31 - 1
+        return
+    with pytest.raises(DataError) as caught:
+        load_tokenizer(file)
+    assert str(caught.value) == (
+        f"tokenizer {str(file)!r}: the token 'b' has the id {largest}, but ids are below 2147483647, because batches "
+        "hold them as int32. Remedy: a tokenizer whose ids are consecutive."
+    )
