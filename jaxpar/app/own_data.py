@@ -91,6 +91,13 @@ class OwnData:
         source.set_state(before)
         return found
 
+    def heldout_identity(self) -> dict[str, int | str]:
+        """Returns the number of examples for evaluation and their arrays, which must be equal when a run resumes."""
+        source = self._source(HELDOUT, 0, 1) if self.has_heldout else None
+        if not isinstance(source, ExamplePlan):
+            return {}
+        return {f"held-out {name}": value for name, value in source.identity().items()}
+
     def describe(self) -> str:
         """Returns a line about the data."""
         counts = []

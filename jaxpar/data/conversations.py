@@ -6,6 +6,7 @@ A row of a jsonl file is ``{"messages": [{"role": "user", "content": ...}, {"rol
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -111,6 +112,23 @@ class ConversationData:
     conversations: tuple[int, int]
     truncated: int = 0
     bad: str = ""
+
+    def identity(self) -> dict[str, int | str]:
+        """Returns hashes of all rows, to train on and held out."""
+        return {"content": rows_hash(self.train), "held-out content": rows_hash(self.heldout)}
+
+
+def rows_hash(rows: Sequence[Example]) -> str:
+    """Returns a hash of the arrays of all rows.
+
+    >>> rows_hash([{"tokens": np.arange(3, dtype=np.int32)}])
+    'sha256:efa7ea608ec43394'
+    """
+    digest = hashlib.sha256()
+    for row in rows:
+        for name in sorted(row):
+            digest.update(name.encode() + np.ascontiguousarray(row[name], "<i4").tobytes())
+    return f"sha256:{digest.hexdigest()[:16]}"
 
 
 def load_conversations(

@@ -26,10 +26,14 @@ from jaxpar.data.examples import BatchIterator
 from jaxpar.data.loader import Stream
 from jaxpar.errors import CheckpointError, ConfigError, DamagedError, DataError
 from jaxpar.training.disk_step import DiskOffloadedStep
+from jaxpar.utils.checks import shown
 from jaxpar.utils.multihost import gather
 
 _IGNORED_KEYS = ("checkpoint", "generate", "output", "cpu_devices", "supervise")
 """Configuration keys that do not affect the results."""
+
+DATA = "data"
+"""The entry of a manifest's metadata for what identifies the data of a run."""
 
 type MakeMetadata = Callable[[], Mapping[str, Any]]
 
@@ -252,6 +256,34 @@ def resume(metadata: Mapping[str, Any], stream: Stream, watch: LossWatch) -> Ski
     stream.set_state(for_this_process(metadata.get("position", {}), stream))
     watch.resume(metadata)
     return SkippedBatches.of(metadata)
+
+
+def check_data(
+    manifest: str | os.PathLike[str], metadata: Mapping[str, Any], identity: Callable[[], Mapping[str, Any]]
+) -> None:
+    """Raise an error unless the data of a saved step is that of this run, also what the position says nothing about.
+
+    Args:
+      manifest: of the step.
+      metadata: of the manifest. Without ``data``, which earlier releases did not save, nothing is compared.
+      identity: of this run's data (:class:`jaxpar.app.train.run_data.RunData`).
+    """
+    saved = metadata.get(DATA)
+    if saved is None:
+        return
+    if not isinstance(saved, Mapping):
+        raise DamagedError(f"{manifest}: metadata: {DATA} must be a mapping, got {shown(saved)}.")
+    here = identity()
+    changes = [
+        f"{shown(name)[1:-1]} was {shown(saved[name])}, is now {here.get(name, 'absent')!r}"
+        for name in saved
+        if saved[name] != here.get(name, "absent")
+    ]
+    if changes:
+        raise DataError(
+            f"{manifest}: metadata: {DATA}: this run has other data than the one that saved it: {'; '.join(changes)}. "
+            "Remedy: the same data; or another output, to start from the beginning."
+        )
 
 
 def for_this_process(position: Any, stream: Stream) -> Any:

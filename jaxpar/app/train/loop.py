@@ -7,6 +7,7 @@ import signal
 import statistics
 import time
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from jaxpar.app.job import Job
 from jaxpar.app.launch import heartbeat
 from jaxpar.app.model_facts import step_flops
 from jaxpar.app.train import spikes
-from jaxpar.app.train.checkpointing import Saver, for_all_processes, naming, resume
+from jaxpar.app.train.checkpointing import DATA, Saver, check_data, for_all_processes, naming, resume
 from jaxpar.app.train.compile import run_until_signal
 from jaxpar.app.train.goodput import Goodput
 from jaxpar.app.train.lost_updates import LostUpdates
@@ -30,7 +31,7 @@ from jaxpar.app.train.process_sync import ProcessStatus, StatusExchange, Straggl
 from jaxpar.app.train.profile import Profiler
 from jaxpar.app.train.programs import StepPrograms
 from jaxpar.app.train.progress import Rate, StepLine
-from jaxpar.app.train.run_data import RunData, open_data
+from jaxpar.app.train.run_data import Identity, RunData, open_data
 from jaxpar.app.train.signals import Stop, signal_name
 from jaxpar.app.train.spikes import LossWatch, SkippedBatches
 from jaxpar.app.train.summary import Summary, conclude, introduce
@@ -200,6 +201,7 @@ class Run:
         metadata, summary, records = found.manifest.metadata, self.summary, self._writer.before
         with naming(self._saver.manifest_of(found)):
             self._passed = resume(metadata, self._stream, self._watch)
+        check_data(self._saver.manifest_of(found), metadata, lambda: self._identity)
         self._account.resume(self._writer.found, found.step)
         losses = {record["step"]: float(record["loss"]) for record in records if "loss" in record}
         evals = {record["step"]: float(record["heldout_loss"]) for record in records if "heldout_loss" in record}
@@ -380,7 +382,11 @@ class Run:
         metrics = self.summary.latest()
         position = for_all_processes(self._stream, self._position)
         state = {**self._watch.state(), **self._passed.state(), **self._engine.metadata}
-        return {"position": position, "metrics": metrics, **state}
+        return {"position": position, DATA: self._identity, "metrics": metrics, **state}
+
+    @cached_property
+    def _identity(self) -> Identity:
+        return self._data.identity()
 
     def _summarize_skipped(self) -> None:
         self.summary.rollbacks, self.summary.passed = self._passed.rollbacks, self._passed.ranges

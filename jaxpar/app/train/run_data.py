@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jaxpar as jp
@@ -16,6 +17,9 @@ from jaxpar.data.loader import Batches, Stream, plan_eval_batches
 from jaxpar.data.windows import EpochPlan
 from jaxpar.training.batch import row_share
 
+type Identity = dict[str, int | str]
+"""What must be equal for the data of two runs to be the same, by its name in errors."""
+
 
 @dataclass(frozen=True)
 class RunData:
@@ -25,6 +29,7 @@ class RunData:
       stream: batches to train on.
       heldout: batches to evaluate on; empty if nothing is held out.
       title, line: what kind of data it is, and a line about it.
+      identity: returns what must be equal when a run resumes, beside the position of ``stream``; it may hash a text.
       bigram: the bigram entropy of the held-out text, in nats per token; NaN without a text.
     """
 
@@ -32,6 +37,7 @@ class RunData:
     heldout: list[Any]
     title: str
     line: str
+    identity: Callable[[], Identity] = dict
     bigram: float = math.nan
 
 
@@ -47,16 +53,21 @@ def open_data(job: Job, layout: jp.Layout) -> RunData:
     share = row_share(layout, job.batch_dims())
     config, process = job.config, {"process_index": share.index, "process_count": share.count}
     if job.data is not None:
-        heldout = job.data.heldout(config.train.eval_batches, **process)
-        return RunData(job.data.stream(**process), heldout, "data", job.data.describe())
+        heldout, identity = job.data.heldout(config.train.eval_batches, **process), job.data.heldout_identity
+        return RunData(job.data.stream(**process), heldout, "data", job.data.describe(), identity)
     if config.data.chat_template is not None:
         found = run_conversations(config, job.tokenizer)
         train, evaluation = conversation_plans(found, config.data.batch, process)
         heldout = evaluation.heldout(config.train.eval_batches)
-        return RunData(train.stream(config.data.seed), heldout, "text", describe(found, config))
+        return RunData(train.stream(config.data.seed), heldout, "text", describe(found, config), found.identity)
     text = _text(job)
-    heldout = plan_eval_batches(_plan(job, layout, text, "heldout", process), config.train.eval_batches)
-    return RunData(_stream(job, layout, text, process), heldout, "text", text.describe(), text.bigram())
+    plan = _plan(job, layout, text, "heldout", process)
+    heldout, stream = plan_eval_batches(plan, config.train.eval_batches), _stream(job, layout, text, process)
+    return RunData(stream, heldout, "text", text.describe(), partial(_heldout_identity, plan), text.bigram())
+
+
+def _heldout_identity(plan: EpochPlan) -> Identity:
+    return {f"held-out {name}": value for name, value in plan.identity().items()}
 
 
 def global_stream(job: Job, layout: jp.Layout, process: Mapping[str, int] | None = None) -> Stream:

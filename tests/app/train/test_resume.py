@@ -271,11 +271,17 @@ def test_what_keeps_a_run_from_going_on_is_said(whole: Path, tmp_path: Path) -> 
                 "DataError: MANIFEST: metadata: position: this is not a saved data",
             ),
             ("skipped", -1, ExitCode.FAILED, "DamagedError: MANIFEST: metadata: skipped must be an integer from 0 to"),
+            (
+                "data",
+                {"held-out content": "x"},
+                ExitCode.CONFIGURATION,
+                "DataError: MANIFEST: metadata: data: this run has other data than the one that saved it: held-out",
+            ),
         ],
         1,
         names=4,
     ),
-    ids=["position", "skipped"],
+    ids=["position", "skipped", "data"],
 )
 def test_a_forged_manifest_ends_a_run_before_its_first_step(
     whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str, value: Any, status: int, text: str
