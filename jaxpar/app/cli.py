@@ -189,7 +189,7 @@ class Generate:
     Attributes:
       prompt: text to continue
       prompts: file of further prompts, one per line (.jsonl: a JSON string per line; -: standard input)
-      chat: prompts are messages of a user, which data.chat_template renders as in training
+      chat: prompts are messages of a user, which data.chat_template (default: that of the tokenizer) renders
       checkpoint: folder of the run's checkpoints, of which the newest undamaged one is used, or of one checkpoint
       max_new_tokens: maximum number of tokens to generate for each prompt
       temperature: 0 takes the most likely token; above 0, tokens are sampled

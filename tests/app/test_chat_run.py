@@ -162,12 +162,25 @@ def test_prompts_are_conversations_as_in_training(folder: Path, tmp_path: Path) 
     assert (chat_prompts(["hi"], other).stop_tokens, chat_prompts(["hi"], other).stop) == ((), ("|",))
 
 
+def test_a_run_on_text_asks_with_the_template_of_its_tokenizer(folder: Path, tmp_path: Path) -> None:
+    wanted = chat_prompts(["hi"], job_of(folder, tmp_path))
+    for tokenizer in (folder / "tokenizer.json", f"{{file: {folder / 'tokenizer.json'}}}"):
+        found = chat_prompts(
+            ["hi"],
+            job_of(folder, tmp_path, **{"data.chat_template": "null", "data.tokenizer": tokenizer}),
+        )
+        assert found == wanted
+    alone = save_tokenizer(tmp_path)
+    with pytest.raises(DataError, match="has no chat template: neither chat_template.jinja, nor a chat_template in"):
+        chat_prompts(["hi"], job_of(folder, tmp_path, **{"data.chat_template": "null", "data.tokenizer": alone}))
+
+
 def test_conversations_that_cannot_be_prompts_are_errors(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
-        chat_prompts(["hi"], job_of(folder, tmp_path, **{"data.chat_template": "null"}))
+        chat_prompts(["hi"], job_of(folder, tmp_path, **{"data.chat_template": "null", "data.tokenizer": "null"}))
     assert str(error.value) == (
-        "generate --chat: the run has no data.chat_template. Remedy: --set data.chat_template=FILE, a chat template, "
-        "or the tokenizer.json beside it."
+        "generate --chat: the run has neither data.chat_template nor a data.tokenizer beside which a template is. "
+        "Remedy: --set data.chat_template=FILE, a chat template, or the tokenizer.json beside it."
     )
     with pytest.raises(DataError) as error:
         chat_prompts(["hi", f"a{EOS}"], job_of(folder, tmp_path))

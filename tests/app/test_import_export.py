@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import chex
 import jax
 import optax
 import pytest
+from small_tokenizer import EOS, save_tokenizer
 
 import jaxpar as jp
 from jaxpar.app.cli import main
@@ -75,6 +77,22 @@ def test_an_import_is_trained_generated_from_and_exported(
     assert main(["export", str(tmp_path / "checkpoints"), str(tmp_path / "trained"), "--dtype", "bfloat16"]) == 0
     assert "parameters of" in capsys.readouterr().err
     assert {dtype for dtype, _, _ in values(tmp_path / "trained").values()} == {"BF16"}
+
+
+def test_an_import_with_a_chat_template_is_asked_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, out, config = tmp_path / "source", tmp_path / "out", replace(CONFIG, vocab=304, layers=1)
+    state = jp.init(spread(config), make_decoder(config), optax.identity())
+    huggingface.export(source, state.params, config)
+    save_tokenizer(source)
+    (source / "tokenizer_config.json").write_text(json.dumps({"eos_token": EOS}))
+    (source / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    assert main(["import", str(source), str(out)]) == 0
+    asked = ["--prompt", "hi", "--chat", "--max-new-tokens", "1", "--checkpoint", str(out / "checkpoint")]
+    assert main(["generate", str(out / "run.yaml"), *asked]) == 0
+    assert f"user: hi{EOS}assistant: " in capsys.readouterr().out
 
 
 def test_an_import_replaces_nothing(imported: Path, capsys: pytest.CaptureFixture[str]) -> None:

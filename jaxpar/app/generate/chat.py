@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from jaxpar.app.generate.prompts import as_tokens
 from jaxpar.data.chat_template import load_chat_template
 from jaxpar.data.conversations import conversation_prompt
-from jaxpar.data.tokenizer import Tokenizer
+from jaxpar.data.tokenizer import Tokenizer, TokenizerConfig
 from jaxpar.errors import ConfigError, prefixed
 
 if TYPE_CHECKING:
@@ -53,15 +53,11 @@ def chat_prompts(prompts: Sequence[Any], job: Job) -> Prompts:
       job: the run.
 
     Raises:
-      ConfigError: the run has no chat template, or these are no messages; with the number of the prompt.
+      ConfigError: the run has neither a chat template nor a tokenizer beside which one can be, or these are no
+        messages; with the number of the prompt.
       DataError: the template cannot be read, refuses the messages or fails.
     """
-    if job.config.data.chat_template is None:
-        raise ConfigError(
-            "generate --chat: the run has no data.chat_template. Remedy: --set data.chat_template=FILE, a chat "
-            "template, or the tokenizer.json beside it."
-        )
-    template, tokenizer = load_chat_template(job.config.data.chat_template), job.tokenizer
+    template, tokenizer = load_chat_template(_template_file(job)), job.tokenizer
     rendered, ends = [], dict[str, None]()
     for number, prompt in enumerate(prompts):
         with prefixed(f"generate: prompt {number}: "):
@@ -74,6 +70,18 @@ def chat_prompts(prompts: Sequence[Any], job: Job) -> Prompts:
     return Prompts(
         tuple(one.text for one in rendered), tuple(one.ids for one in rendered), tuple(sorted(tokens)), strings
     )
+
+
+def _template_file(job: Job) -> str:
+    """The run's template, or the tokenizer of a run on text, such as ``jaxpar import`` writes."""
+    data = job.config.data
+    file = data.tokenizer.file if isinstance(data.tokenizer, TokenizerConfig) else data.tokenizer
+    if data.chat_template is None and file is None:
+        raise ConfigError(
+            "generate --chat: the run has neither data.chat_template nor a data.tokenizer beside which a template is. "
+            "Remedy: --set data.chat_template=FILE, a chat template, or the tokenizer.json beside it."
+        )
+    return data.chat_template or file or ""
 
 
 def _messages(prompt: Any) -> Any:
