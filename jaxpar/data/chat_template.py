@@ -1,25 +1,26 @@
 """Chat templates: the text of a conversation as a model's template renders it, and where its answers are.
 
-Templates are programs of other people, so they run in jinja2's sandbox, which cannot change objects or reach Python.
+Templates are programs of other people, so they run in jinja2's sandbox, which cannot change objects or reach Python, and
+in a process of their own, whose time and memory are limited (:mod:`jaxpar.data.template_process`).
 """
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxpar.data.template_process import RenderedText, TemplateProcess
 from jaxpar.errors import DataError
 from jaxpar.utils.checks import shown
 from jaxpar.utils.extras import import_extra
 
 type Message = Mapping[str, Any]
-"""A message has ``role`` (``system``, ``user``, ``assistant``) and ``content``."""
+"""A message has ``role`` (``system``, ``user``, ``assistant``) and ``content``; an answer also has ``weight`` 0 or 1."""
 ANSWER = "assistant"
 _TEMPLATE, _CONFIG = "chat_template.jinja", "tokenizer_config.json"
 _MOST_BYTES = 1 << 20
@@ -47,6 +48,7 @@ class ChatTemplate:
       source: the template, in jinja2.
       name: its file, for errors.
       tokens: names of special tokens that it may write, such as ``bos_token``.
+      now: the time that ``strftime_now`` tells; by default the current one.
 
     >>> chat = ChatTemplate("{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
     ...                     "{% if add_generation_prompt %}<assistant>{% endif %}")
@@ -58,33 +60,47 @@ class ChatTemplate:
     source: str
     name: str = "the chat template"
     tokens: tuple[tuple[str, str], ...] = ()
+    now: datetime | None = None
 
-    def render(self, messages: Sequence[Message]) -> RenderedConversation:
+    def render(self, messages: Sequence[Message], values: Mapping[str, Any] | None = None) -> RenderedConversation:
         """Returns the text of a conversation, and where its answers are.
 
-        An answer is what the template adds to the prompt for it: it is rendered with the messages before it.
+        An answer is what the template adds to the prompt for it: it is rendered with the messages before it. A template
+        with ``{% generation %}`` marks its answers itself. An answer whose message has ``weight: 0`` is left out.
+
+        Args:
+          messages: of the conversation.
+          values: further values for the template, such as ``tools``.
 
         Raises:
-          DataError: the template refuses the messages or fails; or what it writes for an answer depends on later
-            messages, so that its place is not known.
+          DataError: the template refuses the messages, fails, or needs more than 10 seconds or 2 GiB; or what it writes
+            for an answer depends on later messages, so that its place is not known.
           MissingExtraError: the package ``jinja2`` is not installed.
         """
-        text, answers = self._rendered(messages), list[tuple[int, int]]()
-        for i, message in enumerate(messages):
-            if message.get("role") != ANSWER:
-                continue
-            prompt, upto = self._rendered(messages[:i], prompt=True), self._rendered(messages[: i + 1])
+        numbers = [i for i, message in enumerate(messages) if message.get("role") == ANSWER]
+        trained = [i for i in numbers if message_weight(messages[i])]
+        if self._process.marks:
+            (rendered,) = self._rendered(messages, values, [_Part(len(messages))])
+            return RenderedConversation(rendered.text, self._marked(rendered, numbers, trained))
+        parts = [_Part(i, prompt=True) for i in trained] + [_Part(i + 1) for i in trained]
+        (text, _), *others = self._rendered(messages, values, [_Part(len(messages)), *parts])
+        answers = list[tuple[int, int]]()
+        for i, (prompt, _), (upto, _) in zip(trained, others, others[len(trained) :], strict=False):
             if not (upto.startswith(prompt) and text.startswith(upto.rstrip())):
                 raise DataError(
                     f"{self.name}: what it writes for the answer in message {i} depends on later messages, or does not "
                     "begin with its prompt for an answer, so the answer's tokens are not known. Remedy: a template "
-                    "that only adds to what it wrote before; or rows with one answer."
+                    "that only adds to what it wrote before, or marks answers with {% generation %}; or rows with one "
+                    "answer."
                 )
             answers.append((len(prompt), len(upto.rstrip())))
         return RenderedConversation(text, tuple(answers))
 
-    def prompt(self, messages: Sequence[Message]) -> tuple[str, str]:
+    def prompt(self, messages: Sequence[Message], values: Mapping[str, Any] | None = None) -> tuple[str, str]:
         """Returns the text that asks for the next answer of a conversation, and what ends this answer.
+
+        Args:
+          messages, values: as for :meth:`render`.
 
         Raises:
           DataError: the template refuses the messages or fails; or what it writes for an answer does not begin with
@@ -96,8 +112,9 @@ class ChatTemplate:
         >>> chat.prompt([{"role": "user", "content": "2 + 2?"}])
         ('user: 2 + 2?<end>\\nassistant: ', '<end>')
         """
-        prompt = self._rendered(messages, prompt=True)
-        answered = self._rendered([*messages, {"role": ANSWER, "content": _SAMPLE}])
+        answer = {"role": ANSWER, "content": _SAMPLE}
+        parts = [_Part(len(messages), prompt=True), _Part(len(messages), more=(answer,))]
+        (prompt, _), (answered, _) = self._rendered(messages, values, parts)
         if not answered.startswith(prompt) or _SAMPLE not in answered:
             raise DataError(
                 f"{self.name}: what it writes for an answer does not begin with its prompt for one, which ends in "
@@ -105,40 +122,56 @@ class ChatTemplate:
             )
         return prompt, answered.rpartition(_SAMPLE)[2].rstrip()
 
-    def _rendered(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
-        values = {**dict(self.tokens), "messages": list(messages), "add_generation_prompt": prompt}
-        compiled = self._compiled
-        try:
-            return str(compiled.render(**values))
-        except Exception as error:  # a template can raise anything
-            text = str(error).rstrip(".")
-            raise DataError(f"{self.name}: {type(error).__name__}: {text:.200}.") from error
+    @property
+    def reads(self) -> frozenset[str]:
+        """The names of the values that the template reads."""
+        return self._process.reads
 
-    @cached_property
-    def _compiled(self) -> Any:
-        jinja2 = import_extra("jinja2", "text", "a chat template")
+    def _marked(
+        self, rendered: RenderedText, numbers: Sequence[int], trained: Sequence[int]
+    ) -> tuple[tuple[int, int], ...]:
+        """The answers that the template marks, without those of weight 0."""
+        if len(trained) == len(numbers):
+            return tuple(rendered.marked)
+        if len(rendered.marked) != len(numbers):
+            raise DataError(
+                f"{self.name}: it marks {len(rendered.marked)} answers of {len(numbers)}, so those with weight: 0 are "
+                "not known. Remedy: a template that marks every answer, or rows without weight."
+            )
+        return tuple(span for i, span in zip(numbers, rendered.marked, strict=True) if i in set(trained))
 
-        class AnswerTag(importlib.import_module("jinja2.ext").Extension):  # type: ignore[misc]
-            """Allows ``{% generation %}``, with which some templates mark answers for transformers."""
+    def _rendered(
+        self, messages: Sequence[Message], values: Mapping[str, Any] | None, parts: Sequence[_Part]
+    ) -> list[RenderedText]:
+        # As transformers, which passes None if there are none. Special tokens are those of the model.
+        shared = {"tools": None, "documents": None, **(values or {}), **dict(self.tokens)}
+        return self._process.render(messages, shared, [part.values() for part in parts])
 
-            tags = {"generation"}  # noqa: RUF012 (the name that jinja2 reads)
+    @property
+    def _process(self) -> TemplateProcess:
+        """The process that renders; a new one if the last one ended."""
+        process: TemplateProcess | None = vars(self).get("_started")
+        if process is None or not process.alive:
+            import_extra("jinja2", "text", "a chat template")
+            process = vars(self)["_started"] = TemplateProcess(self.source, self.name, self.now)
+        return process
 
-            def parse(self, parser: Any) -> Any:
-                next(parser.stream)
-                return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
-        def raise_exception(message: str) -> None:
-            raise jinja2.TemplateError(message)
+class _Part(NamedTuple):
+    """A beginning of a conversation: how many messages, which follow them, and whether an answer is asked for."""
 
-        environment = importlib.import_module("jinja2.sandbox").ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[AnswerTag, "jinja2.ext.loopcontrols"]
-        )
-        environment.globals["raise_exception"] = raise_exception
-        environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
-        try:
-            return environment.from_string(self.source)
-        except jinja2.TemplateError as error:
-            raise DataError(f"{self.name} is not a jinja2 template: {error!s:.200}.") from error
+    count: int
+    more: tuple[Message, ...] = ()
+    prompt: bool = False
+
+    def values(self) -> dict[str, Any]:
+        return {"count": self.count, "more": list(self.more), "add_generation_prompt": self.prompt}
+
+
+def message_weight(message: Message) -> Any:
+    """Returns the weight of a message in the loss, by default 1."""
+    weight = message.get("weight")
+    return 1 if weight is None else weight
 
 
 def load_chat_template(file: str | os.PathLike[str]) -> ChatTemplate:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import datetime
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -17,17 +18,19 @@ import numpy.typing as npt
 
 from jaxpar.data.bad_rows import BadRow, BadRows
 from jaxpar.data.chat_template import ANSWER, ChatTemplate
+from jaxpar.data.conversation_rows import messages_of, special_token, template_values, unfit
 from jaxpar.data.documents import ReadOptions, find_documents
 from jaxpar.data.packing import best_fit, packed_row
 from jaxpar.data.rows import jsonl_objects
 from jaxpar.data.sources import check_fraction, check_parts, is_heldout
 from jaxpar.data.tokenizer import Tokenizer
 from jaxpar.errors import DataError
-from jaxpar.utils.checks import shown
 
 type Example = dict[str, npt.NDArray[np.int32]]
 """Arrays int32 [seq]: ``tokens``, ``targets``, which are the tokens shifted by one, and ``loss_mask``: 1 where a target
 belongs to an answer."""
+_DAY = datetime(2024, 7, 26)
+"""The day that ``strftime_now`` tells in training: the default of templates for systems without a clock."""
 
 
 class Conversations(Sequence[Example]):
@@ -145,10 +148,13 @@ def load_conversations(
     """Returns the conversations of a jsonl file, or of those of a folder.
 
     Args:
-      source: the file or folder.
+      source: the file or folder. ``weight: 0`` of an answer leaves it out of the loss. Other keys of a row are values
+        for the template: those that it reads, and those in ``chat_template_kwargs``; ``tools`` that it does not read are
+        an error, and further keys, such as ``id``, change nothing.
       tokenizer: makes the ids. The names of special tokens are tokens where the template writes them, and an error in a
         message, which could end its own turn with them.
-      template: makes the text.
+      template: makes the text. ``strftime_now`` tells a fixed day unless ``template.now`` is set, so that all
+        processes and later parts of a run have the same tokens.
       seq: tokens of a row; of a longer conversation the beginning.
       bad_rows: ``error``, or ``skip``: rows that hold no conversation, or none whose answer is in the first ``seq``
         tokens, are counted and reported.
@@ -162,6 +168,7 @@ def load_conversations(
     """
     check_fraction(heldout_fraction)
     files, bad = find_documents(source, ReadOptions(format="jsonl")), BadRows(bad_rows)
+    template = template if template.now is not None else replace(template, now=_DAY)
     parts: dict[bool, list[tuple[np.ndarray, np.ndarray]]] = {False: [], True: []}
     truncated = 0
     for relative, path in files.files:
@@ -199,13 +206,18 @@ class ConversationPrompt(NamedTuple):
 
 
 def conversation_prompt(
-    messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, template: ChatTemplate
+    messages: Sequence[Mapping[str, Any]],
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    *,
+    row: Mapping[str, Any] | None = None,
 ) -> ConversationPrompt:
     """Returns what asks for the next answer of a conversation, in the tokens of :func:`load_conversations`.
 
     Args:
       messages: the messages so far, each with ``role`` and ``content``, the last of which is no answer.
       tokenizer, template: as for :func:`load_conversations`.
+      row: other keys of the conversation, such as ``tools``, as in a row of :func:`load_conversations`.
 
     Raises:
       DataError: there is no message, the last one is an answer, one contains a special token's name; or as for
@@ -218,12 +230,15 @@ def conversation_prompt(
     >>> conversation_prompt([{"role": "user", "content": "2 + 2?"}], load_tokenizer(), chat).text
     'user: 2 + 2?\\nassistant: '
     """
-    bad = _unfit(messages) or _special(messages, tokenizer)
-    if bad is not None:
+    bad = unfit(messages)
+    values = bad or template_values(row or {}, template)
+    bad = values if isinstance(values, BadRow) else special_token(messages, values, tokenizer)
+    if isinstance(values, BadRow) or bad is not None:
+        assert bad is not None
         raise DataError(f"{bad.reason}. Remedy: {bad.remedy or 'correct the messages'}.")
     if messages[-1]["role"] == ANSWER:
         raise DataError(f"the last message has the role {ANSWER!r}. Remedy: end with the message to be answered.")
-    text, end = template.prompt(messages)
+    text, end = template.prompt(messages, values)
     return ConversationPrompt(text, tokenizer.encode_rendered(text)[0].tolist(), end)
 
 
@@ -231,13 +246,16 @@ def _encoded(
     row: Mapping[str, Any], tokenizer: Tokenizer, template: ChatTemplate, seq: int, place: str
 ) -> tuple[np.ndarray, np.ndarray] | BadRow:
     """Returns the ids of a conversation, and which of them belong to answers."""
-    messages = _messages(row)
+    messages = messages_of(row)
     if isinstance(messages, BadRow):
         return messages
-    if (bad := _special(messages, tokenizer)) is not None:
+    values = template_values(row, template)
+    if isinstance(values, BadRow):
+        return values
+    if (bad := special_token(messages, values, tokenizer)) is not None:
         return bad
     try:
-        rendered = template.render(messages)
+        rendered = template.render(messages, values)
     except DataError as error:
         raise DataError(f"{place}: {error}") from error
     ids, starts = tokenizer.encode_rendered(rendered.text)
@@ -247,42 +265,3 @@ def _encoded(
     if not answers[1 : seq + 1].any():
         return BadRow(f"no answer begins in its first {seq} tokens", "a larger data.seq")
     return ids, answers
-
-
-def _messages(row: Mapping[str, Any]) -> list[dict[str, Any]] | BadRow:
-    """Returns the messages of a row, or why it has none."""
-    if "messages" not in row and {"prompt", "completion"} <= row.keys():
-        pairs = (("user", row["prompt"]), (ANSWER, row["completion"]))
-        row = {"messages": [{"role": role, "content": content} for role, content in pairs]}
-    messages = row.get("messages")
-    if not isinstance(messages, list) or not messages:
-        return BadRow(f"it has neither messages nor prompt and completion, but {shown(list(row))[1:-1] or 'nothing'}")
-    if (bad := _unfit(messages)) is not None:
-        return bad
-    if not any(message["role"] == ANSWER and message["content"] for message in messages):
-        return BadRow(f"no message has the role {ANSWER!r}")
-    return messages
-
-
-def _unfit(messages: Any) -> BadRow | None:
-    """Why these are no messages."""
-    if not isinstance(messages, list | tuple) or not messages:
-        return BadRow(f"messages must be a list with at least one, got {shown(messages)}")
-    for number, message in enumerate(messages):
-        if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
-            return BadRow(f"message {number} must have role and content as text, got {shown(message)}")
-        try:
-            message["content"].encode()
-        except UnicodeEncodeError as error:  # JSON can spell half of a character
-            wrong = message["content"][error.start]
-            return BadRow(f"message {number} has {wrong!r} at character {error.start}, which is not valid text")
-    return None
-
-
-def _special(messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> BadRow | None:
-    """Which special token a message contains, with which it could end its own turn."""
-    for message in messages:
-        name = next((token for token in tokenizer.special_tokens if token in message["content"]), None)
-        if name is not None:
-            return BadRow(f"a message contains the special token {name!r}", "remove it from the message")
-    return None

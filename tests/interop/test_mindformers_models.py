@@ -90,7 +90,10 @@ def test_a_dropout_of_zero_changes_nothing(name: str) -> None:
     for off in (0, 0.0, False):
         assert row(run_of(**{f"m__{name}": off}), f"model.model_config.{name}")[0] == "ignored"
     for on in (0.1, True):
-        assert row(run_of(**{f"m__{name}": on}), f"model.model_config.{name}")[::2] == ("refused", "there is no dropout")
+        assert row(run_of(**{f"m__{name}": on}), f"model.model_config.{name}")[::2] == (
+            "refused",
+            "there is no dropout",
+        )
 
 
 @pytest.mark.parametrize(

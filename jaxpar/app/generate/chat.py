@@ -61,7 +61,8 @@ def chat_prompts(prompts: Sequence[Any], job: Job) -> Prompts:
     rendered, ends = [], dict[str, None]()
     for number, prompt in enumerate(prompts):
         with prefixed(f"generate: prompt {number}: "):
-            one = conversation_prompt(_messages(prompt), tokenizer, template)
+            row = prompt if isinstance(prompt, dict) else {}
+            one = conversation_prompt(_messages(prompt), tokenizer, template, row=row)
         rendered.append(one)
         ends[one.end] = None
     special = {end: next((s for s in tokenizer.special_tokens if end.startswith(s)), None) for end in ends}

@@ -86,7 +86,11 @@ def read_stage_layers(keys: ConfigKeys, model: ImportedModel, stages: int, virtu
       ConfigError: ``offset`` has another shape than the pieces, does not sum to the remaining layers, or leaves a piece
         without a layer.
     """
-    path, dense, further = f"{model.prefix}offset", model.fields.get("dense_layers", 0), model.fields.get("mtp_depth", 0)
+    path, dense, further = (
+        f"{model.prefix}offset",
+        model.fields.get("dense_layers", 0),
+        model.fields.get("mtp_depth", 0),
+    )
     outside = "first layers without experts and layers of further tokens run on all stages" if dense + further else ""
     keys.translate(path, "parallel.pipeline.layers_per_stage", outside)
     if stages == 1:
