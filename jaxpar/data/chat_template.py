@@ -1,7 +1,7 @@
 """Chat templates: the text of a conversation as a model's template renders it, and where its answers are.
 
-Templates are programs of other people, so they run in jinja2's sandbox, which cannot change objects or reach Python, and
-in a process of their own, whose time and memory are limited (:mod:`jaxpar.data.template_process`).
+Templates are programs of other people, so they run in jinja2's sandbox, which cannot change objects or reach Python,
+and in a process of their own, whose time and memory are limited (:mod:`jaxpar.data.template_process`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jaxpar.utils.checks import shown
 from jaxpar.utils.extras import import_extra
 
 type Message = Mapping[str, Any]
-"""A message has ``role`` (``system``, ``user``, ``assistant``) and ``content``; an answer also has ``weight`` 0 or 1."""
+"""A message has ``role`` (``system``, ``user``, ``assistant``) and ``content``; an answer may have a ``weight``."""
 ANSWER = "assistant"
 _TEMPLATE, _CONFIG = "chat_template.jinja", "tokenizer_config.json"
 _MOST_BYTES = 1 << 20
@@ -80,10 +80,10 @@ class ChatTemplate:
         numbers = [i for i, message in enumerate(messages) if message.get("role") == ANSWER]
         trained = [i for i in numbers if message_weight(messages[i])]
         if self._process.marks:
-            (rendered,) = self._rendered(messages, values, [_Part(len(messages))])
+            (rendered,) = self._rendered(messages, values, [_Beginning(len(messages))])
             return RenderedConversation(rendered.text, self._marked(rendered, numbers, trained))
-        parts = [_Part(i, prompt=True) for i in trained] + [_Part(i + 1) for i in trained]
-        (text, _), *others = self._rendered(messages, values, [_Part(len(messages)), *parts])
+        parts = [_Beginning(i, prompt=True) for i in trained] + [_Beginning(i + 1) for i in trained]
+        (text, _), *others = self._rendered(messages, values, [_Beginning(len(messages)), *parts])
         answers = list[tuple[int, int]]()
         for i, (prompt, _), (upto, _) in zip(trained, others, others[len(trained) :], strict=False):
             if not (upto.startswith(prompt) and text.startswith(upto.rstrip())):
@@ -113,7 +113,7 @@ class ChatTemplate:
         ('user: 2 + 2?<end>\\nassistant: ', '<end>')
         """
         answer = {"role": ANSWER, "content": _SAMPLE}
-        parts = [_Part(len(messages), prompt=True), _Part(len(messages), more=(answer,))]
+        parts = [_Beginning(len(messages), prompt=True), _Beginning(len(messages), more=(answer,))]
         (prompt, _), (answered, _) = self._rendered(messages, values, parts)
         if not answered.startswith(prompt) or _SAMPLE not in answered:
             raise DataError(
@@ -141,7 +141,7 @@ class ChatTemplate:
         return tuple(span for i, span in zip(numbers, rendered.marked, strict=True) if i in set(trained))
 
     def _rendered(
-        self, messages: Sequence[Message], values: Mapping[str, Any] | None, parts: Sequence[_Part]
+        self, messages: Sequence[Message], values: Mapping[str, Any] | None, parts: Sequence[_Beginning]
     ) -> list[RenderedText]:
         # As transformers, which passes None if there are none. Special tokens are those of the model.
         shared = {"tools": None, "documents": None, **(values or {}), **dict(self.tokens)}
@@ -157,15 +157,15 @@ class ChatTemplate:
         return process
 
 
-class _Part(NamedTuple):
+class _Beginning(NamedTuple):
     """A beginning of a conversation: how many messages, which follow them, and whether an answer is asked for."""
 
-    count: int
+    length: int
     more: tuple[Message, ...] = ()
     prompt: bool = False
 
     def values(self) -> dict[str, Any]:
-        return {"count": self.count, "more": list(self.more), "add_generation_prompt": self.prompt}
+        return {"count": self.length, "more": list(self.more), "add_generation_prompt": self.prompt}
 
 
 def message_weight(message: Message) -> Any:

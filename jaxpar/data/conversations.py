@@ -149,8 +149,8 @@ def load_conversations(
 
     Args:
       source: the file or folder. ``weight: 0`` of an answer leaves it out of the loss. Other keys of a row are values
-        for the template: those that it reads, and those in ``chat_template_kwargs``; ``tools`` that it does not read are
-        an error, and further keys, such as ``id``, change nothing.
+        for the template: those that it reads, and those in ``chat_template_kwargs``. ``tools`` that it does not read
+        are an error; further keys, such as ``id``, change nothing.
       tokenizer: makes the ids. The names of special tokens are tokens where the template writes them, and an error in a
         message, which could end its own turn with them.
       template: makes the text. ``strftime_now`` tells a fixed day unless ``template.now`` is set, so that all

@@ -1,7 +1,7 @@
 """The program that renders chat templates for :mod:`jaxpar.data.template_process`, in a process with limits.
 
-A template is a program of somebody else. jinja2's sandbox keeps it from Python's objects, but not from endless loops and
-texts that fill the memory. The program reads a JSON object per line: first the template, then requests. It imports
+A template is a program of somebody else. jinja2's sandbox keeps it from Python's objects, but not from endless loops
+and texts that fill the memory. The program reads a JSON object per line: first the template, then requests. It imports
 nothing of jaxpar, so that it starts at once.
 """
 
@@ -51,7 +51,7 @@ def _limited(seconds: float, make: Callable[[], dict[str, Any]]) -> dict[str, An
         reply = make()
     except MemoryError:
         reply = {"memory": MOST_MEMORY}
-    except Exception as error:  # a template can raise anything
+    except Exception as error:  # noqa: BLE001 (a template can raise anything)
         reply = {"error": f"{type(error).__name__}: {str(error).rstrip('.'):.200}"}
     signal.setitimer(signal.ITIMER_PROF, 0)
     return reply

@@ -2,8 +2,8 @@
 
 A file is a header of 16 KiB (:data:`MAGIC`, then a JSON object, padded with spaces, and the SHA-256 of these bytes as
 64 hexadecimal digits), the ids of the training part, those of the held-out part, zeros up to a multiple of 8 bytes, and
-for each part the offset of every document and of its end, as int64. All numbers are little-endian. The header of version
-1 has spaces instead of its hash, and each part then ends with an ``eos``.
+for each part the offset of every document and of its end, as int64. All numbers are little-endian. The header of
+version 1 has spaces instead of its hash, and each part then ends with an ``eos``.
 """
 
 from __future__ import annotations

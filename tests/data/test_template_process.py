@@ -112,7 +112,10 @@ def test_marked_answers_are_those_of_the_template() -> None:
     assert answers(ChatTemplate(MARKED.replace("assistant", "user")), CHAT) == ["größer?|", "größer?|"]
 
 
-PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}|{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+PLAIN = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}|{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
 
 
 @pytest.mark.parametrize(("source", "texts"), [(MARKED, ["one|", "two|"]), (PLAIN, [" one |", "two|"])])
