@@ -15,6 +15,7 @@ import secrets
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import datetime
 from functools import partial
 from typing import Any
@@ -28,7 +29,8 @@ _BEGIN, _END = f"<{_MARK}>", f"</{_MARK}>"
 def serve() -> None:
     """Answers requests until the input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
-    resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
+    with suppress(ValueError, OSError):  # the system has a lower limit, or none
+        resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     lines = iter(sys.stdin.readline, "")
     opening = json.loads(next(lines))

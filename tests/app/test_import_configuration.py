@@ -40,10 +40,11 @@ parallel: {enable_parallel_optimizer: true, parallel_optimizer_config: {gradient
 runner_config: {gradient_accumulation_steps: 2}
 """
 LATENT = """
-moe_config: {expert_num: 2, num_experts_chosen: 1, first_k_dense_replace: 1, moe_intermediate_size: 32, use_gmm: true}
+moe_config: {expert_num: 2, num_experts_chosen: 1, first_k_dense_replace: 0, moe_intermediate_size: 32, use_gmm: true}
 parallel_config: {data_parallel: 4, model_parallel: 2}
 """
 LATENT_STAGES = LATENT.replace("data_parallel: 4", "data_parallel: 2, pipeline_stage: 2, micro_batch_num: 2")
+LATENT_STAGES = LATENT_STAGES.replace("replace: 0", "replace: 1")
 LATENT_SIZES = "kv_lora_rank: 16, q_lora_rank: 24, qk_rope_head_dim: 8, qk_nope_head_dim: 16, v_head_dim: 16"
 FURTHER = f"{LATENT_SIZES}, num_hidden_layers: 4, mtp_depth: 1, offset: [1, 0]"
 GROUPS = """
@@ -81,7 +82,7 @@ def convert(folder: Path, text: str, *options: str) -> int:
             id="experts",
             marks=pytest.mark.slow,
         ),
-        pytest.param(LATENT + MODEL % LATENT_SIZES, {"data": 4, "model": 2}, id="latent"),
+        pytest.param(LATENT + MODEL % LATENT_SIZES, {"data": 4, "model": 2}, id="latent", marks=pytest.mark.slow),
         pytest.param(
             LATENT_STAGES + (MODEL % FURTHER).replace("num_layers: 2, ", ""),
             {"pipeline": 2, "data": 2, "model": 2},
@@ -141,6 +142,19 @@ def test_a_base_has_the_model_and_the_data(tmp_path: Path) -> None:
     config = load_run(tmp_path / "run.yaml").config
     assert config.model == {"family": "llama", "preset": "tiny", "layers": 6}
     assert (config.data.source, config.data.batch, config.data.seq, config.train.steps) == ("stdlib", 8, 32, 3)
+
+
+def test_problems_of_the_layout_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = tmp_path / "base.yaml"
+    base.write_text("model: {family: llama, preset: tiny, layers: 3}\ndata: {source: stdlib, seq: 32}\n")
+    text = "parallel_config: {pipeline_stage: 2, micro_batch_num: 2}"
+    assert convert(tmp_path, text, "--base", str(base), "--steps", "3") != 0
+    error = capsys.readouterr().err
+    assert error.startswith(
+        f"ConfigError: {tmp_path / 'source.yaml'}: its translation is not a valid run: params/blocks/"
+    )
+    assert "has size 3, which is not a multiple of pipeline=2" in error and "Remedy: use a number of stages" in error
+    assert not (tmp_path / "run.yaml").exists()
 
 
 def test_a_base_needs_a_built_in_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

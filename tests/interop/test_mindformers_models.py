@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
+import yaml
 from mindformers_files import EXPERTS, ONE_STAGE, row, run_of
 
+import jaxpar as jp
+from jaxpar.app.config import load_run
+from jaxpar.app.job import make_job
 from jaxpar.errors import ConfigError
 from jaxpar.models.llama.rope import RopeScaling
+from jaxpar.sharding.layout import tracing_under
+from jaxpar.training.model.parts import Tagged
 
 
 def test_experts() -> None:
@@ -107,6 +115,38 @@ def test_a_dropout_of_zero_changes_nothing(name: str) -> None:
 )
 def test_norms_and_biases_do_not_decay(changes: dict[str, Any], exclude: list[str] | None) -> None:
     assert run_of(**changes).config["optimizer"].get("decay") == (None if exclude is None else {"exclude": exclude})
+
+
+SMALL = {**ONE_STAGE, "m__num_layers": 2, "parallel_config__data_parallel": 4, "m__seq_length": 32}
+MIXTURE = {"m__num_experts": 4, "m__num_experts_per_tok": 2, "m__moe_grouped_gemm": True}
+LATENT = {"m__n_kv_heads": 4, "m__kv_lora_rank": 16, "m__qk_rope_head_dim": 8, "m__qk_nope_head_dim": 16}
+LATENT |= {"m__v_head_dim": 16, "m__num_experts": 4, "m__moe_grouped_gemm": True}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"m__qk_layernorm": True, "m__qkv_has_bias": True},
+        MIXTURE,
+        MIXTURE | {"m__n_shared_experts": 1, "m__first_k_dense_replace": 1},
+        LATENT,
+        LATENT | {"m__q_lora_rank": 24, "m__first_k_dense_replace": 1, "m__mtp_depth": 1},
+    ],
+    ids=["dense", "experts", "shared", "latent", "further"],
+)
+def test_the_rules_name_every_dim_of_a_model(changes: dict[str, Any], tmp_path: Path) -> None:
+    """Of weights and of activations, which only a trace of the loss meets."""
+    found = run_of(**SMALL, **changes)
+    found.report.check()
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(found.config))
+    job = make_job(load_run(tmp_path / "run.yaml"))
+    layout, batch = (
+        job.layout(8),
+        jax.tree.map(lambda leaf: leaf.value, job.batch_spec(), is_leaf=lambda leaf: isinstance(leaf, Tagged)),
+    )
+    assert jp.explain(layout, job.make_model, job.tx).problems == ()
+    with tracing_under(layout):
+        jax.eval_shape(lambda key, batch: job.loss_fn(job.make_model(key), batch), jax.random.key(0), batch)
 
 
 YARN = {"factor": 40.0, "original_max_position_embeddings": 4096, "beta_slow": 1.0, "beta_fast": 32.0}
