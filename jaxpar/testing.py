@@ -14,6 +14,7 @@ from jaxpar.analysis.hlo.collectives import Collective
 from jaxpar.errors import VerificationError
 from jaxpar.sharding.layout import Layout
 from jaxpar.training.model import MakeModel
+from jaxpar.utils.checks import Range, check_number
 
 
 def assert_matches_single_device(
@@ -84,6 +85,7 @@ def assert_wire_bytes(
       VerificationError: the bytes differ, or the trip count of a loop is unknown. The text lists the collectives that
         were counted, with their sources.
       AuditError: an unknown kind or axis, or a program that cannot be read.
+      ConfigError: ``rtol`` is not between 0 and 1.
 
     >>> import jax, jax.numpy as jnp, jaxpar as jp
     >>> from jax.sharding import NamedSharding, PartitionSpec as P
@@ -92,9 +94,10 @@ def assert_wire_bytes(
     >>> program = jax.jit(lambda x: (x * x).sum(0)).lower(x).compile()
     >>> _ = assert_wire_bytes(program, mesh, 2 * 7 / 8 * 32 * 4)  # an all-reduce of 32 floats over 8 devices
     """
+    check_number("rtol", rtol, Range(0, 1.0))
     report = _certain(program, mesh)
     found = report.wire_bytes(kind, axis)
-    if abs(found - expected) > rtol * abs(expected):
+    if not abs(found - expected) <= rtol * abs(expected):  # also if one of them is NaN
         what = " ".join(text for text in (kind, f"over {axis}" if axis else "") if text) or "all collectives"
         largest = sorted(report.select(kind, axis), key=lambda c: -c.total_wire_bytes)
         raise VerificationError(

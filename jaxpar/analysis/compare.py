@@ -26,6 +26,7 @@ from jaxpar.training.batch import shard_batch
 from jaxpar.training.model import MakeModel, leaves_with_paths, show
 from jaxpar.training.state import TrainState, init
 from jaxpar.training.step import train_step, updated
+from jaxpar.utils.checks import Range, check_number
 
 FLOOR = 1e-3
 """A tensor's differences are relative to its own largest entry, but at least to this fraction of the model's largest
@@ -111,7 +112,11 @@ def compare(
 
     Returns:
       The verdict over all steps.
+
+    Raises:
+      ConfigError: no difference could exceed ``bound``, or every one would.
     """
+    check_number("bound", bound, Range(0, 1.0, above=True))
     _check_data(data, dims)
     sides: tuple[tuple[Layout, dict[str, Any]], ...] = ((reference, {}), (layout, options))
     with jax.default_matmul_precision("highest"):

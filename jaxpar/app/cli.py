@@ -38,10 +38,11 @@ from jaxpar.app.import_configuration import ImportDeepSpeedCommand, ImportMegatr
 from jaxpar.app.launch import heartbeat
 from jaxpar.app.launch.exit_codes import ExitCode, last_line, report
 from jaxpar.app.layout_commands import Check, Explain
+from jaxpar.app.option_effects import check_options
 from jaxpar.app.schedule import ScheduleCommand
 from jaxpar.app.tensor import TensorCommand
 from jaxpar.app.tokenize import TokenizeCommand, VerifyTokensCommand
-from jaxpar.errors import ConfigError, did_you_mean
+from jaxpar.errors import did_you_mean
 from jaxpar.utils.terminal import say
 
 if TYPE_CHECKING:
@@ -131,10 +132,6 @@ class PlanCommand:
         if self.scale is None and not several and (self.objective == "time" or self.objective == "memory"):
             options = PlanOptions(self.objective, self.max_batch, self.programs, self.search)
             return go(self.config, self.set, self.topology, options, outputs)
-        if self.search != "enumerate":
-            raise ConfigError(
-                f"--search {self.search} takes one topology and the objective time or memory. Remedy: leave it out."
-            )
         return self._many(outputs)
 
     def _many(self, outputs: PlanOutputs) -> int:
@@ -145,10 +142,6 @@ class PlanCommand:
         if self.scale is None:
             goals = Goals(self.objective, parse_prices(self.price), self.programs)
             return go_topologies(self.config, self.set, self.topology, goals, outputs, self.max_batch)
-        if self.objective != "time" or self.price or self.max_batch is not None:
-            raise ConfigError(
-                "--scale minimizes the time, and takes no --objective, --price or --max-batch. Remedy: leave them out."
-            )
         sizes = ScaleOptions(scale_sizes(self.scale), self.scaling, self.compile_up_to, self.programs)
         return go_scale(self.config, self.set, self.topology, sizes, outputs)
 
@@ -330,6 +323,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         chosen = subcommand_cli_from_dict(COMMANDS, prog="jaxpar", description=_DESCRIPTION, args=arguments)
     status, out = int(ExitCode.FAILED), sys.stderr
     try:
+        check_options(next(name for name, command in COMMANDS.items() if command is type(chosen)), chosen)
         status, out = int(chosen.run()), sys.stdout
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 (no command prints a raw traceback)
         status = report(error)

@@ -14,7 +14,7 @@ from jaxpar.app.data_config import DataConfig, check_blend
 from jaxpar.app.quantize_config import QuantizeSettings
 from jaxpar.app.server_config import ServerSettings, server_config
 from jaxpar.app.shipped_configs import find_config, find_layout
-from jaxpar.app.train_config import CheckpointConfig, TrainConfig, check_checkpoint, check_spike
+from jaxpar.app.train_config import CheckpointConfig, TrainConfig, check_checkpoint, check_profile, check_spike
 from jaxpar.errors import ConfigError, prefixed
 from jaxpar.parameter_server.config import ServerConfig
 from jaxpar.sharding.mesh import AxisSize, LayoutData
@@ -370,6 +370,7 @@ def _check(config: RunConfig, file: Path) -> None:
     check_blend(config.data, file)
     check_spike(config.train.spike, file)
     check_checkpoint(config.checkpoint, config.train, file)
+    check_profile(config.train, file)
     if config.parallel.parameter_server is not None:
         with prefixed(f"{file}: "):
             _check_servers(config, server_config(config.parallel.parameter_server))
@@ -394,6 +395,11 @@ def _check_servers(run: RunConfig, config: ServerConfig) -> None:
                 f"{key} does not work with parallel.parameter_server, whose servers hold the optimizer state. Remedy: "
                 "leave one of them out."
             )
+    if run.train.profile is not None:
+        raise ConfigError(
+            "train.profile has no effect with parallel.parameter_server, whose workers write no trace. Remedy: leave "
+            "it out."
+        )
     if run.data.batch % config.workers:
         larger = math.ceil(run.data.batch / config.workers) * config.workers
         raise ConfigError(

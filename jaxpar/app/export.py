@@ -87,8 +87,6 @@ class ExportCommand:
         from jaxpar.app.quantize_config import QuantizeSettings, quantize_config
         from jaxpar.app.trained_model import KEY, quantize_settings
 
-        if self.group is not None and self.quantize not in ("4", "8"):
-            raise ConfigError("export: --group is for --quantize. Remedy: --quantize 4, or leave it out.")
         if self.quantize in ("4", "8"):
             bits: Any = int(self.quantize)
             return quantize_config(QuantizeSettings(bits, self.group), config, "--quantize")
@@ -96,13 +94,10 @@ class ExportCommand:
         return None if settings is None else quantize_config(settings, config, KEY)
 
     def _check_options(self, folder: Path, *, adapted: bool) -> None:
-        """Raise an error for options that do not fit the checkpoint or each other."""
+        """Raise an error for options that do not fit the checkpoint."""
         if not adapted and (self.adapter or self.base is not None):
             option = "--adapter" if self.adapter else "--base"
             raise ConfigError(f"export: {option} is for adapters, but {folder} has none. Remedy: leave it out.")
-        for option in ("family", "dtype", "base", "quantize", "group"):
-            if self.adapter and getattr(self, option) is not None:
-                raise ConfigError(f"export: --{option} is for merged weights. Remedy: leave it or --adapter out.")
 
 
 def weights_of(

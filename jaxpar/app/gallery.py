@@ -251,8 +251,6 @@ class GalleryCommand:
         recipes = read_recipes()
         if self.name is not None:
             recipes = [find_recipe(self.name, recipes)]
-        elif self.full:
-            raise ConfigError("--full needs a recipe. Remedy: `jaxpar gallery NAME --full`.")
         if self.json:
             rows = [asdict(recipe) | {"file": str(recipe.file)} for recipe in recipes]
             print(json.dumps(rows, indent=1))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import Positional, UseAppendAction, arg
 
-from jaxpar.errors import CheckpointError
+from jaxpar.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from jaxpar.models.llama.config import LlamaConfig
@@ -47,6 +47,8 @@ class ImportCommand:
         if (self.out / CHECKPOINT).exists():
             raise CheckpointError(f"{self.out / CHECKPOINT} exists. Remedy: delete it, or use another OUT.")
         config = huggingface.read_config(self.directory, dtype=self.dtype, ignore=self.ignore)
+        for field in self.ignore:
+            self._check_ignored(field)
         fields = huggingface.read_fields(self.directory)
         layout, read = spread(config), list[huggingface.LoadReport]()
         params = huggingface.load(layout, self.directory, config=config, report=read.append)
@@ -62,6 +64,20 @@ class ImportCommand:
             f"parameters in {config.param_dtype}; wrote {self.out / CHECKPOINT} and {self.out / RUN}"
         )
         return 0
+
+    def _check_ignored(self, field: str) -> None:
+        """Raise an error if a field of ``--ignore`` would not be refused."""
+        from jaxpar.interop import huggingface
+
+        others = [name for name in self.ignore if name != field]
+        try:
+            huggingface.read_config(self.directory, dtype=self.dtype, ignore=others)
+        except ConfigError:
+            return
+        raise ConfigError(
+            f"{self.directory / 'config.json'}: --ignore {field} has no effect: the file has no such field, or the "
+            "field is not refused. Remedy: leave it out."
+        )
 
 
 def spread(config: LlamaConfig) -> Layout:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxpar.app.arguments import Config, File, Flag, Fraction, Number, Overrides, TopologyName, write_text
-from jaxpar.errors import ConfigError
 from jaxpar.utils.terminal import say, terminal_width
 
 if TYPE_CHECKING:
@@ -91,21 +90,10 @@ class Check(_LayoutCommand):
     imbalance: Fraction = None
 
     def run(self) -> int:
-        if self.imbalance is not None:
-            self._check_imbalance(self.imbalance)
         if self.topology is not None:
             return _compiled(self, self.topology)
         _checked(self, _job(self))
         return 0
-
-    def _check_imbalance(self, imbalance: float) -> None:
-        from jaxpar.analysis.checkup.imbalance import check_factor
-
-        check_factor(imbalance, "--imbalance")
-        if self.topology is None:
-            raise ConfigError(
-                "--imbalance needs a compiled program. Remedy: add --topology, such as --topology v5e:4x4."
-            )
 
 
 def _job(command: _LayoutCommand) -> Job:
@@ -116,15 +104,13 @@ def _job(command: _LayoutCommand) -> Job:
 
 
 def _layout(command: _LayoutCommand, job: Job) -> Layout:
-    if command.devices is not None and command.devices < 1:
-        raise ConfigError(f"--devices must be at least 1, got {command.devices}. Remedy: leave it out, or such as 8.")
     if command.topology is None:
         return job.layout(job.abstract_devices() if command.devices is None else command.devices)
     from jaxpar.analysis.compile.ahead_of_time import aim
     from jaxpar.sharding.hardware.topology import Topology
 
     parsed = Topology.parse(command.topology)
-    return aim(job.layout(parsed.devices if command.devices is None else command.devices), parsed)
+    return aim(job.layout(parsed.devices), parsed)
 
 
 def _inputs(job: Job) -> dict[str, Any]:
@@ -160,13 +146,8 @@ def _compiled(command: Check, topology: str) -> int:
     from jaxpar.sharding.hardware.topology import Topology
 
     parsed = Topology.parse(topology)
-    if command.devices not in (None, parsed.devices):
-        raise ConfigError(
-            f"--devices {command.devices}, but topology {topology} has {parsed.devices} devices. Remedy: leave "
-            "--devices out."
-        )
     job = _job(command)
-    layout = _checked(dataclasses.replace(command, devices=parsed.devices, json=None, html=None), job)
+    layout = _checked(dataclasses.replace(command, json=None, html=None), job)
 
     from jaxpar.analysis.checkup.checkup import check_up
     from jaxpar.analysis.checkup.html import page

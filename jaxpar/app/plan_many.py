@@ -30,12 +30,20 @@ def go_scale(config: Path, settings: Sequence[str], kind: str, options: ScaleOpt
     """Run ``jaxpar plan --scale``: print the best plan at each size, and write what was asked for.
 
     Raises:
-      PlanError: a single plan was to be written, or no plan fits any size.
+      PlanError: a topology instead of a kind is given, no size is small enough to be compiled, or no plan fits any.
     """
-    if outputs.yaml is not None:
-        raise PlanError("--scale plans many sizes, but --output writes one. Remedy: plan one topology for --output.")
+    if ":" in kind:
+        raise PlanError(
+            f"plan: the shape in --topology {kind} has no effect with --scale. Remedy: --topology "
+            f"{kind.partition(':')[0]}."
+        )
+    if 0 < options.compile_up_to < min(options.chips):
+        raise PlanError(
+            f"plan: --compile-up-to {options.compile_up_to} has no effect: the smallest size of --scale has "
+            f"{min(options.chips)} chips. Remedy: --compile-up-to {min(options.chips)}, or leave it out."
+        )
     planner = RunPlanner(config, settings)
-    report = scale(planner, planner.space(), kind.partition(":")[0], options, progress=say)
+    report = scale(planner, planner.space(), kind, options, progress=say)
     outputs.show(report)
     if outputs.picture is not None:
         report.draw().savefig(outputs.picture)

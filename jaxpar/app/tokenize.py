@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -72,21 +72,7 @@ class TokenizeCommand:
         from jaxpar.data.tokenizer import TokenizerConfig
 
         if Path(self.source).suffix in (".yaml", ".yml"):
-            for option in fields(self):
-                name = option.name
-                if name not in ("source", "out", "set") and getattr(self, name) != option.default:
-                    raise ConfigError(
-                        f"tokenize: --{name.replace('_', '-')} is for a text, but {self.source} is the configuration "
-                        f"of a run. Remedy: --set data.{name}=..."
-                    )
             return load_run(self.source, self.set).config.data
-        if self.set:
-            raise ConfigError(
-                f"tokenize: --set is for the configuration of a run, but {self.source} is a text. Remedy: the options "
-                "of this command, such as --tokenizer."
-            )
-        if self.tokenizer is None and (self.eos is not None or self.special != "text"):
-            raise ConfigError("tokenize: --eos and --special are for a tokenizer. Remedy: --tokenizer tokenizer.json.")
         tokenizer = None if self.tokenizer is None else TokenizerConfig(self.tokenizer, self.eos, self.special)
         own: dict[str, Any] = {name: getattr(self, name) for name in ("format", "text_field", "bad_rows")}
         return DataConfig(self.source, tokenizer=tokenizer, heldout_fraction=self.heldout_fraction, **own)

@@ -148,3 +148,12 @@ def check_spike(spike: SpikeConfig | None, file: Path) -> None:
             f"{file}: train.spike.sigmas={spike.sigmas:g} and train.spike.factor={spike.factor:g} are mutually "
             "exclusive: both define a spike. Remedy: leave one out."
         )
+
+
+def check_profile(train: TrainConfig, file: Path) -> None:
+    profile = train.profile
+    if profile is not None and profile.start + profile.steps - 1 > train.steps:
+        raise ConfigError(
+            f"{file}: train.profile traces the steps {profile.start} to {profile.start + profile.steps - 1}, but "
+            f"train.steps is {train.steps}. Remedy: an earlier start, or fewer steps to trace."
+        )

@@ -6,6 +6,8 @@ import reprlib
 from dataclasses import dataclass
 from typing import Any
 
+from jaxpar.errors import ConfigError
+
 INT32, INT64 = 2**31 - 1, 2**63 - 1
 """The largest signed integers of 32 and of 64 bits."""
 
@@ -47,6 +49,18 @@ class Range:
         if not (self.above or self.below):
             return f"from {least} to {most}"
         return f"{'above' if self.above else 'from'} {least}, {'below' if self.below else 'at most'} {most}"
+
+
+def check_number(where: str, value: float, numbers: Range) -> None:
+    """Raise an error unless a number is in a range.
+
+    Raises:
+      ConfigError: its text begins with ``where``.
+
+    >>> check_number("bound", 1e-5, Range(0, 1.0, above=True))
+    """
+    if value not in numbers:
+        raise ConfigError(f"{where} must be {numbers}, got {shown(value)}. Remedy: use a number in this range.")
 
 
 _SHORT = reprlib.Repr(maxstring=80, maxother=80)

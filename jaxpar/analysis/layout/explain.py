@@ -46,6 +46,7 @@ from jaxpar.training.model.fixed_order import FIXED
 from jaxpar.training.offload.disk_state import disk_of, groups_of, refusal, stored_tensors
 from jaxpar.training.state import PlacedLeaf, TrainState, place, problems_of, shape_state_and_causes
 from jaxpar.utils.arrays import item_bytes
+from jaxpar.utils.checks import Range, check_number
 from jaxpar.utils.contexts import attention_observer, experts_observer, hint_observer, matmul_observer
 
 
@@ -157,7 +158,7 @@ def check(
 
     Raises:
       LayoutError: with all problems, also that the step cannot be traced.
-      ModelError, AnnotationError, ConfigError: as for :func:`explain`.
+      ModelError, AnnotationError, ConfigError: as for :func:`explain`; or ``max_replicated`` is no fraction.
 
     >>> import jax, optax
     >>> import jaxpar as jp
@@ -166,6 +167,8 @@ def check(
     >>> check(layout, make_model, optax.adam(1e-3)).total("params").device_bytes
     32
     """
+    if max_replicated is not None:
+        check_number("max_replicated", max_replicated, Range(0, 1.0))
     report = explain(layout, make_model, tx, batch=batch, loss_fn=loss_fn, step=step)
     problems = list(report.problems)
     if report.memory is not None and report.memory.untraced:

@@ -232,8 +232,6 @@ def supervise(
 
 def _check_hosts(count: int, total: int, first: int, options: LaunchOptions) -> None:
     """Raise an error if this host's options contradict those for all hosts."""
-    if count < 1:
-        raise LaunchError(f"--processes must be at least 1, got {count}.")
     if options.coordinator is None and (total != count or first):
         raise LaunchError(
             f"--processes {count} with --process-count {total} and --process-id {first} starts only some of the "
@@ -245,10 +243,6 @@ def _check_hosts(count: int, total: int, first: int, options: LaunchOptions) -> 
     if not options.ray and device_assignment.has_tpu(os.environ) and count > 1:
         raise LaunchError(
             f"--processes is {count}, but on a TPU host only one process can use the chips. Remedy: --processes 1."
-        )
-    if options.ray and (options.coordinator or options.process_count or options.process_id):
-        raise LaunchError(
-            "--ray places all processes itself. Remedy: leave --coordinator, --process-count and --process-id out."
         )
 
 

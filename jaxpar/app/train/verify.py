@@ -28,10 +28,8 @@ def verify(job: Job, *, steps: int, bound: float, console: Console) -> Verdict:
       The differences, and whether they are within the bound.
 
     Raises:
-      ConfigError: ``steps`` is below 1, the optimizer state is on disk, or the pipeline is asynchronous.
+      ConfigError: ``bound`` is not above 0 and at most 1, the optimizer state is on disk, or the pipeline is asynchronous.
     """
-    if steps < 1:
-        raise ConfigError(f"verify: steps must be at least 1, got {steps}.")
     if job.config.parallel.offload.optimizer == "disk":
         raise ConfigError(
             "verify: the optimizer state is on disk, but verify runs the step in two layouts at the same time. Remedy: "

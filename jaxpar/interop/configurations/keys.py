@@ -175,6 +175,9 @@ class ConfigKeys:
 
         Args:
           known: names of keys, to suggest one for a misspelt key.
+
+        Raises:
+          ConfigError: a key to ignore would not be refused.
         """
         paths = dict(_paths(self.data, ""))
         for path, value in paths.items():
@@ -187,6 +190,13 @@ class ConfigKeys:
             self._rows[path] = KeyRow(path, value, status, "", reason)
         order = {path: at for at, path in enumerate(paths)}
         rows = sorted(self._rows.values(), key=lambda row: order.get(row.key, len(order)))
+        used = {row.key for row in rows if row.note.startswith("--ignore")}
+        if unused := next((key for key in sorted(self.options.ignore) if key not in used), None):
+            refused = [row.key for row in rows if row.status == "refused"]
+            raise ConfigError(
+                f"{self.options.source}: --ignore {unused} has no effect: the file has no such key, or the key is not "
+                f"refused.{did_you_mean(unused, refused)} Remedy: leave it out."
+            )
         return ImportReport(self.options.source, rows)
 
     def _record(self, path: str, status: KeyStatus, target: str, note: str) -> None:

@@ -268,8 +268,12 @@ def compare_topologies(
 
     Raises:
       MissingExtraError: there is no compiler for a topology's devices.
-      PlanError: no plan fits any topology, or a kind has no price.
+      PlanError: no plan fits any topology, a kind has no price, or a price is of a kind that no topology has.
     """
+    if unused := sorted(set(goals.prices) - {t.kind for t in topologies}):
+        raise PlanError(
+            f"--price {unused[0]} has no effect: no topology is of this kind. Remedy: leave it out, or add a topology."
+        )
     unpriced = {t.kind for t in topologies} - set(goals.prices)
     if goals.goal == "price" and unpriced:
         kind = min(unpriced)

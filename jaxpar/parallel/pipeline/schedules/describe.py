@@ -42,11 +42,23 @@ def answer(
     if len(names) > 1:
         if draw is not None:
             raise ScheduleError(f"a picture shows one schedule, got {', '.join(names)}. Remedy: give one name.")
+        _check_chunks(names, **sizes)
         return comparison([_build(name, **sizes, single=False) for name in names], found)
     one = _build(names[0], **sizes, single=True)
     if draw is not None:
         one.draw(draw, costs=found, timing=timing)
     return f"{summary(one, found)}\n\n{chart(one, width)}"
+
+
+def _check_chunks(names: Sequence[str], virtual_stages: int | None, sequence_chunks: int, **_: int) -> None:
+    """Raises for chunks that no schedule of a comparison takes."""
+    named = [NAMES[name] for name in names if name in NAMES]
+    for option, unused in (
+        ("virtual-stages", virtual_stages is not None and not any(one.chunks == "any" for one in named)),
+        ("sequence-chunks", sequence_chunks != 1 and not any(one.sequences for one in named)),
+    ):
+        if unused:
+            raise ScheduleError(f"--{option} has no effect on {', '.join(names)}. Remedy: leave it out.")
 
 
 def _build(
