@@ -1,11 +1,10 @@
-"""The types of the command line's arguments: how the help shows each; and the files that they name.
+"""The types of the command line's arguments: how the help shows each.
 
 An argument whose default is ``None`` says in its help what happens without it, so the help does not add the default.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -23,9 +22,3 @@ type Fraction = Annotated[float | None, arg(metavar="F", help_behavior_hint="")]
 type Address = Annotated[str | None, arg(metavar="HOST:PORT", help_behavior_hint="")]
 type TopologyName = Annotated[str | None, arg(metavar="TOPOLOGY", help_behavior_hint="")]
 type Flag = Annotated[bool, FlagCreatePairsOff, arg(help_behavior_hint="")]
-
-
-def write_text(file: Path | None, text: Callable[[], str]) -> None:
-    """Writes a text to the file that an argument names, if it names one."""
-    if file is not None:
-        file.write_text(text(), encoding="utf-8")

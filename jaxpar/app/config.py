@@ -371,6 +371,8 @@ def _check(config: RunConfig, file: Path) -> None:
     check_spike(config.train.spike, file)
     check_checkpoint(config.checkpoint, config.train, file)
     check_profile(config.train, file)
+    if not config.output:
+        raise ConfigError(f"{file}: output must not be empty. Remedy: the path of a folder, or leave the key out.")
     if config.parallel.parameter_server is not None:
         with prefixed(f"{file}: "):
             _check_servers(config, server_config(config.parallel.parameter_server))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import Positional, UseAppendAction, arg
 
+from jaxpar.app.outputs import write_output
 from jaxpar.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class ImportCommand:
             "huggingface": {key: fields[key] for key in KEPT if fields.get(key) is not None},
         }
         jp.save(self.out / CHECKPOINT, {"params": params}, layout=layout, metadata=metadata)
-        (self.out / RUN).write_text(run_text(self, config, model), encoding="utf-8")
+        write_output("OUT", self.out / RUN, lambda: run_text(self, config, model))
         print(
             f"{self.directory}: {read[0].tensors} tensors, {read[0].bytes_read / 2**20:.1f} MiB, {config.params:,} "
             f"parameters in {config.param_dtype}; wrote {self.out / CHECKPOINT} and {self.out / RUN}"

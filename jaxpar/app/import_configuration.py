@@ -13,7 +13,8 @@ from typing import Annotated, Any, Literal
 
 from tyro.conf import Positional, UseAppendAction, arg
 
-from jaxpar.app.arguments import File, Number, write_text
+from jaxpar.app.arguments import File, Number
+from jaxpar.app.outputs import write_output
 from jaxpar.errors import ConfigError, DamagedError, JaxparError
 from jaxpar.interop.configurations.keys import ImportOptions
 from jaxpar.interop.configurations.report import ImportedRun, ImportReport
@@ -150,7 +151,7 @@ def convert[T](command: ImportMindFormersCommand, name: str, data: T, importer: 
     options = ImportOptions(str(command.file), command.devices, command.steps, frozenset(command.ignore), family)
     found = importer(data, options)
     _show(found.report)
-    write_text(command.json, lambda: found.report.to_json() + "\n")
+    write_output("--json", command.json, lambda: found.report.to_json() + "\n")
     found.report.check()
     config = found.config if base is None else _merged(base, found.config)
     _write(command, name, config, found.devices)
@@ -235,7 +236,7 @@ def _write(command: ImportMindFormersCommand, name: str, config: dict[str, Any],
         except JaxparError as error:
             problem = str(error).replace(str(file), str(command.out))
             raise ConfigError(f"{command.file}: its translation is not a valid run: {problem}") from error
-    command.out.write_text(head + text, encoding="utf-8")
+    write_output("OUT", command.out, lambda: head + text)
 
 
 def _copied(value: Any) -> Any:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxpar.app.arguments import Config, File, Flag, Fraction, Number, Overrides, TopologyName, write_text
+from jaxpar.app.arguments import Config, File, Flag, Fraction, Number, Overrides, TopologyName
+from jaxpar.app.outputs import write_output
 from jaxpar.utils.terminal import say, terminal_width
 
 if TYPE_CHECKING:
@@ -123,8 +124,8 @@ def _explained(command: _LayoutCommand, job: Job) -> Report:
     from jaxpar.analysis.html_document import document
 
     report = jp.explain(_layout(command, job), job.make_model, job.tx, **_inputs(job))
-    write_text(command.json, report.to_json)
-    write_text(command.html, lambda: document(job.name, report._repr_html_()))
+    write_output("--json", command.json, report.to_json)
+    write_output("--html", command.html, lambda: document(job.name, report._repr_html_()))
     return report
 
 
@@ -160,24 +161,26 @@ def _compiled(command: Check, topology: str) -> int:
     if found.program is not None:
         say(f"compiled for {topology} ({found.program.device_kind}) in {found.program.compile_cpu_seconds:.0f} CPU s")
     print(found.to_text(terminal_width()), end="")
-    write_text(command.json, found.to_json)
-    write_text(command.html, lambda: page(found, f"{job.name} on {topology}", layout._repr_html_()))
+    write_output("--json", command.json, found.to_json)
+    write_output("--html", command.html, lambda: page(found, f"{job.name} on {topology}", layout._repr_html_()))
     if found.program is not None:
-        write_text(command.hlo, found.program.as_text)
+        write_output("--hlo", command.hlo, found.program.as_text)
+    elif command.hlo is not None:
+        print(f"HLO file {command.hlo}: not written, because no program was compiled")
     same = _golden(command.golden, found) if command.golden is not None else True
     return 0 if found.fits and same else 1
 
 
 def _golden(file: Path, found: Checkup) -> bool:
     """Compare a checkup with a golden file, or write a missing file; returns whether they agree."""
-    from jaxpar.analysis.checkup.golden import against, facts_of, write
+    from jaxpar.analysis.checkup.golden import against, facts_of, to_text
 
     if found.program is None or found.audit is None:
         print(f"golden file {file}: not compared, because no program was compiled")
         return False
     facts = facts_of(found.audit, found.topology, found.program.versions)
     if not file.exists():
-        write(file, facts)
+        write_output("--golden", file, lambda: to_text(facts))
         print(f"golden file {file}: written")
         return True
     changes = against(file, facts)

@@ -1,18 +1,21 @@
-"""When each option of each command has an effect, and the range of its numbers: any other use is an error.
+"""When each option of each command has an effect, the range of its numbers, and what it writes.
 
 A command that accepts an option and ignores it answers a question that nobody asked: a golden file that is not compared
 passes. So ``EFFECTS`` lists every option of every command, and :func:`check_options` holds a command line against it
-before the command starts. What depends on more than the command line, such as the keys of a file, its reader checks.
+before the command starts: an option without effect is an error, and so is an output that can never be written. What
+depends on more than the command line, such as the keys of a file, its reader checks.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jaxpar.app.outputs import OutputKind, check_output
 from jaxpar.errors import ConfigError
 from jaxpar.utils.checks import INT32, Range, check_number
 
@@ -39,10 +42,14 @@ class Effect:
     Attributes:
       numbers: the range of its numbers.
       conditions: all of these hold.
+      writes: what it names, if the command writes that.
+      label: its name in a message, if it is not that of an option.
     """
 
     numbers: Range | None = None
     conditions: tuple[Condition, ...] = ()
+    writes: OutputKind | None = None
+    label: str = ""
 
     def when(self, *conditions: Condition) -> Effect:
         """Returns this effect under further conditions."""
@@ -50,7 +57,7 @@ class Effect:
 
 
 def check_options(name: str, command: Any) -> None:
-    """Raise an error if a number of a command is out of its range, or if one of its options has no effect.
+    """Raise an error if an option of a command has no effect, or if its number or its output is wrong.
 
     Args:
       name: of the command.
@@ -58,7 +65,9 @@ def check_options(name: str, command: Any) -> None:
 
     Raises:
       ConfigError: it names the option, and what it needs.
+      MissingExtraError: as :func:`jaxpar.app.outputs.check_output`.
     """
+    _check_working_directory()
     for option, effect in EFFECTS[name].items():
         value = getattr(command, option)
         if effect.numbers is not None and value is not None:
@@ -68,6 +77,17 @@ def check_options(name: str, command: Any) -> None:
                 raise ConfigError(
                     f"{name}: {_spelled(option)} has no effect {condition.text}. Remedy: {condition.remedy}."
                 )
+    if not getattr(command, "process_id", None):  # process 0 writes
+        for option, effect in EFFECTS[name].items():
+            if effect.writes is not None and getattr(command, option) is not None:
+                check_output(effect.label or _spelled(option), getattr(command, option), effect.writes)
+
+
+def _check_working_directory() -> None:
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise ConfigError("the working directory is deleted. Remedy: cd to another folder.") from error
 
 
 def is_set(command: Any, option: str) -> bool:
@@ -105,7 +125,7 @@ def _is_run(source: str) -> bool:
     return Path(source).suffix in (".yaml", ".yml")
 
 
-_ANY = Effect()
+_ANY, _FILE, _PICTURE = Effect(), Effect(writes="file"), Effect(writes="picture")
 _COUNT, _NATURAL = Effect(Range(1, INT32)), Effect(Range(0, INT32))
 _TOPOLOGY, _SCALE = _with("topology", "v5e:4x4"), _with("scale", "16:64")
 _SAMPLED = Condition(
@@ -130,6 +150,7 @@ _OF_A_RUN = Condition(
 _OF_ROWS = Condition(
     lambda command: command.format != "text", "with --format text, which has no rows", "leave it or --format out"
 )
+_RECIPE = Condition(lambda command: command.name is not None, "without a recipe", "add NAME, or leave it out")
 _TOKENIZER = _with("tokenizer", "tokenizer.json")
 
 
@@ -144,7 +165,8 @@ _PROCESSES = {
     "process_count": _COUNT,
     "process_id": _NATURAL,
 }
-_IMPORT = _command("file out base ignore json", devices=_COUNT, steps=_COUNT)
+_OUT, _FOLDER = Effect(writes="file", label="OUT"), Effect(writes="folder", label="OUT")
+_IMPORT = _command("file base ignore", out=_OUT, json=_FILE, devices=_COUNT, steps=_COUNT)
 
 EFFECTS: Mapping[str, Mapping[str, Effect]] = {
     "train": _command(
@@ -154,20 +176,24 @@ EFFECTS: Mapping[str, Mapping[str, Effect]] = {
         servers=_COUNT,
         workers=_COUNT,
     ),
-    "explain": _command("config set json html topology full", devices=_COUNT.when(*_without("topology"))),
+    "explain": _command("config set topology full", json=_FILE, html=_FILE, devices=_COUNT.when(*_without("topology"))),
     "check": _command(
-        "config set json html topology strict",
+        "config set topology strict",
+        json=_FILE,
+        html=_FILE,
         devices=_COUNT.when(*_without("topology")),
         max_replicated=Effect(Range(0, 1.0, below=True)),
-        hlo=_ANY.when(_TOPOLOGY),
-        golden=_ANY.when(_TOPOLOGY),
+        hlo=_FILE.when(_TOPOLOGY),
+        golden=_FILE.when(_TOPOLOGY),
         imbalance=Effect(Range(1, 1e6)).when(_TOPOLOGY),
     ),
     "plan": _command(
-        "config topology set json picture",
+        "config topology set",
+        json=_FILE,
+        picture=_PICTURE,
         objective=_ANY.when(*_without("scale")),
         max_batch=_COUNT.when(*_without("scale")),
-        output=_ANY.when(*_without("scale")),
+        output=_FILE.when(*_without("scale")),
         programs=_COUNT.when(
             Condition(
                 lambda command: command.scale is None or command.compile_up_to > 0,
@@ -207,7 +233,7 @@ EFFECTS: Mapping[str, Mapping[str, Effect]] = {
         cache=_COUNT,
         batch=_COUNT,
         stop=_ANY.when(*_without("explain")),
-        json=_ANY.when(*_without("explain")),
+        json=_FILE.when(*_without("explain")),
         **{name: effect.when(*_without("explain")) for name, effect in _PROCESSES.items()},
     ),
     "verify-checkpoint": _command("directory"),
@@ -217,25 +243,27 @@ EFFECTS: Mapping[str, Mapping[str, Effect]] = {
         microbatches=_COUNT,
         virtual_stages=_COUNT,
         sequence_chunks=_COUNT,
-        draw=_ANY.when(_ALONE),
+        draw=_PICTURE.when(_ALONE),
         timing=_ANY.when(_with("draw", "schedule.png")),
         width=_COUNT.when(_ALONE),
     ),
-    "import": _command("directory out dtype ignore"),
+    "import": _command("directory dtype ignore", out=_FOLDER),
     "export": _command(
-        "checkpoint directory adapter",
+        "checkpoint adapter",
+        directory=dataclasses.replace(_FOLDER, label="DIR"),
         family=_ANY.when(*_without("adapter")),
         dtype=_ANY.when(*_without("adapter")),
         quantize=_ANY.when(*_without("adapter")),
         group=_COUNT.when(*_without("adapter"), _QUANTIZED),
         base=_ANY.when(*_without("adapter")),
     ),
-    "tensor": _command("config topology set json", devices=_COUNT),
+    "tensor": _command("config topology set", json=_FILE, devices=_COUNT),
     "import-mindformers": _IMPORT,
     "import-deepspeed": _IMPORT,
     "import-megatron": _IMPORT | _command("variable conditions"),
     "tokenize": _command(
-        "source out",
+        "source",
+        out=_OUT,
         set=_ANY.when(_OF_A_RUN),
         tokenizer=_ANY.when(_OF_A_TEXT),
         eos=_ANY.when(_OF_A_TEXT, _TOKENIZER),
@@ -246,7 +274,7 @@ EFFECTS: Mapping[str, Mapping[str, Effect]] = {
         heldout_fraction=Effect(Range(0, 0.999, above=True)).when(_OF_A_TEXT),
     ),
     "verify-tokens": _command("file"),
-    "gallery": _command("name json", full=_ANY.when(_with("name", "NAME"), *_without("json"))),
+    "gallery": _command("name json", full=_ANY.when(_RECIPE, *_without("json"))),
     "doctor": _command("json checkpoint", timeout=Effect(Range(0, 86400.0, above=True)).when(*_without("checkpoint"))),
 }
 """Command → option → when it has an effect."""

@@ -12,11 +12,11 @@ from typing import Any, cast
 import jax
 import yaml
 
-from jaxpar.app.arguments import write_text
 from jaxpar.app.config import Loaded, OverlapConfig, PipelineConfig, RunConfig, load_run
 from jaxpar.app.factory import FactoryModel
 from jaxpar.app.job import Job, make_job
 from jaxpar.app.model_facts import about
+from jaxpar.app.outputs import write_figure, write_output
 from jaxpar.errors import JaxparError, PlanError
 from jaxpar.models.moe.config import MoEConfig
 from jaxpar.models.moe.model import make_decoder
@@ -84,7 +84,7 @@ class PlanOutputs:
     def show(self, report: PlanReport | ScalingReport | TopologyReport) -> None:
         """Prints a report, and writes it as JSON if that was asked for."""
         print(f"\n{report.to_text(terminal_width())}", end="")
-        write_text(self.json, report.to_json)
+        write_output("--json", self.json, report.to_json)
 
 
 def go(config: Path, settings: Sequence[str], topology: str, options: PlanOptions, outputs: PlanOutputs) -> int:
@@ -108,10 +108,9 @@ def write_best(report: PlanReport, planner: RunPlanner, outputs: PlanOutputs) ->
     """Write the best plan as YAML, and the plans as a picture."""
     if outputs.yaml is not None:
         text = f"# {report.headline()}\n" + yaml.safe_dump(planner.config_of(report.best.plan), sort_keys=False)
-        outputs.yaml.write_text(text, encoding="utf-8")
+        write_output("--output", outputs.yaml, lambda: text)
         print(f"wrote {outputs.yaml}: jaxpar check {outputs.yaml} --topology {report.search.topology}")
-    if outputs.picture is not None:
-        report.draw().savefig(outputs.picture)
+    write_figure("--picture", outputs.picture, report.draw)
 
 
 def _fixed(settings: Sequence[str]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from jaxpar.app.outputs import write_figure
 from jaxpar.app.plan import PlanOutputs, RunPlanner, write_best
 from jaxpar.errors import PlanError
 from jaxpar.planning.search.scaling import ScaleOptions, scale
@@ -45,6 +46,5 @@ def go_scale(config: Path, settings: Sequence[str], kind: str, options: ScaleOpt
     planner = RunPlanner(config, settings)
     report = scale(planner, planner.space(), kind, options, progress=say)
     outputs.show(report)
-    if outputs.picture is not None:
-        report.draw().savefig(outputs.picture)
+    write_figure("--picture", outputs.picture, report.draw)
     return 0

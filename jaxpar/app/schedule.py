@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
 
 from jaxpar.app.arguments import File, Number
+from jaxpar.app.outputs import write_figure
 
 
 @dataclass(frozen=True)
@@ -39,5 +41,5 @@ class ScheduleCommand:
     def run(self) -> int:
         from jaxpar.parallel.pipeline.schedules.describe import answer
 
-        print(answer(**vars(self)))
+        print(answer(**{**vars(self), "draw": functools.partial(write_figure, "--draw", self.draw)}))
         return 0

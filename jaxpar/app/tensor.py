@@ -7,7 +7,8 @@ from typing import Annotated
 
 from tyro.conf import UseAppendAction, arg
 
-from jaxpar.app.arguments import Config, File, Number, write_text
+from jaxpar.app.arguments import Config, File, Number
+from jaxpar.app.outputs import write_output
 from jaxpar.errors import ConfigError
 from jaxpar.utils.terminal import terminal_width
 
@@ -50,5 +51,5 @@ class TensorCommand:
             *run, topology=self.topology, layouts=rules, devices=self.devices, precision=job.precision
         )
         print(found.to_text(terminal_width()), end="")
-        write_text(self.json, found.to_json)
+        write_output("--json", self.json, found.to_json)
         return 0 if found.best is not None else 1

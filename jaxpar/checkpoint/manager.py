@@ -23,7 +23,7 @@ from jaxpar.checkpoint.save import Saving, begin
 from jaxpar.checkpoint.verify import check, incomplete, steps_in
 from jaxpar.errors import CheckpointError, ConfigError, DamagedError
 from jaxpar.sharding.layout import Layout
-from jaxpar.utils.durable import Lock, remove
+from jaxpar.utils.durable import Lock, is_permanent, refuse_address, remove
 from jaxpar.utils.multihost import gather, settled
 
 RETRY = 30.0
@@ -64,7 +64,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
       tell: called with each message for the user; by default it issues a warning.
 
     Raises:
-      CheckpointError: another run holds the folder.
+      CheckpointError: another run holds the folder, or it can never be written to.
       DamagedError: ``lock`` in the folder is a symbolic link, which might lead out of it, or no regular file.
       ConfigError: an argument is invalid.
 
@@ -95,6 +95,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         check_numbers("CheckpointManager", numbers)
         if best not in (None, "min", "max"):
             raise ConfigError(f"CheckpointManager: best must be 'min' or 'max', got {best!r}.")
+        self._given = os.fspath(directory)
         self.directory = Path(os.path.abspath(directory))
         self._keep, self._best, self._keep_best = keep, best, keep_best
         self._every, self._minutes = save_interval_steps, save_interval_minutes
@@ -292,6 +293,10 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             self._release_lock()
             raise
         except OSError as error:
+            if is_permanent(error):
+                raise CheckpointError(
+                    f"checkpoint: {self.directory!s:.200}: {error.strerror}. Remedy: a directory that can be written to."
+                ) from error
             self._failed(None, f"{self.directory} cannot be written: {error.strerror}.")
 
     def _release_lock(self) -> None:
@@ -340,6 +345,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
 
     def _acquire_lock(self) -> None:
         if self._lock is None and jax.process_index() == 0:
+            refuse_address(self._given)
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = Lock(self.directory, CheckpointError, DamagedError)
 

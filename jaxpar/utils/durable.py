@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import shutil
 import socket
 import stat
@@ -19,23 +20,45 @@ from jaxpar.errors import JaxparError
 LOCK = "lock"
 SHARED, PRIVATE = 0o666, 0o600
 """Modes of new files: what the umask leaves, as every other program's, or the owner's alone."""
+_PERMANENT = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL}
+_PERMANENT |= {errno.EACCES, errno.EPERM, errno.ENOTSUP}
+
+
+def is_permanent(error: OSError) -> bool:
+    """Whether an error comes from a path that can never be used, rather than from a disk that is full or fails.
+
+    >>> is_permanent(OSError(errno.ENAMETOOLONG, "File name too long")), is_permanent(OSError(errno.ENOSPC, "full"))
+    (True, False)
+    """
+    return error.errno in _PERMANENT
+
+
+def refuse_address(path: Path | str) -> None:
+    """Raise an error for the address of a bucket, which would else become a folder called ``gs:``.
+
+    Raises:
+      OSError: the path is an address.
+    """
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)):
+        raise OSError(errno.EINVAL, "it is an address, not a path of this machine; mount the bucket as a folder")
 
 
 class Lock:
     """An exclusive lock on an existing folder, held until :meth:`release`, or until the process ends.
 
     Args:
-      folder: the folder; the file ``lock`` in it names the holder.
+      folder: the folder; a file in it names the holder.
       held: the error that is raised where another run holds the lock; it names the process that does.
-      irregular: the error that is raised where ``lock`` is not a regular file; a symbolic link would lead elsewhere.
+      irregular: the error that is raised where the file is not a regular one; a symbolic link would lead elsewhere.
+      name: of the file.
 
     Raises:
       JaxparError: ``held`` or ``irregular``.
       OSError: the folder cannot be written to.
     """
 
-    def __init__(self, folder: Path, held: type[JaxparError], irregular: type[JaxparError]):
-        file = folder / LOCK
+    def __init__(self, folder: Path, held: type[JaxparError], irregular: type[JaxparError], name: str = LOCK):
+        file = folder / name
         try:
             self._file = open_regular(file, os.O_RDWR | os.O_CREAT, mode=PRIVATE)
         except OSError as cause:

@@ -83,13 +83,6 @@ def test_the_version_and_unknown_commands(capsys: pytest.CaptureFixture[str]) ->
     assert all(f" {command} " in shown for command in COMMANDS)
 
 
-def test_the_number_of_devices_is_at_least_1(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", "configs/quickstart.yaml", "--devices", "0"]) == 2
-    assert capsys.readouterr().err == (
-        "ConfigError: --devices must be at least 1, got 0. Remedy: leave it out, or such as 8.\n"
-    )
-
-
 def test_explain_writes_text_json_and_html(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = [tmp_path / "r.json", tmp_path / "r.html"]
     arguments = ["explain", str(QUICKSTART), "--devices", "32", "--json", str(files[0]), "--html", str(files[1])]
@@ -189,42 +182,9 @@ def test_verify_names_the_first_module_that_diverges(
     assert f"({dims}), call 1: its activation differs by 1.0" in screen
 
 
-def test_verify_refuses_no_steps(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify", str(QUICKSTART), "--steps", "0", *settings()]) == 2
-    assert capsys.readouterr().err == "ConfigError: verify: steps must be at least 1, got 0.\n"
-
-
 def test_explain_estimates_memory_for_a_topology(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", str(QUICKSTART), *settings(), "--topology", "v5e:4x2"]) == 0
     text = capsys.readouterr().out
     assert "memory at the peak of a step on a TPU v5 lite, estimated\n" in text
     assert main(["explain", str(QUICKSTART), *settings(), "--topology", "v5e:2x2", "--devices", "8"]) == 2
     assert "the mesh has 8 devices" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        (
-            ["--search", "recursive", "--objective", "chips"],
-            "--search recursive takes one topology and the objective time or memory. Remedy: leave it out.",
-        ),
-        (
-            ["--search", "recursive", "--price", "v5e=1.2"],
-            "--search recursive takes one topology and the objective time or memory. Remedy: leave it out.",
-        ),
-        (
-            ["--scale", "16:64", "--max-batch", "64"],
-            "--scale minimizes the time, and takes no --objective, --price or --max-batch. Remedy: leave them out.",
-        ),
-        (
-            ["--scale", "16:64", "--objective", "memory"],
-            "--scale minimizes the time, and takes no --objective, --price or --max-batch. Remedy: leave them out.",
-        ),
-    ],
-)
-def test_options_of_plan_that_exclude_each_other(
-    words: list[str], text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["plan", str(QUICKSTART), "--topology", "v5e:4x4", *words]) == 2
-    assert capsys.readouterr().err == f"ConfigError: {text}\n"

@@ -104,8 +104,6 @@ def test_figures_of_a_changed_recipe_are_not_shown(tmp_path: Path) -> None:
 def test_what_is_no_recipe_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["gallery", "pretrain_8b_v5"]) != 0
     assert "unknown recipe 'pretrain_8b_v5'. Did you mean 'pretrain_8b_v5" in capsys.readouterr().err
-    assert main(["gallery", "--full"]) != 0
-    assert "--full needs a recipe. Remedy: `jaxpar gallery NAME --full`." in capsys.readouterr().err
     (tmp_path / "own.yaml").write_text("model: {family: llama}\n")
     with pytest.raises(ConfigError, match=r"own\.yaml: a recipe begins with a sentence and its chips\. Remedy: "):
         gallery.read_recipes(tmp_path)

@@ -173,7 +173,7 @@ def test_the_texts(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (
             ["gallery", "--full"],
-            "gallery: --full has no effect without --name. Remedy: add --name NAME, or leave it out.",
+            "gallery: --full has no effect without a recipe. Remedy: add NAME, or leave it out.",
         ),
     ):
         assert main(words) == 2

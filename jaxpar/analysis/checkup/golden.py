@@ -57,10 +57,9 @@ def facts_of(report: Audit, topology: str, versions: Mapping[str, str]) -> dict[
     }
 
 
-def write(file: Path, facts: Mapping[str, Any]) -> None:
-    """Write a golden file."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+def to_text(facts: Mapping[str, Any]) -> str:
+    """Returns the text of a golden file."""
+    return json.dumps(facts, indent=1) + "\n"
 
 
 def against(file: Path, facts: Mapping[str, Any]) -> list[str]:

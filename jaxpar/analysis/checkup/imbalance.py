@@ -86,14 +86,14 @@ def load_imbalance(step: AheadOfTime, mesh: Mapping[str, int], factor: float) ->
     return LoadImbalance(factor, {key: _load(report, step) for key, report in reports.items()})
 
 
-def check_factor(factor: float, name: str = "imbalance") -> None:
+def check_factor(factor: float) -> None:
     """Raise unless a load imbalance is a finite number of at least 1.
 
     >>> check_factor(1.5)
     """
     if not 1 <= factor < math.inf:
         raise PlanError(
-            f"{name} must be a finite number of at least 1, got {factor:g}. Remedy: give the load of the busiest "
+            f"imbalance must be a finite number of at least 1, got {factor:g}. Remedy: give the load of the busiest "
             f"device divided by the mean load, such as 1.5."
         )
 

@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from jaxpar.app.config import Loaded, load_run
-from jaxpar.app.generate.prompts import STDIN, read_prompts, write_answers
+from jaxpar.app.generate.prompts import STDIN, read_prompts
 from jaxpar.app.launch import heartbeat
 from jaxpar.app.launch.cluster_detection import Cluster
 from jaxpar.app.launch.exit_codes import ExitCode, end_process
 from jaxpar.app.launch.join import ProcessPlace, place_of
+from jaxpar.app.outputs import write_output
 from jaxpar.app.train.launch import LaunchOptions, Task, policy_of, reporting, set_up_devices, supervise
 from jaxpar.errors import JaxparError, LaunchError
 
@@ -131,8 +132,8 @@ def _generate(command: Any, loaded: Loaded, out: TextIO, console: Console) -> in
     if job.config.data.chat_template is not None and not command.chat:
         console.print("prompts are continued as text, but the run trains on conversations. Remedy: --chat")
     answers = generate(job, prompts, options, out=out, console=console)
-    if command.json is not None and first:
-        write_answers(command.json, answers)
+    if first:
+        write_output("--json", command.json, lambda: "".join(f"{answer.to_json()}\n" for answer in answers))
     if any(answer.why == INTERRUPTED for answer in answers):
         _exit(0 if heartbeat.listened() else 130)
     return 0

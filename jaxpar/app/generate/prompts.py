@@ -73,18 +73,6 @@ def as_tokens(number: int, prompt: str, tokenizer: Tokenizer) -> list[int]:
     return tokenizer.encode_prompt(prompt)
 
 
-def write_answers(file: Path, answers: Sequence[Answer]) -> None:
-    """Write a JSON object for each answer, one per line.
-
-    Raises:
-      ConfigError: the file cannot be written.
-    """
-    try:
-        file.write_text("".join(f"{answer.to_json()}\n" for answer in answers), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--json {file}: {error.strerror}. Remedy: a file in a writable folder.") from error
-
-
 def _value(file: Path, number: int, line: str, kinds: tuple[type, ...]) -> Any:
     try:
         value = json.loads(line)

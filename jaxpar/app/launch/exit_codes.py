@@ -23,13 +23,12 @@ from jaxpar.errors import (
     UnsavedError,
     VerificationError,
 )
+from jaxpar.utils.durable import is_permanent
 from jaxpar.utils.terminal import say
 
 _LOST_PEER = ("coordination service", "Connection closed by peer", "Connection reset by peer", "Socket closed",
               "heartbeat timeout", "Gloo", "gloo", "UNAVAILABLE", "preempted")  # fmt: skip
 """Words in errors that a process raises because another one failed."""
-_NAMING = (FileNotFoundError, NotADirectoryError, IsADirectoryError, FileExistsError)
-"""Errors of the operating system that come from a wrong path, rather than from storage that failed."""
 _MOST = 2000
 """Maximum characters on the screen of an unexpected error, or of a line of an error of jaxpar's own."""
 
@@ -105,7 +104,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _of_storage(error: BaseException) -> bool:
-    return isinstance(error, OSError) and not isinstance(error, (*_NAMING, JaxparError))
+    return isinstance(error, OSError) and not isinstance(error, JaxparError) and not is_permanent(error)
 
 
 def signal_code(number: int) -> ExitCode:

@@ -23,6 +23,7 @@ from jaxpar.app.launch.process_group import Local, ProcessGroup
 from jaxpar.app.launch.supervisor import Policy, Supervisor
 from jaxpar.app.train.next_commands import next_commands, shown
 from jaxpar.app.train.options import LaunchOptions, set_up_devices
+from jaxpar.app.train.output_folder import OutputFolder
 from jaxpar.app.train.server_run import go as go_with_servers
 from jaxpar.app.train.server_run import with_servers
 from jaxpar.checkpoint.verify import steps_in
@@ -101,7 +102,9 @@ def go(config: Path, settings: Sequence[str], options: LaunchOptions) -> int:
             lines = next_commands(config, settings, loaded.config)
             print(shown(lines, terminal_width()))
         return status
-    return supervise(config, settings, loaded, options, policy, 1 if count is None else count, Task())
+    # The supervisor of the host with process 0 locks the folder, for all of them and also between two restarts.
+    with nullcontext() if options.process_id else OutputFolder(loaded.config.output):
+        return supervise(config, settings, loaded, options, policy, 1 if count is None else count, Task())
 
 
 def _train(loaded: Loaded, options: LaunchOptions) -> int:
@@ -134,6 +137,8 @@ def _train_here(loaded: Loaded, cluster: ProcessPlace | Cluster | None) -> int:
 
 def _status(summary: Summary, config: RunConfig) -> ExitCode:
     """The exit status of a run that has saved all that it was to save."""
+    if config.checkpoint is None and summary.lost_records:
+        return ExitCode.NOT_SAVED
     if not summary.signal or summary.steps >= config.train.steps:
         return ExitCode.FINISHED
     if summary.step_times and config.checkpoint is None:

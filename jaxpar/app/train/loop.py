@@ -7,6 +7,7 @@ import signal
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from jaxpar.app.train.compile import run_until_signal
 from jaxpar.app.train.goodput import Goodput
 from jaxpar.app.train.lost_updates import LostUpdates
 from jaxpar.app.train.metrics import MetricsWriter, loss_metrics, peak_flops
+from jaxpar.app.train.output_folder import OutputFolder
 from jaxpar.app.train.process_sync import ProcessStatus, StatusExchange, Stragglers
 from jaxpar.app.train.profile import Profiler
 from jaxpar.app.train.programs import StepPrograms
@@ -41,6 +43,7 @@ from jaxpar.errors import CheckpointError, DivergedError, UnsavedError
 from jaxpar.models.llama import LlamaConfig
 from jaxpar.training.batch import row_share, shard_batch
 from jaxpar.training.weight_changes import WEIGHTS_CHANGED
+from jaxpar.utils.multihost import settled
 
 
 def train(job: Job, console: Console) -> Summary:
@@ -60,9 +63,10 @@ def train(job: Job, console: Console) -> Summary:
 
     Raises:
       LayoutError: the layout does not fit; raised before anything is compiled.
-      ConfigError, DataError: the run's data does not fit its model.
+      ConfigError, DataError: the run's data does not fit its model, or its output can never be written.
       DivergedError: too many consecutive steps were not finite or were spikes, and the run cannot roll back.
       CheckpointError: the run must resume from a checkpoint and cannot.
+      LaunchError: another run writes to the output folder.
       UnsavedError: the last step cannot be saved, or a second Ctrl-C ended the run before it was.
     """
     began = time.perf_counter()
@@ -80,6 +84,16 @@ def train(job: Job, console: Console) -> Summary:
 
 
 def _train(job: Job, console: Console, stop: Stop) -> tuple[Summary, Saver]:
+    # The supervisor has locked the folder for its processes.
+    writes = jax.process_index() == 0 and not heartbeat.listened()
+    output: AbstractContextManager[Any] = settled(
+        lambda: OutputFolder(job.config.output, console.print) if writes else nullcontext()
+    )
+    with output:
+        return _train_in_output(job, console, stop)
+
+
+def _train_in_output(job: Job, console: Console, stop: Stop) -> tuple[Summary, Saver]:
     account, config, layout = Goodput(), job.config, job.layout()
     # Report errors in held-out batches and layout before the first compile.
     data = open_data(job, layout)
@@ -91,7 +105,9 @@ def _train(job: Job, console: Console, stop: Stop) -> tuple[Summary, Saver]:
         first = jax.process_index() == 0
         trackers = open_trackers(config, job.name, console.print) if first else []
         with MetricsWriter(Path(config.output), after, writes=first, trackers=trackers, tell=console.print) as writer:
-            return Run(job, layout, data, engine, saver, writer, account, console, stop).go(found), saver
+            summary = Run(job, layout, data, engine, saver, writer, account, console, stop).go(found)
+        summary.lost_records = writer.lost
+        return summary, saver
 
 
 class Run:

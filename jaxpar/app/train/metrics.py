@@ -87,6 +87,8 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
         self._lines: FileIO | None = None
         self._writes, self._tell, self._pending, self._reported = writes, tell, b"", False
         self._trackers = trackers
+        self.lost = 0
+        """Number of records that could not be written, once the writer is closed."""
         if not writes:
             return
         self._tensorboard = _TensorBoard(folder / "tensorboard", tell)
@@ -140,8 +142,9 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
         if not self._writes:
             return
         if self._pending:
+            self.lost = self._pending.count(b"\n")
             self._tell(
-                f"metrics: {self._pending.count(b'\n')} records are lost, because {self._file} could not be written "
+                f"metrics: {self.lost} records are lost, because {self._file} could not be written "
                 "before the run ended."
             )
         if self._lines is not None:

@@ -18,6 +18,7 @@ from jaxpar.app.console import RunConsole
 from jaxpar.app.launch.exit_codes import ExitCode
 from jaxpar.app.server_config import ServerSettings, server_config
 from jaxpar.app.train.options import LaunchOptions, set_up_devices
+from jaxpar.app.train.output_folder import OutputFolder
 from jaxpar.errors import LaunchError
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def go(file: Path, settings: Sequence[str], loaded: Loaded) -> int:
     table = loaded.config.parallel.parameter_server or ServerSettings()
     config = server_config(table)
     console = RunConsole()
-    with _in_cluster(table, config, console):
+    with OutputFolder(loaded.config.output, console.print), _in_cluster(table, config, console):
         return _train(file, settings, loaded, config, console)
 
 

@@ -47,6 +47,7 @@ class Summary:
       own_times: each process's own seconds per step.
       slow: the processes that slowed down the others at the end.
       links: what was written besides the usual files: folders of traces, addresses of trackers.
+      lost_records: number of records of metrics that could not be written.
       goodput: the record of :class:`jaxpar.app.train.goodput.Goodput`.
     """
 
@@ -69,6 +70,7 @@ class Summary:
     own_times: list[float] = field(default_factory=list)
     slow: list[int] = field(default_factory=list)
     links: list[str] = field(default_factory=list)
+    lost_records: int = 0
     goodput: dict[str, Any] = field(default_factory=dict)
 
     @property

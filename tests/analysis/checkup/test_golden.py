@@ -14,7 +14,7 @@ import pytest
 from by_hand import audited, collective
 
 import jaxpar as jp
-from jaxpar.analysis.checkup.golden import against, differences, facts_of, write
+from jaxpar.analysis.checkup.golden import against, differences, facts_of, to_text
 from jaxpar.errors import ConfigError
 from jaxpar.models.llama import make_llama, preset
 from jaxpar.models.losses import next_token_loss
@@ -37,7 +37,7 @@ def test_a_programs_cost_is_as_written_down(name: str, pytestconfig: pytest.Conf
     facts = facts_of(dataclasses.replace(report, memory=sizes), "cpu:8", {"jax": jax.__version__})
     file = GOLDEN / f"program_{name}_cpu.json"
     if pytestconfig.getoption("--update-golden"):
-        write(file, facts)
+        file.write_text(to_text(facts))
     assert against(file, facts) == [], "if the change is meant: pytest --update-golden"
 
 
@@ -59,7 +59,7 @@ def changed(**fields: Any) -> dict[str, Any]:
 
 
 def test_lines_of_code_may_move_and_bytes_may_tremble(tmp_path: Path) -> None:
-    write(tmp_path / "deep" / "g.json", BASE)
+    (tmp_path / "g.json").write_text(to_text(BASE))
     moved = audited(
         {"data": 4, "model": 1},
         collective("all-gather", ("data",), 2.0**30 * 1.0005, source="Block.__call__ (layers.py:99)"),
@@ -68,7 +68,7 @@ def test_lines_of_code_may_move_and_bytes_may_tremble(tmp_path: Path) -> None:
         matmul_flops=1000,
         memory={"peak": 2**30 + 2**19, "temp": 2**20},
     )
-    assert against(tmp_path / "deep" / "g.json", facts_of(moved, "v5e:2x2", {"jax": "0.12", "libtpu": "0.0.50"})) == []
+    assert against(tmp_path / "g.json", facts_of(moved, "v5e:2x2", {"jax": "0.12", "libtpu": "0.0.50"})) == []
 
 
 def test_a_difference_is_readable() -> None:
@@ -105,7 +105,7 @@ def test_a_difference_is_readable() -> None:
 )
 def test_what_cannot_be_compared_says_so(now: dict[str, Any], said: str, tmp_path: Path) -> None:
     file = tmp_path / "g.json"
-    write(file, BASE)
+    file.write_text(to_text(BASE))
     with pytest.raises(ConfigError) as caught:
         against(file, changed(**now))
     assert str(caught.value) == (

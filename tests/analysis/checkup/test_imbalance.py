@@ -121,15 +121,13 @@ def test_without_the_option_there_is_no_section() -> None:
 
 
 REFUSED = (
-    "{} must be a finite number of at least 1, got {:g}. Remedy: give the load of the busiest device divided by the "
+    "imbalance must be a finite number of at least 1, got {:g}. Remedy: give the load of the busiest device divided by the "
     "mean load, such as 1.5."
 )
 
 
 @pytest.mark.parametrize("factor", [0.5, 0.0, math.inf, math.nan])
-def test_other_factors_are_refused(factor: float, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--topology", "v5e:4x4", "--imbalance", str(factor)) == 2
-    assert capsys.readouterr().err == f"PlanError: {REFUSED.format('--imbalance', factor)}\n"
+def test_other_factors_are_refused(factor: float) -> None:
     arguments: Any = (None,) * 6
     for refuse in (
         lambda: load_imbalance(step("tpu_experts"), MESH, factor),
@@ -137,11 +135,4 @@ def test_other_factors_are_refused(factor: float, capsys: pytest.CaptureFixture[
     ):
         with pytest.raises(PlanError) as refused:
             refuse()
-        assert str(refused.value) == REFUSED.format("imbalance", factor)
-
-
-def test_the_option_needs_a_topology(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--imbalance", "2") == 2
-    assert capsys.readouterr().err == (
-        "ConfigError: --imbalance needs a compiled program. Remedy: add --topology, such as --topology v5e:4x4.\n"
-    )
+        assert str(refused.value) == REFUSED.format(factor)

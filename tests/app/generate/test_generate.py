@@ -28,7 +28,7 @@ from jaxpar.app.cli import Generate, main
 from jaxpar.app.config import load_run
 from jaxpar.app.generate.generate import INTERRUPTED, GenerateOptions, _parameters, _streamed, generator, restored
 from jaxpar.app.generate.launch import words
-from jaxpar.app.generate.prompts import Answer, Page, read_prompts, write_answers
+from jaxpar.app.generate.prompts import Answer, Page, read_prompts
 from jaxpar.app.job import Job, make_job
 from jaxpar.app.train.compile import iterate_until_signal
 from jaxpar.app.train.signals import Stop
@@ -317,12 +317,6 @@ def test_a_command_line_comes_again_as_it_was() -> None:
     assert again == replace(asked, processes=None)
 
 
-def test_answers_that_cannot_be_written(tmp_path: Path) -> None:
-    text = f"--json {tmp_path}: Is a directory. Remedy: a file in a writable folder."
-    with pytest.raises(ConfigError, match=f"^{re.escape(text)}$"):
-        write_answers(tmp_path, [Answer("a", ())])
-
-
 @pytest.mark.parametrize(
     ("name", "content", "text"),
     [
@@ -386,8 +380,8 @@ def test_what_keeps_it_from_it(config: Path, tmp_path: Path, capsys: pytest.Capt
         "ConfigError: generate: prompt 0 has '\\udcff' at character 2, which is not valid text. Remedy: encode the "
         "prompt as UTF-8.\n"
     )
-    assert said("--prompt", "abc", "--prompt", "d", "--seed", "-1") == (
-        "ConfigError: generate: seed must be between 0 and 4294967294, got -1, because each of the 2 prompt(s) has its "
+    assert said("--prompt", "abc", "--prompt", "d", "--seed", "4294967295", "--temperature", "1") == (
+        "ConfigError: generate: seed must be between 0 and 4294967294, got 4294967295, because each of the 2 prompt(s) has its "
         "own seed, counting up from it.\n"
     )
     assert said() == "ConfigError: generate: no prompts were given. Remedy: pass at least one.\n"

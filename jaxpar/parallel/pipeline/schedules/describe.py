@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxpar.errors import ScheduleError
@@ -17,36 +16,33 @@ from jaxpar.parallel.pipeline.schedules.text import chart, comparison, summary
 def answer(
     names: Sequence[str],
     *,
-    draw: Path | None = None,
+    draw: Callable[[Callable[[], Any]], None] = lambda figure: None,
     costs: str = "",
     timing: Timing = "ticks",
     width: int = 120,
     **sizes: Any,
 ) -> str:
-    """Returns a schedule's summary and ticks, or a comparison of several schedules; draws a single one if requested.
+    """Returns a schedule's summary and ticks, or a comparison of several schedules.
 
     Args:
       names: of the schedules.
-      draw: the file of the picture.
+      draw: is given a function that returns the figure of a single schedule.
       costs: as text; see :func:`costs_in`.
       timing, width: of the picture and of the text.
       sizes: ``stages``, ``microbatches``, ``virtual_stages`` and ``sequence_chunks``.
 
     Raises:
-      ScheduleError: no name is given, a picture of several schedules is requested, the costs cannot be parsed, or
+      ScheduleError: no name is given, no schedule takes the chunks, the costs cannot be parsed, or
         :func:`jaxpar.pipeline.schedule` raises it.
     """
     if not names:
         raise ScheduleError(f"no schedule is given. Schedules: {', '.join(NAMES)}.")
     found = costs_in(costs) if costs else None
     if len(names) > 1:
-        if draw is not None:
-            raise ScheduleError(f"a picture shows one schedule, got {', '.join(names)}. Remedy: give one name.")
         _check_chunks(names, **sizes)
         return comparison([_build(name, **sizes, single=False) for name in names], found)
     one = _build(names[0], **sizes, single=True)
-    if draw is not None:
-        one.draw(draw, costs=found, timing=timing)
+    draw(lambda: one.draw(costs=found, timing=timing))
     return f"{summary(one, found)}\n\n{chart(one, width)}"
 
 

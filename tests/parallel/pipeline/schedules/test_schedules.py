@@ -454,10 +454,6 @@ def test_on_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     ]
     for arguments, text in (
         ([*sizes], f"no schedule is given. Schedules: {', '.join(NAMES)}."),
-        (
-            ["gpipe", "1f1b", *sizes, "--draw", "a.png"],
-            "a picture shows one schedule, got gpipe, 1f1b. Remedy: give one name.",
-        ),
         (["1f1b", *sizes, "--costs", "F=1,B"], "costs 'F=1,B': 'B' is not a cost. Remedy: write costs as in F=1,B=2."),
         (
             ["1f1b", *sizes, "--costs", "F=nan"],
