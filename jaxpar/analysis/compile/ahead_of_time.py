@@ -13,6 +13,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -45,6 +46,10 @@ from jaxpar.training.step_call import specs_of
 from jaxpar.utils.contexts import batch_specs
 from jaxpar.utils.extras import import_extra
 
+_FATAL = re.compile(
+    r"^F\d{4} [\d:.]+ +\d+ (?P<prefixed>.*)|(?P<text>Check failed.*|LLVM ERROR.*|(?i:fatal (python )?error).*)"
+)
+"""A fatal line of a log: XLA's, whose beginning has the time and the thread, or that of a library under it."""
 CompilerOptions = Mapping[str, str | int | float | bool]
 
 
@@ -334,7 +339,7 @@ def _compile(compiler: Compiler, program: bytes, request: dict[str, Any], cache_
         command = [compiler.python, "-P", "-m", "jaxpar.analysis.compile.worker", folder]
         run = subprocess.run(command, env=environment_of(compiler), capture_output=True, text=True, check=False)
         if not (build / "result.json").is_file():
-            raise CompileError(f"the compiler failed with status {run.returncode}: {run.stderr[-2000:]}")
+            raise CompileError(failure_in(run.stderr, run.returncode))
         result = json.loads((build / "result.json").read_text())
         if result.get("kind") == MeshError.__name__:  # the devices cannot form this mesh
             raise MeshError(result["error"])
@@ -344,6 +349,27 @@ def _compile(compiler: Compiler, program: bytes, request: dict[str, Any], cache_
         (build / "result.json").write_text(json.dumps(result))
         (build / "program.export").unlink()
         shutil.copytree(build, cache_entry, dirs_exist_ok=True)
+
+
+def failure_in(log: str, status: int) -> str:
+    """Returns why a compiler ended without a result: the first fatal line of its log, which a dump of memory follows.
+
+    Args:
+      log: its standard error.
+      status: its exit status; ``-6`` if the signal 6 ended it.
+
+    >>> failure_in("F1128 16:20:11.1 7 a.cc:12] Check failed: x == y\\nF1128 16:20:11.2 7 b.cc:9] 7fce-7fcf r-xp\\n", -6)
+    'the compiler crashed (SIGABRT): a.cc:12] Check failed: x == y'
+    """
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    match = next(filter(None, map(_FATAL.search, lines)), None)
+    if match is not None:
+        why = match["prefixed"] or match["text"]
+    else:
+        why = next((line for line in lines if line.startswith("***")), lines[-1] if lines else "it wrote no message")
+    names = {number.value: number.name for number in signal.Signals}
+    ended = f"crashed ({names.get(-status, -status)})" if status < 0 else f"failed with status {status}"
+    return f"the compiler {ended}: {why:.1000}"
 
 
 def warnings_in(log: str) -> list[str]:

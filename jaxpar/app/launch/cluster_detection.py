@@ -143,10 +143,10 @@ def _tpu_machine(variables: Mapping[str, str], installed: _Predicate, exists: _P
 def first_host(nodes: str) -> str:
     """Returns the first host of Slurm's node list.
 
-    >>> first_host("node[003,007-015],other"), first_host("a,b")
-    ('node003', 'a')
+    >>> first_host("node[003,007-015],other"), first_host("a,b"), first_host("rack[0-3]n[01-12]-ib,b[1-2]")
+    ('node003', 'a', 'rack0n01-ib')
     """
-    return re.sub(r"\[(\d+).*", r"\1", nodes).split(",")[0]
+    return re.sub(r"\[(\d+)[^]]*\]", r"\1", nodes).split(",")[0]
 
 
 def address_in(variables: Mapping[str, str]) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""``listening``: record SIGTERM and SIGINT, so that a supervisor can pass them on to its processes."""
+"""``listening``: record SIGTERM, SIGHUP and SIGINT, so that a supervisor can pass them on to its processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def listening(signals: list[int]) -> Iterator[None]:
-    """Append SIGTERM and SIGINT to a list, instead of ending this process before its children.
+    """Append SIGTERM, SIGHUP and SIGINT to a list, instead of ending this process before its children.
 
     Does nothing outside of the main thread.
 
@@ -25,7 +25,10 @@ def listening(signals: list[int]) -> Iterator[None]:
         yield
         return
     take = lambda number, frame: signals.append(number)
-    before = {number: signal.signal(number, take) for number in (signal.SIGTERM, signal.SIGINT)}
+    numbers = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, take) for number in numbers}
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C end a run after the current step; a second signal ends it immediately."""
+"""SIGTERM, SIGHUP and Ctrl-C end a run after the current step; a second signal ends it immediately."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from typing import Any, Self
 _TWICE = 0.5
 """A second Ctrl-C within these seconds counts as the first: a terminal signals a launcher and its processes."""
 
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
 
 class Stop:
     """Receives the signals that end a run, while the context is open.
 
     ``number`` is the number of the first signal that this process received, or 0. After it the handlers are replaced: a
-    second SIGTERM has its default action, and a second Ctrl-C raises ``KeyboardInterrupt``. Outside of the main thread
+    second SIGTERM or SIGHUP has its default action, and a second Ctrl-C raises ``KeyboardInterrupt``. Outside of the main thread
     no handler can be set, and no signal is received.
 
     >>> import os, signal
@@ -34,7 +36,9 @@ class Stop:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._take) for number in (signal.SIGINT, signal.SIGTERM)}
+            # A program started with nohup ignores SIGHUP, and goes on to.
+            numbers = [n for n in _ENDING if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+            self._before = {number: signal.signal(number, self._take) for number in numbers}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -53,7 +57,8 @@ class Stop:
             return
         self.number, self._when = number, now
         # The default action also works while the process waits for a device and runs no Python.
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for other in self._before.keys() - {signal.SIGINT}:
+            signal.signal(other, signal.SIG_DFL)
 
     def _give_back(self, number: int) -> None:
         """Restore the previous handler, or the default if jax's coordination service set it outside of Python."""

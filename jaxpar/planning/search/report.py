@@ -63,6 +63,11 @@ class PlanReport:
             return ranked[0]
         tried = [c for c in self.search.candidates if c.problem]
         reasons = "; ".join(f"{c.plan.describe()}: {c.problem.splitlines()[0]}" for c in tried[:3])
+        if any("the compiler crashed" in c.problem for c in tried):
+            raise PlanError(
+                f"no plan could be compiled for {self.search.topology}, because the compiler crashed: {reasons}. Remedy: "
+                "fix another mesh with --set, such as mesh.model=1, or more --programs."
+            )
         raise PlanError(
             f"no plan fits {self.search.topology}: {self.search.too_large} plans exceed its memory by their estimate, "
             f"and {len(tried)} others failed{': ' if reasons else ''}{reasons}. Remedy: more devices, or a smaller "

@@ -1,0 +1,131 @@
+"""All commands with outputs that can never be written: status 2, one message, and nothing is lost."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxpar.app.cli import main
+from jaxpar.app.launch.exit_codes import ExitCode, exit_code
+from jaxpar.app.option_effects import EFFECTS
+from jaxpar.app.train.output_folder import OutputFolder
+from jaxpar.checkpoint.manager import CheckpointManager
+from jaxpar.errors import CheckpointError, ConfigError, LaunchError
+
+REQUIRED = {
+    "plan": ["c.yaml", "--topology", "v5e:4x4"],
+    "tensor": ["c.yaml", "--topology", "v5e:4x4"],
+    "schedule": ["1f1b", "--stages", "2", "--microbatches", "2"],
+}
+NEEDED = {"hlo": ["--topology", "v5e:4x4"], "golden": ["--topology", "v5e:4x4"]}
+FILE_PATHS: dict[str, str] = {
+    "empty": "",
+    "a folder": "{tmp}/folder",
+    "below a file": "{tmp}/file/x.png",
+    "below a device": "/dev/null/x.png",
+    "unwritable": "/proc/nothing/x.png",
+    "too long": "{tmp}/" + "n" * 300 + ".png",
+    "an address": "gs://bucket/x.png",
+}
+FOLDER_PATHS = {name: text for name, text in FILE_PATHS.items() if name not in ("empty", "a folder")}
+FOLDER_PATHS["a file"] = "{tmp}/file"
+OUTPUTS = [(name, option) for name, effects in EFFECTS.items() for option in effects if effects[option].writes]
+
+
+def line_of(command: str, option: str, path: str) -> list[str]:
+    """A command line whose option names a path."""
+    if EFFECTS[command][option].label:
+        return [command, "source", path]
+    words = REQUIRED.get(command, ["source", "new"] if command.startswith("import-") else ["c.yaml"])
+    return [command, *words, *NEEDED.get(option, []), f"--{option}", path]
+
+
+def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes | None]:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("dear")
+    monkeypatch.chdir(tmp_path)
+    return content(tmp_path)
+
+
+def content(folder: Path) -> dict[str, bytes | None]:
+    return {str(path): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize(("command", "option"), OUTPUTS)
+def test_an_output_that_can_never_be_written(
+    command: str, option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = prepared(tmp_path, monkeypatch)
+    effect = EFFECTS[command][option]
+    for name, text in (FOLDER_PATHS if effect.writes == "folder" else FILE_PATHS).items():
+        path = text.format(tmp=tmp_path)
+        assert main(line_of(command, option, path)) == 2, name
+        captured = capsys.readouterr()
+        start = f"ConfigError: {effect.label or f'--{option}'} {str(Path(path))[:200]}: "
+        assert captured.out == "" and captured.err.startswith(start) and captured.err.count("\n") == 1, name
+        assert "Remedy: " in captured.err and content(tmp_path) == before
+
+
+@pytest.mark.parametrize("command", EFFECTS)
+def test_a_deleted_working_directory(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    words = REQUIRED.get(command, [] if command in ("gallery", "doctor") else ["a"])
+    two = command.startswith("import") or command in ("export", "tokenize")
+    assert main([command, *words, *(["b"] if two else [])]) == 2
+    text = "ConfigError: the working directory is deleted. Remedy: cd to another folder.\n"
+    assert capsys.readouterr().err.startswith(text)
+
+
+BAD_FOLDERS: dict[str, Callable[[Path], Any]] = {
+    "a file": lambda tmp: tmp / "file",
+    "below a file": lambda tmp: tmp / "file" / "run",
+    "below a device": lambda tmp: "/dev/null/x",
+    "too long": lambda tmp: tmp / ("n" * 300),
+    "an address": lambda tmp: "gs://bucket/run",
+}
+
+
+@pytest.mark.parametrize("name", BAD_FOLDERS)
+def test_a_folder_of_a_run_that_can_never_be_written(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = prepared(tmp_path, monkeypatch)
+    folder = str(BAD_FOLDERS[name](tmp_path))
+    with pytest.raises(ConfigError, match="^output: .* Remedy: --set output=FOLDER, a folder that can be written to"):
+        OutputFolder(folder)
+    with pytest.raises(CheckpointError, match="^checkpoint: .* Remedy: a directory that can be written to"):
+        CheckpointManager(folder)
+    assert content(tmp_path) == before
+
+
+def test_two_runs_cannot_share_an_output(tmp_path: Path) -> None:
+    text = rf"^{tmp_path} is in use by another run \(process {os.getpid()} on "
+    with OutputFolder(str(tmp_path)), pytest.raises(LaunchError, match=text) as caught:
+        OutputFolder(str(tmp_path))
+    assert exit_code(caught.value) == ExitCode.RETRYABLE  # the other run may be ending
+    with OutputFolder(str(tmp_path)):
+        pass
+
+
+def test_a_kill_releases_the_output(tmp_path: Path) -> None:
+    code = (
+        "import time\nfrom jaxpar.app.train.output_folder import OutputFolder\n"
+        f"with OutputFolder({str(tmp_path)!r}):\n    print('locked', flush=True)\n    time.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as run:
+        assert run.stdout is not None and run.stdout.readline() == b"locked\n"
+        with pytest.raises(LaunchError, match=rf"in use by another run \(process {run.pid} on "):
+            OutputFolder(str(tmp_path))
+        run.kill()
+    with OutputFolder(str(tmp_path)):
+        pass
