@@ -6,7 +6,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TextIO
 
 _LABEL = re.compile(r"(?:\S+ )*\S+  +(?=\S)")
@@ -37,6 +37,20 @@ def say(*texts: object, file: TextIO | None = None) -> None:
     width = terminal_width(file)
     for text in texts:
         print(fit(str(text), width), file=file, flush=True)
+
+
+def shorten(names: Sequence[str], width: int) -> list[str]:
+    """Returns names of at most ``width`` characters, cut in the middle; wider where two different ones would be equal.
+
+    >>> shorten(["params/blocks/attention/query", "params/blocks/attention/key", "step"], 16)
+    ['param…tion/query', 'param…ention/key', 'step']
+    """
+    while True:
+        head = (width - 1) // 3
+        cut = [name if len(name) <= width else f"{name[:head]}…{name[head + 1 - width :]}" for name in names]
+        if len(set(cut)) == len(set(names)):
+            return cut
+        width += 1
 
 
 def fit(text: str, width: int | None, indent: int = 2) -> str:

@@ -196,3 +196,11 @@ def test_every_option_of_schedule_changes_what_is_printed(tmp_path: Path, capsys
     assert capsys.readouterr().err == (
         "ScheduleError: --sequence-chunks has no effect on 1f1b, gpipe. Remedy: leave it out.\n"
     )
+
+
+def test_a_schedule_that_is_too_large(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schedule", "gpipe", "--stages", "100000", "--microbatches", "100000"]) == 2
+    assert capsys.readouterr().err == (
+        "ScheduleError: schedule 'gpipe': 100,000 stages, 100,000 microbatches, 1 chunks and 1 sequence chunks make "
+        "10,000,000,000 operations of a kind, and the limit is 1,048,576. Remedy: fewer microbatches.\n"
+    )

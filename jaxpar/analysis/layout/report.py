@@ -13,7 +13,7 @@ from jaxpar.analysis.layout.rows import Row, fold
 from jaxpar.analysis.layout.summary import number_lines, tensor_lines, wrap
 from jaxpar.analysis.units import html_table, show_bytes
 from jaxpar.errors import did_you_mean
-from jaxpar.utils.terminal import terminal_width
+from jaxpar.utils.terminal import shorten, terminal_width
 
 if TYPE_CHECKING:
     from jaxpar.analysis.memory.estimate import Memory
@@ -159,10 +159,13 @@ class Report:
         for title, columns, rows in self._tables():
             yield f"[italic]{title}"  # rich would wrap a table's title to the width of the table
             table = Table(box=None, padding=(0, 2, 0, 0))
+            # rich would cut the ends of the names, in which they differ
+            names = shorten([cells[0] for cells in rows], max(options.max_width // 4, 16))
             for i, column in enumerate(columns):
-                table.add_column(column, justify="right" if i and columns is not _COLUMNS else "left")
-            for cells in rows:
-                table.add_row(*map(escape, cells), style="red" if cells[-1].startswith("ERROR ") else None)
+                width = {} if i else {"no_wrap": True, "min_width": max(map(len, names), default=0)}
+                table.add_column(column, justify="right" if i and columns is not _COLUMNS else "left", **width)
+            for name, cells in zip(names, rows, strict=True):
+                table.add_row(*map(escape, (name, *cells[1:])), style="red" if cells[-1].startswith("ERROR ") else None)
             yield table
         yield from map(escape, [*self._why_no_memory(), *self.remarks()])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
@@ -13,6 +14,9 @@ from jaxpar.parallel.pipeline.schedules.orders import Op, Orders, Pieces, Placem
 from jaxpar.parallel.pipeline.schedules.schedule import Schedule
 from jaxpar.parallel.pipeline.schedules.zero_bubble import dualpipe_v, handcrafted, zb_v
 from jaxpar.utils.checks import is_count
+
+_MOST = 2**20
+"""The largest number of operations of one kind; building such a schedule takes minutes and gigabytes."""
 
 
 def schedule(
@@ -69,6 +73,13 @@ def schedule(
     for what, value in zip(Sizes._fields[1:5], sizes[1:5], strict=True):
         if not is_count(value):
             raise ScheduleError(f"schedule {label!r}: {what} must be a positive integer, got {value!r}.")
+    operations = math.prod(sizes[1:5])
+    if operations > _MOST:
+        raise ScheduleError(
+            f"schedule {label!r}: {stages:,} stages, {microbatches:,} microbatches, {chunks:,} chunks and "
+            f"{sequence_chunks:,} sequence chunks make {operations:,} operations of a kind, and the limit is {_MOST:,}. "
+            "Remedy: fewer microbatches."
+        )
     if named is None:
         return _custom(name, sizes, placement or "interleaved").validate()
     _check_sizes(named, sizes, placement)
