@@ -154,7 +154,7 @@ _RECIPE = Condition(lambda command: command.name is not None, "without a recipe"
 _TOKENIZER = _with("tokenizer", "tokenizer.json")
 
 
-def _command(always: str, **others: Effect) -> Mapping[str, Effect]:
+def _command(always: str, **others: Effect) -> dict[str, Effect]:
     """The options of a command: those that always have an effect, separated by spaces, and the others."""
     return {name: _ANY for name in always.split()} | others
 

@@ -122,11 +122,18 @@ def test_a_full_disk_or_a_folder_that_cannot_be_written_ends_no_run(
         return write(*args)
 
     monkeypatch.setattr(writing, "write_arrays", failing)
-    (tmp_path / "file").write_text("")
+    lock, broken = manager_module.Lock, [True]
+
+    def locked(*args: Any) -> Any:
+        if broken[0]:
+            raise OSError(errno.EROFS, "Read-only file system")
+        return lock(*args)
+
+    monkeypatch.setattr(manager_module, "Lock", locked)
     with jp.CheckpointManager(tmp_path / "file" / "run", save_interval_steps=10, tell=told.append) as manager:
-        assert told[0].startswith(f"checkpoint: {tmp_path}/file/run cannot be written: Not a directory.")
+        assert told[0].startswith(f"checkpoint: {tmp_path}/file/run cannot be written: Read-only file system.")
         assert not manager.save(1, {"w": jnp.ones(4)}) and len(told) == 2
-        (tmp_path / "file").unlink()
+        broken[0] = False
         assert not manager.due(2)
         clock[0] = 31.0
         assert manager.due(2) and manager.save(2, {"w": jnp.ones(4)}) and manager.wait() and manager.steps() == [2]

@@ -102,9 +102,7 @@ def go(config: Path, settings: Sequence[str], options: LaunchOptions) -> int:
             lines = next_commands(config, settings, loaded.config)
             print(shown(lines, terminal_width()))
         return status
-    # The supervisor of the host with process 0 locks the folder, for all of them and also between two restarts.
-    with nullcontext() if options.process_id else OutputFolder(loaded.config.output):
-        return supervise(config, settings, loaded, options, policy, 1 if count is None else count, Task())
+    return supervise(config, settings, loaded, options, policy, 1 if count is None else count, Task())
 
 
 def _train(loaded: Loaded, options: LaunchOptions) -> int:
@@ -232,7 +230,10 @@ def supervise(
         policy = dataclasses.replace(policy, restarts=None)
     group = _group(run, options, real, each, task, (first, over_hosts))
     latest, refit = functools.partial(_latest, run), functools.partial(device_assignment.refit, each=each, reason=fits)
-    return Supervisor(group, command, count, policy, latest, refit, task.tell, causes, over_hosts).run()
+    supervisor = Supervisor(group, command, count, policy, latest, refit, task.tell, causes, over_hosts)
+    # The supervisor of the host with process 0 locks the folder, for all of them and also between two restarts.
+    with OutputFolder(run.output, task.tell) if task.verb == "train" and not first else nullcontext():
+        return supervisor.run()
 
 
 def _check_hosts(count: int, total: int, first: int, options: LaunchOptions) -> None:

@@ -57,7 +57,7 @@ def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
 
 def test_what_cannot_be_shared_out_is_refused(refused: Any) -> None:
-    assert refused("--processes", "0") == "LaunchError: --processes must be at least 1, got 0."
+    assert refused("--processes", "0").startswith("ConfigError: train: --processes must be from 1 to ")
     assert refused("--processes", "16") == (
         "LaunchError: 16 processes are requested, but there are 8 simulated devices. Remedy: set --processes to one of "
         "1, 2, 4, 8."
@@ -219,12 +219,20 @@ def test_an_error_of_one_of_several_processes_ends_it_with_its_status(
         (signal.SIGTERM, 3, True, ExitCode.STOPPED),
         (signal.SIGINT, 3, True, ExitCode.INTERRUPTED),
         (signal.SIGTERM, 3, False, ExitCode.NOT_SAVED),
+        (signal.SIGHUP, 3, True, ExitCode.STOPPED),
     ],
 )
 def test_the_status_of_a_run_that_a_signal_ended(signal_number: int, steps: int, kept: bool, status: ExitCode) -> None:
-    summary: Any = SimpleNamespace(signal=signal_number, steps=steps, step_times=[0.1])
+    summary: Any = SimpleNamespace(signal=signal_number, steps=steps, step_times=[0.1], lost_records=0)
     config = RunConfig(model={}, train=TrainConfig(steps=4), checkpoint=CheckpointConfig() if kept else None)
     assert launch._status(summary, config) is status
+
+
+def test_a_run_without_checkpoints_whose_metrics_are_lost_is_not_saved() -> None:
+    summary: Any = SimpleNamespace(signal=0, steps=4, step_times=[0.1], lost_records=2)
+    for kept, status in ((False, ExitCode.NOT_SAVED), (True, ExitCode.FINISHED)):
+        config = RunConfig(model={}, train=TrainConfig(steps=4), checkpoint=CheckpointConfig() if kept else None)
+        assert launch._status(summary, config) is status
 
 
 def test_the_supervisor_itself_needs_no_jax() -> None:
