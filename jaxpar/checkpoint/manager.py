@@ -295,7 +295,8 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         except OSError as error:
             if is_permanent(error):
                 raise CheckpointError(
-                    f"checkpoint: {self.directory!s:.200}: {error.strerror}. Remedy: a directory that can be written to."
+                    f"checkpoint: {self.directory!s:.200}: {error.strerror}. Remedy: a directory that can be "
+                    "written to."
                 ) from error
             self._failed(None, f"{self.directory} cannot be written: {error.strerror}.")
 

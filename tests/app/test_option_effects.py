@@ -85,7 +85,8 @@ def commands_with(command: str, option: str) -> Iterator[Any]:
 
 
 def test_the_table_has_every_option_of_every_command() -> None:
-    options = {name: {field.name for field in dataclasses.fields(command)} for name, command in COMMANDS.items()}  # type: ignore[arg-type]
+    commands: dict[str, Any] = dict(COMMANDS)
+    options = {name: {field.name for field in dataclasses.fields(command)} for name, command in commands.items()}
     assert {name: set(effects) for name, effects in EFFECTS.items()} == options
 
 
@@ -169,7 +170,8 @@ def test_the_texts(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (
             ["tokenize", "run.yaml", "out", "--eos", "x"],
-            "tokenize: --eos has no effect on the configuration of a run. Remedy: the key of its data, with --set data.",
+            "tokenize: --eos has no effect on the configuration of a run. Remedy: the key of its data, with "
+            "--set data.",
         ),
         (
             ["gallery", "--full"],

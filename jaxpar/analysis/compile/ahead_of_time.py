@@ -358,7 +358,8 @@ def failure_in(log: str, status: int) -> str:
       log: its standard error.
       status: its exit status; ``-6`` if the signal 6 ended it.
 
-    >>> failure_in("F1128 16:20:11.1 7 a.cc:12] Check failed: x == y\\nF1128 16:20:11.2 7 b.cc:9] 7fce-7fcf r-xp\\n", -6)
+    >>> log = "F1128 16:20:11.1 7 a.cc:12] Check failed: x == y\\nF1128 16:20:11.2 7 b.cc:9] 7fce-7fcf r-xp\\n"
+    >>> failure_in(log, -6)
     'the compiler crashed (SIGABRT): a.cc:12] Check failed: x == y'
     """
     lines = [line.strip() for line in log.splitlines() if line.strip()]

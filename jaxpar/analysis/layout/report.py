@@ -7,7 +7,7 @@ import io
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from jaxpar.analysis.layout.rows import Row, fold
 from jaxpar.analysis.layout.summary import number_lines, tensor_lines, wrap
@@ -162,8 +162,9 @@ class Report:
             # rich would cut the ends of the names, in which they differ
             names = shorten([cells[0] for cells in rows], max(options.max_width // 4, 16))
             for i, column in enumerate(columns):
-                width = {} if i else {"no_wrap": True, "min_width": max(map(len, names), default=0)}
-                table.add_column(column, justify="right" if i and columns is not _COLUMNS else "left", **width)
+                least = None if i else max(map(len, names), default=0)
+                justify: Literal["left", "right"] = "right" if i and columns is not _COLUMNS else "left"
+                table.add_column(column, justify=justify, no_wrap=not i, min_width=least)
             for name, cells in zip(names, rows, strict=True):
                 table.add_row(*map(escape, (name, *cells[1:])), style="red" if cells[-1].startswith("ERROR ") else None)
             yield table

@@ -18,8 +18,8 @@ class Stop:
     """Receives the signals that end a run, while the context is open.
 
     ``number`` is the number of the first signal that this process received, or 0. After it the handlers are replaced: a
-    second SIGTERM or SIGHUP has its default action, and a second Ctrl-C raises ``KeyboardInterrupt``. Outside of the main thread
-    no handler can be set, and no signal is received.
+    second SIGTERM or SIGHUP has its default action, and a second Ctrl-C raises ``KeyboardInterrupt``. Outside of the
+    main thread no handler can be set, and no signal is received.
 
     >>> import os, signal
     >>> with Stop() as stop:

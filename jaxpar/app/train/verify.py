@@ -28,7 +28,8 @@ def verify(job: Job, *, steps: int, bound: float, console: Console) -> Verdict:
       The differences, and whether they are within the bound.
 
     Raises:
-      ConfigError: ``bound`` is not above 0 and at most 1, the optimizer state is on disk, or the pipeline is asynchronous.
+      ConfigError: ``bound`` is not above 0 and at most 1, the optimizer state is on disk, or the pipeline is
+        asynchronous.
     """
     if job.config.parallel.offload.optimizer == "disk":
         raise ConfigError(

@@ -65,8 +65,8 @@ class PlanReport:
         reasons = "; ".join(f"{c.plan.describe()}: {c.problem.splitlines()[0]}" for c in tried[:3])
         if any("the compiler crashed" in c.problem for c in tried):
             raise PlanError(
-                f"no plan could be compiled for {self.search.topology}, because the compiler crashed: {reasons}. Remedy: "
-                "fix another mesh with --set, such as mesh.model=1, or more --programs."
+                f"no plan could be compiled for {self.search.topology}, because the compiler crashed: {reasons}. "
+                "Remedy: fix another mesh with --set, such as mesh.model=1, or more --programs."
             )
         raise PlanError(
             f"no plan fits {self.search.topology}: {self.search.too_large} plans exceed its memory by their estimate, "

@@ -121,7 +121,8 @@ def test_without_the_option_there_is_no_section() -> None:
 
 
 REFUSED = (
-    "imbalance must be a finite number of at least 1, got {:g}. Remedy: give the load of the busiest device divided by the "
+    "imbalance must be a finite number of at least 1, got {:g}. Remedy: give the load of the busiest device divided by "
+    "the "
     "mean load, such as 1.5."
 )
 

@@ -116,8 +116,7 @@ def test_chips_and_nodes_that_options_contradict_are_refused(refused: Any, monke
     )
     place = ("--coordinator", "127.0.0.1:1", "--process-count", "2", "--process-id", "0")
     assert refused("--ray", "--processes", "2", *place) == (
-        "LaunchError: --ray places all processes itself. Remedy: leave --coordinator, --process-count and --process-id "
-        "out."
+        "ConfigError: train: --ray has no effect with --coordinator. Remedy: leave it or --coordinator out."
     )
     resources = {"resources": {"CPU": 1, "GPU": 4}}
     assert refused("--ray", "--processes", "3", supervise=resources, data={**RUN["data"], "batch": 8}) == (

@@ -77,8 +77,8 @@ def schedule(
     if operations > _MOST:
         raise ScheduleError(
             f"schedule {label!r}: {stages:,} stages, {microbatches:,} microbatches, {chunks:,} chunks and "
-            f"{sequence_chunks:,} sequence chunks make {operations:,} operations of a kind, and the limit is {_MOST:,}. "
-            "Remedy: fewer microbatches."
+            f"{sequence_chunks:,} sequence chunks make {operations:,} operations of a kind, and the limit is "
+            f"{_MOST:,}. Remedy: fewer microbatches."
         )
     if named is None:
         return _custom(name, sizes, placement or "interleaved").validate()
