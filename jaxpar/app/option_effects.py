@@ -141,9 +141,7 @@ _ALONE = Condition(
 _QUANTIZED = Condition(
     lambda command: command.quantize in ("4", "8"), "without --quantize 4 or 8", "--quantize 4, or leave it out"
 )
-_OF_A_TEXT = Condition(
-    lambda command: not _is_run(command.source), "on the configuration of a run", "the key of its data, with --set data"
-)
+_OF_A_TEXT = Condition(lambda command: not _is_run(command.source), "on a run", "the key of its data, with --set data")
 _OF_A_RUN = Condition(
     lambda command: _is_run(command.source), "on a text", "the options of this command, such as --tokenizer"
 )

@@ -170,8 +170,7 @@ def test_the_texts(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (
             ["tokenize", "run.yaml", "out", "--eos", "x"],
-            "tokenize: --eos has no effect on the configuration of a run. Remedy: the key of its data, with "
-            "--set data.",
+            "tokenize: --eos has no effect on a run. Remedy: the key of its data, with --set data.",
         ),
         (
             ["gallery", "--full"],

@@ -381,8 +381,8 @@ def test_what_keeps_it_from_it(config: Path, tmp_path: Path, capsys: pytest.Capt
         "prompt as UTF-8.\n"
     )
     assert said("--prompt", "abc", "--prompt", "d", "--seed", "4294967295", "--temperature", "1") == (
-        "ConfigError: generate: seed must be between 0 and 4294967294, got 4294967295, because each of the 2 prompt(s) has "
-        "its "
+        "ConfigError: generate: seed must be between 0 and 4294967294, got 4294967295, because each of the 2 "
+        "prompt(s) has its "
         "own seed, counting up from it.\n"
     )
     assert said() == "ConfigError: generate: no prompts were given. Remedy: pass at least one.\n"
