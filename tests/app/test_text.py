@@ -90,36 +90,6 @@ def test_a_token_file_is_read_as_its_text_and_generates_with_its_tokenizer(
     assert "was written with the tokenizer tokenizer.json (sha256:" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("words", "error"),
-    [
-        (
-            ["run.yaml", "--text-field", "body"],
-            (
-                "tokenize: --text-field is for a text, but run.yaml is the configuration of a run. Remedy: --set "
-                "data.text_field=..."
-            ),
-        ),
-        (
-            ["corpus", "--set", "data.seq=3"],
-            (
-                "tokenize: --set is for the configuration of a run, but corpus is a text. Remedy: the options of this "
-                "command, such as --tokenizer."
-            ),
-        ),
-        (
-            ["corpus", "--eos", "</s>"],
-            "tokenize: --eos and --special are for a tokenizer. Remedy: --tokenizer tokenizer.json.",
-        ),
-    ],
-)
-def test_options_of_tokenize_that_do_not_go_together(
-    words: list[str], error: str, config: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["tokenize", *words, "out.tokens"]) == 2
-    assert capsys.readouterr().err == f"ConfigError: {error}\n"
-
-
 def losses(folder: str) -> tuple[list[float], list[float]]:
     """The training losses of a run, and its held-out losses."""
     records = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]

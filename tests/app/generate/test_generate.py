@@ -363,7 +363,7 @@ def test_what_keeps_it_from_it(config: Path, tmp_path: Path, capsys: pytest.Capt
         "Remedy: model: {vocab: 256}.\n"
     )
     assert said("--prompt", "abc", "--temperature", "-1") == (
-        "ConfigError: sampling: temperature must be 0 (greedy) or a finite positive number, got -1.0.\n"
+        "ConfigError: generate: --temperature must be from 0 to 1e+06, got -1.0. Remedy: use a number in this range.\n"
     )
     assert said("--prompt", "abc", "--temperature", "1", "--top-p", "1.5") == (
         "ConfigError: sampling: top_p must be above 0 and at most 1, got 1.5. Remedy: omit it to sample "
