@@ -18,7 +18,6 @@ import jaxpar as jp
 from jaxpar.app.adapted import DIGEST, check_digest, merged_params
 from jaxpar.app.cli import main
 from jaxpar.app.config import load_run
-from jaxpar.app.export import ExportCommand
 from jaxpar.app.huggingface import spread
 from jaxpar.app.job import Job, make_job
 from jaxpar.app.train.checkpointing import config_values
@@ -202,9 +201,6 @@ def test_options_of_an_export_that_need_adapters_are_errors(base: Path, capsys: 
         assert main(["export", checkpoint, str(base / "no"), *option]) == 2
         text = f"export: {option[0]} is for adapters, but {checkpoint} has none. Remedy: leave it out."
         assert text in capsys.readouterr().err
-    with pytest.raises(ConfigError) as error:
-        ExportCommand(base, base / "no", adapter=True, dtype="bfloat16")._check_options(base, adapted=True)
-    assert str(error.value) == "export: --dtype is for merged weights. Remedy: leave it or --adapter out."
 
 
 def test_adapters_of_other_weights_are_an_error() -> None:

@@ -117,7 +117,7 @@ def test_a_range_of_sizes_is_planned(config: Path, capsys: pytest.CaptureFixture
     assert points[0]["step_seconds"] == 0.25 and "weak scaling" in capsys.readouterr().out
     assert main(["plan", str(config), *words, "--output", "best.yaml"]) == 2
     assert capsys.readouterr().err == (
-        "PlanError: --scale plans many sizes, but --output writes one. Remedy: plan one topology for --output.\n"
+        "ConfigError: plan: --output has no effect with --scale. Remedy: leave it or --scale out.\n"
     )
 
 

@@ -92,9 +92,6 @@ def test_settings_that_do_not_fit_are_errors(tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as error:
             make_job(load_run(RECIPE, settings(tmp_path, **changes)))
         assert str(error.value) == text
-    with pytest.raises(ConfigError) as error:
-        ExportCommand(tmp_path, tmp_path / "x", group=4)._quantization({"model": {}}, LlamaConfig(**SIZES))
-    assert str(error.value) == "export: --group is for --quantize. Remedy: --quantize 4, or leave it out."
     own = QuantizeSettings(4, 8, targets=("*/kernel",), skip=("head/*",))
     assert quantize_config(own, None, "weights") == QuantizeConfig(("*/kernel",), 4, 8, -2, ("head/*",), "float32")
     wrong = {

@@ -366,13 +366,11 @@ def test_what_keeps_it_from_it(config: Path, tmp_path: Path, capsys: pytest.Capt
         "ConfigError: generate: --temperature must be from 0 to 1e+06, got -1.0. Remedy: use a number in this range.\n"
     )
     assert said("--prompt", "abc", "--temperature", "1", "--top-p", "1.5") == (
-        "ConfigError: sampling: top_p must be above 0 and at most 1, got 1.5. Remedy: omit it to sample "
-        "from all tokens.\n"
+        "ConfigError: generate: --top-p must be above 0, at most 1, got 1.5. Remedy: use a number in this range.\n"
     )
     assert said("--prompt", "abc", "--stop", "") == (
         "ConfigError: generate: a stop string is empty, so no text could be generated. Remedy: leave it out.\n"
     )
-    assert said("--prompt", "abc", "--batch", "0") == ("ConfigError: generate: batch must be at least 1, got 0.\n")
     assert said("--prompt", "abc", "--prompt", "") == (
         "ConfigError: generate: prompt 1 is empty. Remedy: write at least one byte.\n"
     )
