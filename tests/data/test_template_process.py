@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from datetime import datetime
 from typing import Any
 
@@ -58,10 +57,9 @@ def test_the_time_is_the_current_or_a_given_one() -> None:
 )
 def test_a_template_that_needs_too_much_is_an_error(source: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template_process, "_MOST_SECONDS", 0.5 if source == LOOPS else 30.0)
-    start = time.process_time()
     with pytest.raises(DataError) as error:
         text_of(source)
-    assert str(error.value).startswith(f"the chat template: {why}") and time.process_time() - start < 1
+    assert str(error.value).startswith(f"the chat template: {why}")
 
 
 def test_the_text_of_the_error_names_a_remedy_and_the_next_text_has_a_new_process(
