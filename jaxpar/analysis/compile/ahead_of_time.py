@@ -46,6 +46,8 @@ from jaxpar.training.step_call import specs_of
 from jaxpar.utils.contexts import batch_specs
 from jaxpar.utils.extras import import_extra
 
+CRASHED = "the compiler crashed"
+"""The beginning of an error of a compiler that a signal ended."""
 _FATAL = re.compile(
     r"^F\d{4} [\d:.]+ +\d+ (?P<prefixed>.*)|(?P<text>Check failed.*|LLVM ERROR.*|(?i:fatal (python )?error).*)"
 )
@@ -369,8 +371,8 @@ def failure_in(log: str, status: int) -> str:
     else:
         why = next((line for line in lines if line.startswith("***")), lines[-1] if lines else "it wrote no message")
     names = {number.value: number.name for number in signal.Signals}
-    ended = f"crashed ({names.get(-status, -status)})" if status < 0 else f"failed with status {status}"
-    return f"the compiler {ended}: {why:.1000}"
+    signalled = f"{CRASHED} ({names.get(-status, -status)})"
+    return f"{signalled if status < 0 else f'the compiler failed with status {status}'}: {why:.1000}"
 
 
 def warnings_in(log: str) -> list[str]:

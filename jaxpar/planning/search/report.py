@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from jaxpar.analysis.checkup.findings import WRONG_IN_XLA
+from jaxpar.analysis.compile.ahead_of_time import CRASHED
 from jaxpar.analysis.roofline import show_time
 from jaxpar.analysis.units import html_table, show_bytes, table_lines
 from jaxpar.errors import PlanError
@@ -63,9 +64,9 @@ class PlanReport:
             return ranked[0]
         tried = [c for c in self.search.candidates if c.problem]
         reasons = "; ".join(f"{c.plan.describe()}: {c.problem.splitlines()[0]}" for c in tried[:3])
-        if any("the compiler crashed" in c.problem for c in tried):
+        if self.search.crashed:
             raise PlanError(
-                f"no plan could be compiled for {self.search.topology}, because the compiler crashed: {reasons}. "
+                f"no plan could be compiled for {self.search.topology}, because {CRASHED}: {reasons}. "
                 "Remedy: fix another mesh with --set, such as mesh.model=1, or more --programs."
             )
         raise PlanError(

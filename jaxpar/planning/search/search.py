@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from jaxpar.analysis.compile.ahead_of_time import CRASHED
 from jaxpar.analysis.units import show_bytes
 from jaxpar.errors import JaxparError, MissingExtraError
 from jaxpar.planning.search.compiled import CompiledPlan, PlannedRun, compile_plan, traced_bytes
@@ -154,6 +155,11 @@ class Search:
     def ranked(self) -> list[Candidate]:
         """The compiled plans that fit, best first."""
         return sorted((c for c in self.candidates if c.compiled is not None), key=self.value)
+
+    @property
+    def crashed(self) -> bool:
+        """Whether the compiler crashed on a plan, which may have fitted."""
+        return any(CRASHED in c.problem for c in self.candidates)
 
     def value(self, candidate: Candidate) -> float:
         """What is minimized, as far as it is known."""

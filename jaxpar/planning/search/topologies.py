@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from jaxpar.analysis.compile.ahead_of_time import CRASHED
 from jaxpar.analysis.roofline import show_time
 from jaxpar.analysis.units import show_bytes, table_lines
 from jaxpar.errors import PlanError, listing
@@ -135,6 +136,9 @@ class TopologyReport:
         for choice in self.ranked:
             if choice.report is not None:
                 return choice.report
+        for choice in self.choices:
+            if choice.report is not None and choice.report.search.crashed:
+                return choice.report  # whose best plan is an error that says so
         names = listing(str(choice.topology) for choice in self.choices)
         raise PlanError(f"no plan fits {names}. Remedy: more devices, or a smaller batch.")
 
@@ -163,7 +167,8 @@ class TopologyReport:
         others = [c for c in self.choices if c not in ranked and c not in waiting]
         found = [self._cells(str(i), c, "compiled") for i, c in enumerate(ranked, 1)]
         found += [self._cells("", c, "estimate") for c in waiting]
-        return [*found, *(self._cells("", c, "no plan fits") for c in others)]
+        crashed = lambda c: c.report is not None and c.report.search.crashed
+        return [*found, *(self._cells("", c, CRASHED if crashed(c) else "no plan fits") for c in others)]
 
     @property
     def columns(self) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from profiles import examples
 
-from jaxpar.errors import LayoutError, MissingExtraError, PlanError
+from jaxpar.errors import CompileError, LayoutError, MissingExtraError, PlanError
 from jaxpar.planning.search.compiled import CompiledPlan, PlannedRun
 from jaxpar.planning.search.cost import CostModel
 from jaxpar.planning.search.plan import Plan
@@ -211,6 +211,20 @@ def test_nothing_fits() -> None:
     )
     with pytest.raises(PlanError, match=f"^{re.escape(text)}$"):
         _ = PlanReport(found, Planner()).best
+
+
+def test_a_crash_of_the_compiler_is_no_plan_that_does_not_fit() -> None:
+    class Crashing(Compiler):
+        def compiled(self, plan: Plan) -> CompiledPlan:
+            raise CompileError("the compiler crashed (SIGABRT): a.cc:12] Check failed: x == y\nmore")
+
+    found = run({PLANS[0]: 1.0}, Crashing({}), at_least=1)
+    with pytest.raises(PlanError) as error:
+        _ = PlanReport(found, Planner()).best
+    assert str(error.value) == (
+        "no plan could be compiled for v5e:2x4, because the compiler crashed: DP 8: the compiler crashed (SIGABRT): "
+        "a.cc:12] Check failed: x == y. Remedy: fix another mesh with --set, such as mesh.model=1, or more --programs."
+    )
 
 
 def report() -> PlanReport:

@@ -111,6 +111,30 @@ def test_no_topology_that_fits_is_an_error() -> None:
     assert str(error.value) == "no plan fits 'v5e:1x1', 'v5e:2x2'. Remedy: more devices, or a smaller batch."
 
 
+def test_a_crash_of_the_compiler_is_told_beside_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Crashing(topologies.CompilerMeasures):
+        def traced_bytes(self, plan: Plan) -> int | None:
+            return None
+
+        def compiled(self, plan: Plan) -> CompiledPlan:
+            raise CompileError("the compiler crashed (SIGSEGV): it wrote no message")
+
+    monkeypatch.setattr(topologies, "CompilerMeasures", Crashing)
+    report = compared("chips", ["v5e:2x2"])
+    assert [row[-1] for row in report.rows()] == ["the compiler crashed"]
+    with pytest.raises(PlanError) as error:
+        _ = report.best.best
+    assert str(error.value).startswith("no plan could be compiled for v5e:2x2, because the compiler crashed: ")
+
+
+def test_a_price_of_a_kind_that_no_topology_has_is_an_error() -> None:
+    with pytest.raises(PlanError) as error:
+        compared("price", v5e=1.2, v4=3.0)
+    assert str(error.value) == (
+        "--price v4 has no effect: no topology is of this kind. Remedy: leave it out, or add a topology."
+    )
+
+
 @pytest.mark.parametrize("setting", ["v5e", "v5e=", "v5e=-1", "v5e=inf", "v5e=nan", "v5e=cheap"])
 def test_a_price_is_a_positive_number(setting: str) -> None:
     with pytest.raises(PlanError) as error:
