@@ -1,11 +1,15 @@
-"""Links between pages lead somewhere, and docs/README.md lists every page."""
+"""Links between pages and names of our API lead somewhere, and docs/README.md lists every page."""
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+import jaxpar as jp
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -54,6 +58,33 @@ def test_no_page_tells_a_user_to_import_from_a_deeper_path() -> None:
     assert {name: names for name, names in found.items() if names} == {}
     assert deep_imports("from jaxpar.sharding.rules import Rules; from jaxpar.models import preset") == [
         "jaxpar.sharding.rules"
+    ]
+
+
+def missing_names(text: str) -> list[str]:
+    """The names of our API, such as ``jp.Rules``, that do not exist."""
+    return [name for name in re.findall(r"\bjp(?:\.[A-Za-z_]\w*)+", text) if not is_public(name)]
+
+
+def is_public(name: str) -> bool:
+    value: Any = jp
+    for part in name.split(".")[1:]:
+        if hasattr(value, part):
+            value = getattr(value, part)
+        elif hasattr(value, "__path__") and importlib.util.find_spec(f"{value.__name__}.{part}"):
+            value = importlib.import_module(f"{value.__name__}.{part}")
+        else:
+            return part in getattr(value, "__annotations__", ())  # a field of a dataclass
+    return True
+
+
+def test_every_name_of_our_api_exists_in_pages_and_in_remedies() -> None:
+    files = [*PAGES, *(ROOT / "jaxpar").rglob("*.py")]
+    found = {file.relative_to(ROOT).as_posix(): missing_names(file.read_text(encoding="utf-8")) for file in files}
+    assert {name: names for name, names in found.items() if names} == {}
+    assert missing_names("jp.Rules, `jp.testing.nothing`, jp.Layout.rules, jp.nothing()") == [
+        "jp.testing.nothing",
+        "jp.nothing",
     ]
 
 

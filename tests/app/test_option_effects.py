@@ -5,13 +5,19 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import re
 import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeAliasType
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 
+import jaxpar as jp
 from jaxpar.app.cli import COMMANDS, main
 from jaxpar.app.option_effects import EFFECTS, check_options
 from jaxpar.errors import ConfigError
@@ -179,6 +185,47 @@ def test_the_texts(capsys: pytest.CaptureFixture[str]) -> None:
     ):
         assert main(words) == 2
         assert capsys.readouterr().err == f"ConfigError: {text}\n"
+
+
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (
+            ["train", "--profile", "99:5", "--set", "train.steps=8"],
+            f"{QUICKSTART}: train.profile traces the steps 99 to 103, but train.steps is 8. Remedy: an earlier start, ",
+        ),
+        (
+            ["plan", "--topology", "v5e:4x4", "--scale", "16:64"],
+            "plan: the shape in --topology v5e:4x4 has no effect with --scale. Remedy: --topology v5e.",
+        ),
+        (
+            ["plan", "--topology", "v5e", "--scale", "16:64", "--compile-up-to", "8"],
+            "plan: --compile-up-to 8 has no effect: the smallest size of --scale has 16 chips. Remedy: --compile-up-to ",
+        ),
+    ],
+    ids=lambda value: value[1] if isinstance(value, list) else "",
+)
+def test_an_option_without_effect_on_this_run_is_refused(
+    words: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([words[0], str(QUICKSTART), *words[1:]]) == 2
+    assert f"Error: {text}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("bound", [math.nan, 0.0, -1.0, math.inf])
+def test_a_bound_that_nothing_exceeds_or_everything_is_refused_in_python(bound: float) -> None:
+    layout = jp.Layout(jp.MeshSpec().build(jax.devices()[:1]), jp.Rules())
+    make, batch = lambda key: {"w": jnp.ones(2)}, {"x": np.ones((2, 2))}
+    loss = lambda model, batch: (batch["x"] @ model["w"]).sum()
+    text = f"bound must be above 0, at most 1, got {bound}. Remedy: use a number in this range."
+    with pytest.raises(ConfigError, match=f"^{re.escape(text)}$"):
+        jp.testing.assert_matches_single_device(layout, make, optax.sgd(0.1), loss, [batch], bound=bound)
+    if bound != 0:
+        with pytest.raises(ConfigError, match="^max_replicated must be from 0 to 1, got "):
+            jp.check(layout, make, optax.sgd(0.1), max_replicated=bound)
 
 
 def test_every_option_of_schedule_changes_what_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

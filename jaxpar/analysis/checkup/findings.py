@@ -158,7 +158,7 @@ def _wrongly_partitioned(e: Evidence) -> Iterator[Finding]:
     """What the step computes in another way; nothing else warns of it in programs that are no steps of jaxpar."""
     for fault, how, ones in by_kind(e.repaired):
         text = f"{fault.name}: {fault.what} if {fault.when}. The step {how}, and is right"
-        remedy = f"{fault.remedy}; in a program of your own, call jp.assert_matches_single_device"
+        remedy = f"{fault.remedy}; in a program of your own, call jp.testing.assert_matches_single_device"
         yield Finding(WRONG_IN_XLA, "; ".join(map(str, ones)), text, remedy, 0.0, 0, 0.0)
 
 

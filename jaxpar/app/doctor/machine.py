@@ -183,7 +183,7 @@ def partitioner(timeout: float) -> MachineCheck:
 
     name, remedy = (
         "XLA partitioner",
-        "in programs of your own, compare with one device: jp.assert_matches_single_device",
+        "in programs of your own, compare with one device: jp.testing.assert_matches_single_device",
     )
     try:
         results = present(timeout)

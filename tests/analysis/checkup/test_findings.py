@@ -258,5 +258,6 @@ def test_what_xla_would_compute_wrongly_is_a_finding_of_any_size() -> None:
     assert str(only(evidence(repaired=(one(7), one(9))))) == (
         f"wrong in XLA: {GROUPS.name}: {GROUPS.what} if {GROUPS.when}. The step runs it slice by slice, and is right\n"
         f"  from {one(7)}; {one(9)}\n"
-        "  Remedy: shard the batch over all axes; in a program of your own, call jp.assert_matches_single_device"
+        "  Remedy: shard the batch over all axes; in a program of your own, call "
+        "jp.testing.assert_matches_single_device"
     )

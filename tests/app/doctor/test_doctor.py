@@ -247,7 +247,7 @@ def test_what_the_installed_xla_computes_wrongly_is_told(monkeypatch: pytest.Mon
         "ok",
         "wrong: convolution of slices; fails: Fourier transform of several dims; 7 of 10 known faults are mended; "
         "jaxpar's steps avoid them all",
-        "in programs of your own, compare with one device: jp.assert_matches_single_device",
+        "in programs of your own, compare with one device: jp.testing.assert_matches_single_device",
     )
 
     def slow(timeout: float) -> dict[int, str]:
