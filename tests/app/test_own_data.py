@@ -95,13 +95,13 @@ def records(key: str) -> list[float]:
     return [line[key] for line in lines if key in line]
 
 
-def terminate_at_three(monkeypatch: pytest.MonkeyPatch) -> None:
+def end_at_three(monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> None:
     write = MetricsWriter.write
 
     def terminating(self: MetricsWriter, step: int, **values: float) -> None:
         write(self, step, **values)
         if step == 3 and "loss" in values:
-            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(number)
 
     monkeypatch.setattr(MetricsWriter, "write", terminating)
 
@@ -115,9 +115,12 @@ def test_a_run_of_any_kind_is_terminated_and_resumes_on_another_mesh(
     name: str, run: Callable[..., str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = run(name)
+    number = signal.SIGHUP if name == "mlp" else signal.SIGTERM
+    before = signal.signal(number, signal.SIG_DFL)  # under nohup a run ignores SIGHUP
     with monkeypatch.context() as patch:
-        terminate_at_three(patch)
+        end_at_three(patch, number)
         assert main(["train", config]) == ExitCode.STOPPED
+    signal.signal(number, before)
     assert steps_in(Path("out/checkpoints")) == [3]
     assert main(["train", config, "--set", "mesh.model=1"]) == 0
     screen = capsys.readouterr().out
