@@ -72,7 +72,7 @@ def one_step(layout: jp.Layout, loss: Any, make: Any, batch: Any, first: Any = N
 
 
 def check_grads(got: Any, want: Any, bound: float) -> None:
-    """Compare relative to each tensor's largest entry; of the bias that balances experts only the sign has a meaning."""
+    """Compare relative to each tensor's largest entry; of a bias that balances experts only the sign has a meaning."""
     pairs = zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True)
     for (keys, a), b in pairs:
         if jax.tree_util.keystr(keys[-1:], simple=True) == BIAS:

@@ -21,7 +21,8 @@ LOCK = "lock"
 SHARED, PRIVATE = 0o666, 0o600
 """Modes of new files: what the umask leaves, as every other program's, or the owner's alone."""
 _PERMANENT = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL}
-_PERMANENT |= {errno.EACCES, errno.EPERM, errno.ENOTSUP}
+_PERMANENT |= {errno.ENOTSUP}
+"""Not ``EACCES``: permissions come back, and a run goes on until then."""
 
 
 def is_permanent(error: OSError) -> bool:

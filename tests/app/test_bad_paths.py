@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -106,6 +107,17 @@ def test_a_folder_of_a_run_that_can_never_be_written(
     with pytest.raises(CheckpointError, match="^checkpoint: .* Remedy: a directory that can be written to"):
         CheckpointManager(folder)
     assert content(tmp_path) == before
+
+
+def test_a_run_without_permission_to_write_its_output_does_not_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> Any:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr("jaxpar.app.train.output_folder.Lock", refuse)
+    with pytest.raises(ConfigError, match="^output: .*: Permission denied. Remedy: --set output=FOLDER"):
+        OutputFolder(str(tmp_path))
 
 
 def test_two_runs_cannot_share_an_output(tmp_path: Path) -> None:

@@ -195,7 +195,7 @@ QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
     [
         (
             ["train", "--profile", "99:5", "--set", "train.steps=8"],
-            f"{QUICKSTART}: train.profile traces the steps 99 to 103, but train.steps is 8. Remedy: an earlier start, ",
+            f"{QUICKSTART}: train.profile traces the steps 99 to 103, but train.steps is 8. Remedy: an ",
         ),
         (
             ["plan", "--topology", "v5e:4x4", "--scale", "16:64"],
@@ -203,7 +203,7 @@ QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
         ),
         (
             ["plan", "--topology", "v5e", "--scale", "16:64", "--compile-up-to", "8"],
-            "plan: --compile-up-to 8 has no effect: the smallest size of --scale has 16 chips. Remedy: --compile-up-to ",
+            "plan: --compile-up-to 8 has no effect: the smallest size of --scale has 16 chips. ",
         ),
     ],
     ids=lambda value: value[1] if isinstance(value, list) else "",

@@ -31,6 +31,7 @@ class Case:
         result, and the last one is the array that weights the result where gradients are compared.
       fixed: whether the result is constrained, also to a replicated sharding.
       gradients: whether gradients of a weighted sum are compared too.
+      step: whether :func:`jaxpar.train_step` computes them, of a model whose parameters are the real operands.
     """
 
     name: str = "exp"
@@ -39,6 +40,7 @@ class Case:
     places: tuple[tuple[int, int, int], ...] = ()
     fixed: bool = False
     gradients: bool = False
+    step: bool = False
 
 
 def draw(dice: Dice) -> Case:
@@ -57,7 +59,8 @@ def draw(dice: Dice) -> Case:
     shapes |= {RESULT: result.shape} if fixed else {}
     shapes |= {len(drawn.operands): result.shape} if gradients else {}
     places = tuple(p for i, dims in shapes.items() if dice.chance(0.8) for p in _placed(dice, i, dims, mesh))
-    return Case(name, variant, mesh, places, fixed, gradients)
+    step = gradients and any(operand.real for operand in drawn.operands) and dice.chance(0.4)
+    return Case(name, variant, mesh, places, fixed, gradients, step)
 
 
 def _placed(dice: Dice, operand: int, dims: tuple[int, ...], mesh: tuple[int, ...]) -> list[tuple[int, int, int]]:
@@ -134,7 +137,10 @@ def _compared(case: Case, drawn: Any) -> Differences:
             return avoid_faults(functools.partial(function, case.fixed), specs)(*inputs)
 
     try:
-        got = jax.device_get(jax.jit(correct)(*placed))
+        if case.step:
+            got, want = _stepped(case, drawn, mesh, arrays, weights, real), (np.sum(want[0] * weights), want[1])
+        else:
+            got = jax.device_get(jax.jit(correct)(*placed))
     except jax.errors.JaxRuntimeError as error:
         if "fft_thunk" in str(error):  # XLA:CPU's transform takes no array in another order of dims, and says so
             return differences
@@ -147,6 +153,39 @@ def _compared(case: Case, drawn: Any) -> Differences:
         program = " ".join(str(jax.make_jaxpr(drawn.function)(*arrays)).split())
         differences.claim(False, f"{program}, {_described(case, shapes)}")
     return differences
+
+
+def _stepped(case: Case, drawn: Any, mesh: Any, arrays: list[Any], weights: Any, real: list[int]) -> tuple[Any, Any]:
+    """Returns the loss and the gradients that a training step computes; a dim's name is that of its array and place."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    import jaxpar as jp
+
+    every = {**dict(enumerate(arrays)), len(arrays): weights}
+    result = jax.eval_shape(drawn.function, *arrays)
+    shapes = {RESULT: result.shape, **{i: x.shape for i, x in every.items()}}
+    names = {i: [f"dim_{i % 99}_{dim}" for dim in range(len(shape))] for i, shape in shapes.items()}
+    rules = {
+        name: axes for i, shape in shapes.items() for name, axes in zip(names[i], _spec(case, i, shape), strict=True)
+    }
+    automatic = jax.sharding.Mesh(
+        mesh.devices, mesh.axis_names, axis_types=(jax.sharding.AxisType.Auto,) * mesh.devices.ndim
+    )
+    layout = jp.Layout(automatic, jp.Rules(batch=None, **rules))
+
+    def loss(model: Any, batch: Any) -> Any:
+        read = {**{int(key): x for key, x in model.items()}, **{int(key): x for key, x in batch.items()}}
+        y = drawn.function(*(read[i] for i in range(len(arrays))))
+        y = jp.hint(y, *names[RESULT]) if case.fixed else y
+        return jnp.sum(y * read[len(arrays)])
+
+    make = lambda key: {str(i): jp.tag(jnp.asarray(arrays[i]), *names[i]) for i in real}
+    batch = {str(i): jp.shard_array(layout, x, *names[i]) for i, x in every.items() if i not in real}
+    step = jp.train_step(layout, loss, return_grads=True)
+    _, metrics = step(jp.init(layout, make, optax.sgd(0.1)), batch)
+    return jax.device_get((metrics["loss"], [metrics["grads"][str(i)] for i in real]))
 
 
 def _axes(case: Case, operand: int, dims: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:

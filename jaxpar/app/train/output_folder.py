@@ -35,7 +35,7 @@ class OutputFolder(AbstractContextManager["OutputFolder"]):
             Path(folder).mkdir(parents=True, exist_ok=True)
             self._lock = Lock(Path(folder), LaunchError, LaunchError, NAME)
         except OSError as error:
-            if is_permanent(error):
+            if is_permanent(error) or isinstance(error, PermissionError):
                 raise ConfigError(
                     f"output: {folder:.200}: {error.strerror}. Remedy: --set output=FOLDER, a folder that can be "
                     "written to."

@@ -219,14 +219,6 @@ def test_an_interpreter_that_does_not_run_is_named(cache: Path, monkeypatch: pyt
         compiled("v5e:2x4", jp.Layout.from_yaml(FSDP, devices=8))
 
 
-def test_topology_and_devices_must_agree(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["check", str(ROOT / "configs" / "quickstart.yaml"), "--topology", "v5e:4x4", "--devices", "8"]
-    assert main(arguments) == 2
-    assert capsys.readouterr().err == (
-        "ConfigError: --devices 8, but topology v5e:4x4 has 16 devices. Remedy: leave --devices out.\n"
-    )
-
-
 @pytest.mark.slow
 def test_the_compilers_options_are_part_of_what_is_cached(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[dict[str, object]] = []
