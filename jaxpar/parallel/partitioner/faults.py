@@ -53,11 +53,11 @@ GROUPS = Fault(
     "the batch is sharded, and there are such axes",
     "shard the batch over all axes",
 )
-SINGLE = Fault(
-    "depthwise convolution of windows of one number",
-    "the compiler aborts the process",
-    "its features are sharded",
-    "multiply by the kernel instead",
+FEATURES = Fault(
+    "grouped convolution with sharded features",
+    "its numbers are wrong, the compiler refuses the program, or aborts the process",
+    "windows are of one number, or there is one window, or a kernel gradient has fewer groups than devices",
+    _OTHER_DIM,
 )
 ORDER = Fault(
     "matmul into reverse mesh order",
@@ -172,17 +172,17 @@ def _convolution(eqn: JaxprEqn, shards: MayShard, live: Sizes) -> Repair | None:
     features = [over(lhs, numbers.lhs_spec[0 if backward else 1]), over(rhs, numbers.rhs_spec[0])]
     sure = _sure(rows).union(*map(_sure, space)) - _names(axes for sets in features for axes in sets)
     idle = [axis for axis in live if axis not in sure]
-    single = eqn.params["feature_group_count"] > 1 and all(sizes_of(rhs)[j] == 1 for _, j, _ in spatial)
-    if single and (axes := _names(over(lhs, numbers.lhs_spec[1]) | over(out, numbers.out_spec[1]))):
-        dims = [[numbers.lhs_spec[1]], [numbers.rhs_spec[0]], [numbers.out_spec[1]]]
-        return _gathered(SINGLE, eqn, axes, dims)
+    group_dims = (numbers.lhs_spec[0 if groups else 1], numbers.rhs_spec[0], numbers.out_spec[1])
+    parted = _parted_groups(eqn, shards, live, group_dims)
+    if parted and not groups:
+        return _gathered(FEATURES, eqn, parted, [[group_dims[0]], range(len(sizes_of(rhs))), [group_dims[2]]])
     stretched = zip(space, eqn.params["lhs_dilation"], eqn.params["padding"], strict=True)
     aborts = any(sets and spread > 1 and min(sides) < 0 for sets, spread, sides in stretched)
     tiled = any(over(rhs, i) for i in range(len(sizes_of(rhs))))
-    if not aborts and (len(live) < 2 or not idle or not (backward and (used or rows) or used and tiled)):
+    if not aborts and not parted and (len(live) < 2 or not idle or not (backward and (used or rows) or used and tiled)):
         return None
-    fault, axes = (ROWS, used) if used else (GROUPS, _names(rows))
-    clear = all(len(sets) < 2 for sets in (*space, rows)) and not used & _names(rows)
+    fault, axes = (FEATURES, parted) if parted else (ROWS, used) if used else (GROUPS, _names(rows))
+    clear = not parted and all(len(sets) < 2 for sets in (*space, rows)) and not used & _names(rows)
     first: Callable[[frozenset[Axes]], Axes] = lambda sets: next(iter(sets), ())
     if clear:
         conv = SlicedConvolution.of(eqn, tuple(map(first, space)), by_kernel, first(rows) if grouped else (), backward)
@@ -193,14 +193,38 @@ def _convolution(eqn: JaxprEqn, shards: MayShard, live: Sizes) -> Repair | None:
     batch = (numbers.lhs_spec[1], numbers.rhs_spec[1])
     spread = tuple(axis for axis in live if not clear or axis not in used)
     if backward and sizes_of(lhs)[batch[0]] % math.prod(live[axis] for axis in spread) == 0:
-        return Repair(fault, axes, "shards the batch over all axes", functools.partial(_rows_over, eqn, batch, spread))
+        run = functools.partial(_rows_over, eqn, batch, spread, group_dims[2] if parted else None)
+        return Repair(fault, axes, "shards the batch over all axes", run)
     dims = [[places[n] for places, sets in zip(spatial, space, strict=True) if sets] for n in range(3)]
-    return _gathered(fault, eqn, axes, [[*dims[0], batch[0]], [*dims[1], batch[1]], dims[2]] if groups else dims)
+    if groups:
+        whole = [[dim] if parted else [] for dim in group_dims]
+        dims = [[*own, *more] for own, more in zip(dims, ([*whole[0], batch[0]], [*whole[1], batch[1]], whole[2]))]
+    return _gathered(fault, eqn, axes, dims)
 
 
-def _rows_over(eqn: JaxprEqn, batch: Sequence[int], axes: Axes, *operands: jax.Array) -> list[Any]:
-    """Computes the gradient of a kernel with the batch, dim ``batch`` of each operand, sharded over ``axes``."""
-    return _bind(eqn, *(_constrained(x, {dim: axes}) for x, dim in zip(operands, batch, strict=True)))
+def _parted_groups(eqn: JaxprEqn, shards: MayShard, live: Sizes, dims: Sequence[int]) -> frozenset[str]:
+    """The axes that part groups of a convolution, ``dims`` of its operands and result, which is taken for a matmul.
+
+    The partitioner does so if no spatial dim has real windows, and then forgets the groups.
+    """
+    by_batch, numbers = eqn.params["batch_group_count"], eqn.params["dimension_numbers"]
+    if max(by_batch, eqn.params["feature_group_count"]) == 1:
+        return frozenset()
+    atoms, specs = (*eqn.invars, *eqn.outvars), (numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec)
+    axes = _names(own for x, dim in zip(atoms, dims, strict=True) for own in _over(shards, x, dim, live))
+    windows = zip(*([sizes_of(x)[dim] for dim in spec[2:]] for x, spec in zip(atoms, specs, strict=True)), strict=True)
+    unaligned = by_batch > 1 and by_batch % math.prod(live[axis] for axis in axes)
+    return axes if unaligned or all(1 in sizes for sizes in windows) else frozenset()
+
+
+def _rows_over(eqn: JaxprEqn, batch: Sequence[int], axes: Axes, whole: int | None, *operands: Any) -> list[Any]:
+    """Computes the gradient of a kernel with the batch, dim ``batch`` of each operand, sharded over ``axes``.
+
+    Args:
+      whole: a dim of the result that is not sharded.
+    """
+    (out,) = _bind(eqn, *(_constrained(x, {dim: axes}) for x, dim in zip(operands, batch, strict=True)))
+    return [out if whole is None else _constrained(out, {whole: ()})]
 
 
 def _pad(eqn: JaxprEqn, shards: MayShard, live: Sizes) -> Repair | None:

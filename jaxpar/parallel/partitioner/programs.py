@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.parallel.partitioner.faults import FFT, GROUPS, ORDER, ROWS, SHIFT, SINGLE, SPREAD, UPDATE, Fault
+from jaxpar.parallel.partitioner.faults import FEATURES, FFT, GROUPS, ORDER, ROWS, SHIFT, SPREAD, UPDATE, Fault
 from jaxpar.parallel.partitioner.repair import avoid_faults
 from jaxpar.utils.simulate_devices import simulate_devices
 
@@ -89,9 +89,12 @@ PROGRAMS = (
     FaultyProgram(SHIFT, lambda x: jax.lax.pad(x, 0.0, ((-1, 1, 0),)), ((8,),), (P(),), P("x")),
     FaultyProgram(SHIFT, jax.grad(lambda a, b: (jax.lax.cumprod(a) * b).sum()), ((8,), (8,)), (P("x"), P())),
     FaultyProgram(UPDATE, lambda x, u: jax.lax.dynamic_update_slice(x, u, (9,)), ((8,), (1,)), (P("x"), P())),
+    FaultyProgram(
+        FEATURES, lambda x, w: _conv(x, w, 4), ((4, 8, 8, 8), (1, 1, 2, 16)), (P(None, None, None, "x"), P())
+    ),
     FaultyProgram(FFT, jax.grad(lambda x: (jnp.fft.fftn(x).real ** 2).sum()), ((4, 4, 4),), (P(None, "x"),)),
     FaultyProgram(SPREAD, lambda x: jax.lax.pad(x, 0.0, ((-1, -1, 1),)), ((8,),), (P("x"),)),
-    FaultyProgram(SINGLE, lambda x, w: _conv(x, w, 8), ((4, 8, 8, 8), (1, 1, 1, 8)), (P(None, None, None, "x"), P())),
+    FaultyProgram(FEATURES, lambda x, w: _conv(x, w, 8), ((4, 8, 8, 8), (1, 1, 1, 8)), (P(None, None, None, "x"), P())),
 )
 """Those that end the process are the last ones."""
 

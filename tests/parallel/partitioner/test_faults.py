@@ -16,7 +16,7 @@ import jaxpar as jp
 from jaxpar.parallel.partitioner.programs import PROGRAMS, present
 from jaxpar.parallel.partitioner.repair import Repaired, noting_repairs
 
-KNOWN = ["wrong"] * 7 + ["fails"] + ["aborts"] * 2
+KNOWN = ["wrong"] * 8 + ["fails"] + ["aborts"] * 2
 
 
 def test_the_installed_xla_has_the_faults_of_the_table() -> None:
