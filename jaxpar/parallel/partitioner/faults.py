@@ -192,13 +192,15 @@ def _convolution(eqn: JaxprEqn, shards: MayShard, live: Sizes) -> Repair | None:
         return _gathered(fault, eqn, axes, [[], range(len(sizes_of(rhs))), []])
     batch = (numbers.lhs_spec[1], numbers.rhs_spec[1])
     spread = tuple(axis for axis in live if not clear or axis not in used)
-    if backward and sizes_of(lhs)[batch[0]] % math.prod(live[axis] for axis in spread) == 0:
-        run = functools.partial(_rows_over, eqn, batch, spread, group_dims[2] if parted else None)
+    parted_windows = any(over(out, k) for _, _, k in spatial)  # then its sum over the batch is wrong too
+    if backward and not parted_windows and sizes_of(lhs)[batch[0]] % math.prod(live[axis] for axis in spread) == 0:
+        whole = [group_dims[2]] if parted else []
+        run = functools.partial(_rows_over, eqn, batch, spread, whole)
         return Repair(fault, axes, "shards the batch over all axes", run)
     dims = [[places[n] for places, sets in zip(spatial, space, strict=True) if sets] for n in range(3)]
     if groups:
-        whole = [[dim] if parted else [] for dim in group_dims]
-        dims = [[*own, *more] for own, more in zip(dims, ([*whole[0], batch[0]], [*whole[1], batch[1]], whole[2]))]
+        more = [[dim] if parted else [] for dim in group_dims]
+        dims = [[*dims[0], *more[0], batch[0]], [*dims[1], *more[1], batch[1]], [*dims[2], *more[2]]]
     return _gathered(fault, eqn, axes, dims)
 
 
@@ -217,14 +219,14 @@ def _parted_groups(eqn: JaxprEqn, shards: MayShard, live: Sizes, dims: Sequence[
     return axes if unaligned or all(1 in sizes for sizes in windows) else frozenset()
 
 
-def _rows_over(eqn: JaxprEqn, batch: Sequence[int], axes: Axes, whole: int | None, *operands: Any) -> list[Any]:
+def _rows_over(eqn: JaxprEqn, batch: Sequence[int], axes: Axes, whole: Sequence[int], *operands: Any) -> list[Any]:
     """Computes the gradient of a kernel with the batch, dim ``batch`` of each operand, sharded over ``axes``.
 
     Args:
-      whole: a dim of the result that is not sharded.
+      whole: dims of the result that are not sharded before all devices have their sum.
     """
     (out,) = _bind(eqn, *(_constrained(x, {dim: axes}) for x, dim in zip(operands, batch, strict=True)))
-    return [out if whole is None else _constrained(out, {whole: ()})]
+    return [_constrained(out, dict.fromkeys(whole, ())) if whole else out]
 
 
 def _pad(eqn: JaxprEqn, shards: MayShard, live: Sizes) -> Repair | None:

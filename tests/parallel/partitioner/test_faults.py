@@ -101,6 +101,27 @@ def test_a_model_that_nobody_here_wrote(kind: str, sharding: str, explicit: bool
         np.testing.assert_allclose(got, expected, rtol=0, atol=1e-13 * max(1.0, np.abs(expected).max()))
 
 
+def test_a_grouped_kernel_that_is_sharded_along_its_window() -> None:
+    """Its gradient was the sum over the batch times the size of that axis, although the batch was on all axes."""
+    random = np.random.default_rng(0)
+    kernel, x = random.normal(size=(2, 2, 8)), random.normal(size=(8, 8, 8))
+
+    def loss(model: Any, batch: Any) -> jax.Array:
+        numbers = ("NWC", "WIO", "NWC")
+        y = jax.lax.conv_general_dilated(
+            batch["x"], model["kernel"], (2,), [(1, 1)], dimension_numbers=numbers, feature_group_count=4
+        )
+        return (y**2).sum()
+
+    with jax.enable_x64(True):
+        layout = jp.Layout(jp.MeshSpec(data=2, model=4).build(), jp.Rules(batch=None, window="data"))
+        make = lambda key: {"kernel": jp.tag(jnp.asarray(kernel), "window", None, None)}
+        step = jp.train_step(layout, loss, return_grads=True)
+        _, metrics = step(jp.init(layout, make, optax.sgd(0.1)), {"x": x})
+        expected = jax.grad(loss)({"kernel": jnp.asarray(kernel)}, {"x": jnp.asarray(x)})["kernel"]
+        np.testing.assert_allclose(metrics["grads"]["kernel"], expected, rtol=1e-12)
+
+
 def test_explain_tells_what_runs_instead() -> None:
     layout = jp.Layout(jp.MeshSpec(data=4, model=2).abstract(), jp.Rules(batch="data", unannotated="replicate"))
     shape = lambda *sizes, dtype="float32": jp.tag(
