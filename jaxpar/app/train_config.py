@@ -151,6 +151,11 @@ def check_spike(spike: SpikeConfig | None, file: Path) -> None:
 
 
 def check_profile(train: TrainConfig, file: Path) -> None:
+    """Raise an error if ``train.profile`` traces steps after the last one.
+
+    Raises:
+      ConfigError: it names the steps and the file.
+    """
     profile = train.profile
     if profile is not None and profile.start + profile.steps - 1 > train.steps:
         raise ConfigError(

@@ -106,7 +106,7 @@ UNTIE = "Remedy: tie_word_embeddings: false in config.json, which reads both."
 def test_a_head_that_is_not_dropped_in_silence(
     layout: jp.Layout, head: Callable[[np.ndarray], np.ndarray], text: str, tmp_path: Path
 ) -> None:
-    """With a configuration that ties the head, whoever made it."""
+    """Also with a configuration that ties the head."""
     folder, tensors = tied(tmp_path / "one", head)
     config = huggingface.read_config(folder, tie_embeddings=True)
     at = (31, 15) if "[31, 15]" in text else (20, 3)
