@@ -39,6 +39,8 @@ if _RUN_CACHE:
 # Tracing makes many small objects: at Python's own thresholds, looking for cycles takes a twentieth of the CPU time.
 gc.set_threshold(50_000, 20, 20)
 
+pytest_plugins = ["suite"]
+
 # The doctest collector would import these files by their common name and find the wrong one.
 collect_ignore_glob = ["tests/*conftest.py"]
 
