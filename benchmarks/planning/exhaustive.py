@@ -15,17 +15,16 @@ program after the other, and waits for the lock of the compiler.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
+from benchmarks.planning.stored import Row, compiled_row, figures_of, plan_data, plan_of, read_rows, write_rows
 from jaxpar.app.plan import RunPlanner
-from jaxpar.errors import JaxparError, PlanError
-from jaxpar.planning.search.compiled import CompiledPlan, compile_plan
+from jaxpar.errors import PlanError
+from jaxpar.planning.search.compiled import CompiledPlan
 from jaxpar.planning.search.cost import CostModel
 from jaxpar.planning.search.plan import Plan
 from jaxpar.planning.search.search import SearchOptions, search
@@ -33,6 +32,7 @@ from jaxpar.planning.search.space import plans
 from jaxpar.sharding.hardware.topology import Topology
 
 FOLDER = Path(__file__).parent
+FILE = FOLDER / "toy.json"
 TOPOLOGY = Topology.parse("v5e:2x4")
 CHOSEN, STEP, MEMORY = 1.05, 0.9, 0.95
 
@@ -64,12 +64,7 @@ class Stored:
     @classmethod
     def read(cls) -> Stored:
         """Returns the plans of ``toy.json``."""
-        found: dict[Plan, CompiledPlan | str] = {}
-        for one in json.loads((FOLDER / "toy.json").read_text())["plans"]:
-            options: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in one["plan"].items()}
-            figures = one.get("figures")
-            found[Plan(**options)] = one["problem"] if figures is None else CompiledPlan(transfers=(), **figures)
-        return cls(found)
+        return cls({plan_of(row): figures_of(row) or row["problem"] for row in read_rows(FILE)})
 
     def traced_bytes(self, plan: Plan) -> int | None:
         """No plan was traced."""
@@ -129,22 +124,14 @@ def accuracy(planner: RunPlanner, stored: Stored, layers: int = 1) -> Accuracy:
 
 def compile_all(planner: RunPlanner) -> None:
     """Compile every plan that ``toy.json`` lacks."""
-    file = FOLDER / "toy.json"
-    rows: list[dict[str, Any]] = json.loads(file.read_text())["plans"] if file.exists() else []
+    rows: list[Row] = read_rows(FILE) if FILE.exists() else []
     for plan in space(planner):
-        options = {f.name: getattr(plan, f.name) for f in fields(plan) if getattr(plan, f.name) != f.default}
-        plain = json.loads(json.dumps(options))
+        plain = plan_data(plan)
         if any(row["plan"] == plain for row in rows):
             continue
-        row: dict[str, Any] = {"plan": plain}
-        try:
-            figures = asdict(compile_plan(planner.run_of(plan), TOPOLOGY))
-            row["figures"] = {name: value for name, value in figures.items() if name != "transfers"}
-        except JaxparError as error:
-            row["problem"] = str(error).splitlines()[0]
+        row = {"plan": plain, **compiled_row(planner.run_of(plan), TOPOLOGY)}
         rows.append(row)
-        text = ",\n".join(json.dumps(row) for row in rows)
-        file.write_text(f'{{"topology": "{TOPOLOGY}", "plans": [\n{text}\n]}}\n')
+        write_rows(FILE, rows, topology=str(TOPOLOGY))
         print(plan.describe(), row.get("problem", ""), flush=True)
 
 

@@ -70,16 +70,21 @@ def loss_fn(model: GPT, batch: Any) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(model(batch["tokens"]), batch["targets"]).mean()
 
 
-def main(layers: str, *policies: str) -> int:
-    """Print a row for each policy."""
+def planner(layers: str) -> ModelPlanner:
+    """Returns the planner of the GPT whose layers are in a ``scan`` or a ``list``."""
     batch = {name: jax.ShapeDtypeStruct((ROWS, SEQ), "int32") for name in ("tokens", "targets")}
     make_model = lambda key: GPT(nnx.Rngs(key), scanned=layers == "scan")
-    planner = ModelPlanner.of(make_model, loss_fn, batch, optax.adamw(1e-3))
-    model, near = CostModel(planner.workload, TOPOLOGY), True
+    return ModelPlanner.of(make_model, loss_fn, batch, optax.adamw(1e-3))
+
+
+def main(layers: str, *policies: str) -> int:
+    """Print a row for each policy."""
+    run = planner(layers)
+    model, near = CostModel(run.workload, TOPOLOGY), True
     print("| layers | remat | step, estimated | compiled | peak, estimated | compiled |\n|---|---|---:|---:|---:|---:|")
     for policy in policies:
         plan = Plan(data=TOPOLOGY.devices, zero=3, remat=policy)
-        cost, found = model.cost(plan), compile_plan(planner.run_of(plan), TOPOLOGY)
+        cost, found = model.cost(plan), compile_plan(run.run_of(plan), TOPOLOGY)
         cells = (f"{1e3 * cost.step:.1f} ms", f"{1e3 * found.step:.1f} ms")
         peaks = (f"{cost.peak_bytes / 2**30:.2f} GiB", f"{found.peak_bytes / 2**30:.2f} GiB")
         print(f"| {layers} | {policy} | {' | '.join((*cells, *peaks))} |", flush=True)

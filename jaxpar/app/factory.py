@@ -143,8 +143,8 @@ def factory_model(
     eval_loss = loss_fn if config.eval_loss is None else load_function(config.eval_loss, "model.eval_loss")
     make_model: MakeModel = functools.partial(factory, **config.args)
     failing = f"model: {config.factory} fails with args {config.args}"
-    with failing_as(failing, "function(key, **args)"), jp.unsharded():
-        parts = build_shapes(make_model)  # Linen runs the model to make its variables, with its constraints
+    with failing_as(failing, "function(key, **args)"):
+        parts = build_shapes(make_model)
     paths = [show(path) for path, _ in leaves_with_paths(batch)]
     named, names = any(path[0] == "params" for path, _ in parts.dims), set[str]()
     if not named or len(batch_dims) < len(paths):

@@ -101,8 +101,7 @@ def trace_loss(
       AnnotationError, ModelError: as for :func:`annotate`.
     """
     check_loss(loss_fn)
-    with unsharded():
-        parts = build_shapes(make_model)
+    parts = build_shapes(make_model)
     plain, batch_names = _without_tags(batch)
     shapes = {show(path): leaf.shape for path, leaf in leaves_with_paths(parts.params)}
     given: dict[str, tuple[Names, str]] = {show(path): (dims, "named in the model") for path, dims in parts.dims}

@@ -18,6 +18,7 @@ import optax
 from jax.sharding import AbstractMesh
 
 from jaxpar.errors import JaxparError, ModelError
+from jaxpar.parallel.unsharded import unsharded
 from jaxpar.training.model import pytree
 from jaxpar.training.model.fixed_order import Causes, in_fixed_order
 from jaxpar.training.model.lora import AdaptedModel, LoraModel, adapted_parts
@@ -162,7 +163,8 @@ def build_shapes(make_model: MakeModel) -> ModelParts:
         found.append(parts)
         return parts.params, parts.variables
 
-    params, variables = jax.eval_shape(arrays, jax.eval_shape(lambda: jax.random.key(0)))
+    with unsharded():  # Linen runs the model to make its variables, with its constraints
+        params, variables = jax.eval_shape(arrays, jax.eval_shape(lambda: jax.random.key(0)))
     return ModelParts(params, variables, found[0].dims, found[0].kind)
 
 
