@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import jaxpar as jp
 from jaxpar.errors import AnnotationError, ModelError, NoLayoutError
 from jaxpar.linen import axes, flax_rules
+from jaxpar.training.model import build_shapes
 
 TX = optax.sgd(0.1)
 RULES = jp.Rules(batch="data", embed=None, mlp="model", layers=None, params={"embed": "data"})
@@ -241,3 +242,17 @@ def test_fewer_names_than_dims_are_read_as_flax_reads_them() -> None:
     assert state.params["kernel"].sharding.spec == P("data", None)
     (row,) = [row for row in jp.explain(layout, make_model, optax.sgd(0.1)).rows if row.path == "params/kernel"]
     assert row.dims == ("embed", None)
+
+
+def test_a_model_is_built_for_its_shapes_where_no_layout_is_active() -> None:
+    """Linen runs the model to make its variables, with its constraints and its attention."""
+
+    class Constrains(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            x = jp.hint(jp.constrain(nn.Dense(8)(x), "batch", "seq", "embed"), "batch", "seq", "embed")
+            q = x.reshape(*x.shape[:2], 2, 4)
+            return jp.attention(q, q, q)
+
+    shapes = build_shapes(lambda key: Constrains().init(key, jnp.ones((1, 6, 8)))).params
+    assert jax.tree.map(jnp.shape, shapes) == {"Dense_0": {"bias": (8,), "kernel": (8, 8)}}

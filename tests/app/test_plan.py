@@ -68,6 +68,29 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return file
 
 
+VIT = """
+model:
+  factory: "jaxpar.models:init_vit"
+  loss: "jaxpar.models:classification_loss"
+  args: {image: 8, patch: 4, classes: 2, embed: 8, layers: 1, heads: 2, mlp: 8}
+data:
+  factory: "jaxpar.data:Gratings"
+  args: {size: 8, classes: 2}
+  batch: 8
+  dims: {images: [batch, null, null, null], labels: [batch]}
+"""
+
+
+@pytest.mark.slow
+def test_a_linen_model_is_planned_although_its_factory_runs_it_with_its_constraints(tmp_path: Path) -> None:
+    file = tmp_path / "vit.yaml"
+    file.write_text(VIT)
+    planner = RunPlanner(file)
+    every = list(plans(planner.workload, 8, planner.space(), Counter()))
+    assert "FSDP 8" in {plan.describe() for plan in every}
+    assert planner.run_of(every[0]).layout.sizes == dict(every[0].mesh)
+
+
 @pytest.mark.slow
 def test_an_own_model_is_planned_with_recomputed_layers(own: Path) -> None:
     planner = RunPlanner(own)

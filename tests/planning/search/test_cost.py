@@ -124,10 +124,10 @@ def test_chunks_scatter_once_for_as_many_microbatches_as_stages_and_all_but_the_
 
 
 def test_chunks_pass_through_main_memory_in_each_tick_and_their_layers_move_to_their_stage() -> None:
-    plan, none = Plan(pipeline=2, data=4, zero=3, microbatches=8, virtual_stages=3), Calibration(chunk_traffic=0.0)
-    costs, plain = model(), CostModel(stack(), model().topology, none)
+    plan = Plan(pipeline=2, data=4, zero=3, microbatches=8, virtual_stages=3)
+    costs, plain = (CostModel(stack(), model().topology, Calibration(chunk_traffic=each)) for each in (10.0, 0.0))
     more = (costs.cost(plan).hbm - plain.cost(plan).hbm) * costs.topology.accelerator.hbm_bandwidth
-    assert more == pytest.approx(24 * (8 + 1 / 3) * stack().param_count / 2)  # a third of the weights in 25 ticks
+    assert more == pytest.approx(10 * (8 + 1 / 3) * stack().param_count / 2)  # a third of the weights in 25 ticks
     whole = replace(plan, virtual_stages=1)
     assert costs.cost(whole).hbm == plain.cost(whole).hbm
     moved = {
