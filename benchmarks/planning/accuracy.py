@@ -1,8 +1,8 @@
 """The planner's estimates beside compiled programs: those that its constants were fitted to, and those they never saw.
 
-    uv run --extra tpu python benchmarks/planning/accuracy.py --compile   # minutes of CPU a program: fills accuracy.json
-    uv run python benchmarks/planning/accuracy.py                         # minutes of CPU: compares
-    uv run python benchmarks/planning/accuracy.py --page                  # also writes the tables of docs/measured/plan.md
+    uv run --extra tpu python benchmarks/planning/accuracy.py --compile   # minutes a program: fills accuracy.json
+    uv run python benchmarks/planning/accuracy.py                         # minutes: compares
+    uv run python benchmarks/planning/accuracy.py --page                  # also writes docs/measured/plan.md
 
 A case is a line of ``accuracy.json``: a shape (the configuration of a run, or a GPT of ``own_remat.py``), a topology, a
 plan and its column. It is ``fitted`` if a constant was fitted to the program, or the cost model was changed because of
@@ -27,7 +27,7 @@ from functools import cache
 from pathlib import Path
 
 from benchmarks.planning import exhaustive, own_remat
-from benchmarks.planning.stored import Row, compiled_row, plan_of, read_rows, write_rows
+from benchmarks.planning.compiled_rows import Row, compiled_row, plan_of, read_rows, write_rows
 from jaxpar.app.plan import RunPlanner
 from jaxpar.planning.plan import ModelPlanner
 from jaxpar.planning.search.compiled import traced_bytes
@@ -162,7 +162,7 @@ def estimate(case: Case) -> Estimate:
 
 
 def traced(case: Case) -> float | None:
-    """Returns the peak as estimated from a trace of the step, divided by the compiled one; ``None`` if it is unknown."""
+    """Returns the peak as estimated from a trace of the step, divided by the compiled one; ``None`` if unknown."""
     found = traced_bytes(planner(case.shape).run_of(case.plan), Topology.parse(case.topology))
     return found / case.peak_bytes if found is not None and case.peak_bytes else None
 

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.planning.stored import Row, compiled_row, figures_of, plan_data, plan_of, read_rows, write_rows
+from benchmarks.planning.compiled_rows import Row, compiled_row, figures_of, plan_data, plan_of, read_rows, write_rows
 from jaxpar.app.plan import RunPlanner
 from jaxpar.errors import PlanError
 from jaxpar.planning.search.compiled import CompiledPlan

@@ -1,4 +1,4 @@
-"""The planner against compiled programs: an exhaustive search, and cases that its constants were fitted to or never saw.
+"""The planner against compiled programs: an exhaustive search, and cases that its constants were fitted to or not.
 
 The compiled figures are stored, so no compiler is needed: ``benchmarks/planning/accuracy.py`` has the cases, and the
 bounds of each column.
