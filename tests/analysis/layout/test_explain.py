@@ -197,6 +197,12 @@ def test_strict_minds_unused_rules_and_only_when_certain(mlp: Any) -> None:
     )
     assert jp.check(*args, **options, strict=False) == jp.explain(*args, **options)
     assert jp.check(*args) == jp.explain(*args)
+    # One table may serve several models, and init sees no activations: it accepts the rule, which places nothing.
+    without = {dim: rule for dim, rule in UNUSED.to_dict().items() if dim != "heads"}
+    specs = lambda rules: [
+        leaf.sharding.spec for leaf in jax.tree.leaves(jp.abstract_state(mlp.layout(rules), mlp.make, TX))
+    ]
+    assert specs(UNUSED) == specs(jp.Rules.from_dict(without))
 
 
 @pytest.mark.parametrize(
