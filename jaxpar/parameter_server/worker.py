@@ -24,6 +24,7 @@ from jaxpar.parameter_server.program import TrainingProgram
 from jaxpar.parameter_server.transport import Transport
 from jaxpar.parameter_server.worker_memory import WorkerMemory
 from jaxpar.training.model import leaves_with_paths, show, to_path
+from jaxpar.training.weight_changes import WEIGHTS_CHANGED, is_narrow, share_changed_on_host
 
 
 @dataclass
@@ -131,6 +132,7 @@ class ParameterServerWorker:
         self._shardings = jax.tree.map(lambda x: x.sharding, self._state.params)
         self._client = ServerClient(transport, worker, program.model_params, program.tables, config.patience)
         self._memory = WorkerMemory(folder)
+        self._narrow: dict[str, np.ndarray] = {}  # the weights of 16 bits that were pulled last
         self.report = WorkerReport(worker, traffic=self._client.traffic)
 
     def run(self, steps: int) -> WorkerReport:
@@ -166,12 +168,14 @@ class ParameterServerWorker:
 
     def _gradient_step(self, step: int, batch: Any) -> dict[str, float]:
         ids, batch = look_up(batch, self._program.tables)
-        self._load(self._client.pull(step, ids), ids)
+        values = self._client.pull(step, ids)
+        changed = self._changed(values)
+        self._load(values, ids)
         self._state, metrics = self._programs.step(self._at(step), batch)
         self.report.losses[step] = loss = float(metrics["loss"])
         if bool(metrics.get("skipped", False)):
             self._client.push(step, None, prepared=lambda: self._keep(step + 1))
-            return {"loss": loss, "skipped": 1.0}
+            return {"loss": loss, "skipped": 1.0, **changed}
         grads = metrics["grads"]
         norm = float(metrics["grad_norm"])
         clip = self._programs.clip
@@ -180,7 +184,7 @@ class ParameterServerWorker:
             grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
         weight, rows = float(metrics.get("weight", 1.0)), _rows(_named(grads), ids)
         self._client.push(step, rows, weight=weight, prepared=lambda: self._keep(step + 1))
-        return {"loss": loss, "grad_norm": norm}
+        return {"loss": loss, "grad_norm": norm, **changed}
 
     def _round(self, clock: int, batches: Callable[[int], Any]) -> dict[str, float]:
         """Steps of the worker's own optimizer up to the next exchange, and a push of how the parameters changed."""
@@ -188,17 +192,25 @@ class ParameterServerWorker:
         start = self._client.pull(clock, bits=self._bits)
         self._load(start)
         self._state = self._at(steps[0])
-        losses = []
+        losses, shares = [], []
         for step in steps:
             self._state, metrics = self._programs.step(self._state, batches(step))
             losses.append(metrics["loss"])
+            shares += [metrics[WEIGHTS_CHANGED]] if WEIGHTS_CHANGED in metrics else []
         for step, loss in zip(steps, losses, strict=True):
             self.report.losses[step] = float(loss)
         end = _named(self._state.params)
         # The outer optimizer goes down, so the "gradient" is start minus end.
         change = {name: value.astype(np.float32) - end[name].astype(np.float32) for name, value in start.items()}
         self._client.push(clock, change, bits=self._bits, prepared=lambda: self._keep(clock + 1))
-        return {"loss": float(np.mean([float(loss) for loss in losses]))}
+        means = {"loss": losses} | ({WEIGHTS_CHANGED: shares} if shares else {})
+        return {name: float(np.mean([float(x) for x in values])) for name, values in means.items()}
+
+    def _changed(self, values: Mapping[str, np.ndarray]) -> dict[str, float]:
+        """The share of the weights of 16 bits that the servers changed since the last pull, without sparse tables."""
+        tables, before = {table.path for table in self._program.tables}, self._narrow
+        self._narrow = {name: x for name, x in values.items() if name not in tables and is_narrow(x)}
+        return share_changed_on_host(before, self._narrow)
 
     def _at(self, step: int) -> Any:
         """The state at a step, with the key of this worker."""

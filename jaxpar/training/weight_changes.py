@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxpar.parallel.offload.placement import on_host
@@ -53,6 +54,14 @@ def share_changed(old: Any, new: Any) -> dict[str, jax.Array]:
     return share(sum(changed(a, b) for a, b in pairs), sum(a.size for a, _ in pairs))
 
 
+def share_changed_on_host(old: Mapping[str, np.ndarray], new: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """Returns :func:`share_changed` of arrays on the host, by path, without a program on the devices."""
+    bits = lambda x: x.view(np.dtype(_BITS[x.dtype.itemsize]))
+    pairs = [(x, new[path]) for path, x in old.items() if is_narrow(x)]
+    count = sum(np.count_nonzero(bits(a) != bits(b)) for a, b in pairs)
+    return {WEIGHTS_CHANGED: count / sum(a.size for a, _ in pairs)} if pairs else {}
+
+
 def share(count: jax.Array | float, total: float) -> dict[str, jax.Array]:
     """Returns the metric ``weights_changed``, ``count`` / ``total``; an empty dict if ``total`` is 0."""
     return {WEIGHTS_CHANGED: count / jnp.float32(total)} if total else {}
@@ -72,7 +81,7 @@ class WeightSample:
     specs: Sequence[PartitionSpec]
     values: Sequence[jax.Array]
 
-    def metric(self, new: Any, hosted: jax.Array) -> dict[str, jax.Array]:
+    def metric(self, new: Any, hosted: jax.Array | float = 0.0) -> dict[str, jax.Array]:
         """Returns the metric ``weights_changed``, estimated from the sample; none without weights of 16 bits or fewer.
 
         Args:
@@ -95,14 +104,21 @@ def sampled(layout: Layout, state: TrainState) -> tuple[TrainState, WeightSample
     """
     specs = [to_spec(tensor.resolved) for tensor in place(layout, state) if tensor.role == "params"]
     leaves, structure = jax.tree.flatten(state.params)
-    values = _sample(layout, leaves, specs)
+    leaves, sample = sampled_arrays(layout, leaves, specs)
+    return replace(state, params=jax.tree.unflatten(structure, leaves)), sample
+
+
+def sampled_arrays(
+    layout: Layout, leaves: Sequence[jax.Array], specs: Sequence[PartitionSpec]
+) -> tuple[list[jax.Array], WeightSample]:
+    """Returns the weights for an update, and a sample of them; ``specs`` shard them."""
+    leaves, values = list(leaves), _sample(layout, leaves, specs)
     if values:
         # The update waits for the sample. Otherwise the compiler reads it afterwards, from a copy of all old weights.
         values, narrow = jax.lax.optimization_barrier((values, [x for x in leaves if _is_sampled(x)]))
         waiting = iter(narrow)
         leaves = [next(waiting) if _is_sampled(x) else x for x in leaves]
-    params = jax.tree.unflatten(structure, leaves)
-    return replace(state, params=params), WeightSample(layout, specs, values)
+    return leaves, WeightSample(layout, specs, values)
 
 
 def _sample(layout: Layout, params: Sequence[jax.Array], specs: Sequence[PartitionSpec]) -> list[jax.Array]:

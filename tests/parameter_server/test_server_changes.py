@@ -3,19 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from server_cases import nnx_program, one_process, run, same, table_program
+from server_cases import (
+    CLASSES,
+    FEATURES,
+    batches,
+    cross_entropy,
+    nnx_program,
+    one_device,
+    one_process,
+    run,
+    same,
+    table_program,
+)
 
+import jaxpar as jp
 from jaxpar.errors import ConfigError, DataError, JaxparError, LaunchError, ModelError
-from jaxpar.parameter_server import ServerConfig, ServerRun
+from jaxpar.parameter_server import ServerConfig, ServerRun, TrainingProgram
 from jaxpar.parameter_server.client import ServerClient
 from jaxpar.parameter_server.controller import Controller
 from jaxpar.parameter_server.membership import Membership, WorkerSpan
@@ -51,6 +66,28 @@ class _Gate:
 
     def open(self) -> None:
         self._opened.set()
+
+
+@pytest.mark.parametrize("mode", ["synchronous", "local_sgd"])
+def test_workers_report_the_share_of_the_weights_that_changed(mode: Any, tmp_path: Path) -> None:
+    """In rounds a worker counts what its own steps change, otherwise what the servers changed since its last pull."""
+    weights = jax.random.normal(jax.random.key(0), (FEATURES, CLASSES), jnp.bfloat16)
+    loss_fn = lambda model, batch: cross_entropy(batch["x"] @ model["w"].astype(jnp.float32), batch["y"])
+    program = TrainingProgram(one_device(), lambda key: {"w": weights}, loss_fn, optax.sgd(1e-2), batches)
+    reported: dict[int, Any] = {}
+    on_report = lambda worker, step, figures: reported.update({step: figures.get("weights_changed")})
+    rounds = {"sync_every": 3} if mode == "local_sgd" else {}
+    run(program, ServerConfig(mode, workers=1, **rounds), 3, tmp_path, on_report=on_report)
+
+    state = jp.init(one_device()(), program.make_model, program.tx)
+    step, params = jp.train_step(one_device()(), loss_fn, donate=False), [np.asarray(weights)]
+    for number in range(3):
+        state, _ = step(state, batches(0, 1)(number))
+        params.append(np.asarray(state.params["w"]))
+    shares = [float(np.mean(old != new)) for old, new in itertools.pairwise(params)]
+    assert all(0 < share < 1 for share in shares)
+    expected = {3: np.mean(shares)} if mode == "local_sgd" else {1: None, 2: shares[0], 3: shares[1]}
+    assert reported == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("mode", ["synchronous", "asynchronous"])

@@ -13,6 +13,7 @@ import optax
 import pytest
 
 import jaxpar as jp
+from jaxpar.training.model.parts import Tagged
 
 RATE = 2e-4
 RULES = jp.Rules(batch="data", layers=None, embed="data", mlp="model")
@@ -27,6 +28,10 @@ def make_model(key: jax.Array) -> dict[str, Any]:
         "last": jp.tag(weights(last, 8, 16), "mlp", "embed"),
         "scale": jp.tag(jnp.ones((3, 16)), "layers", "embed"),
     }
+
+
+def make_untagged(key: jax.Array) -> Any:
+    return jax.tree.map(lambda leaf: leaf.value, make_model(key), is_leaf=lambda leaf: isinstance(leaf, Tagged))
 
 
 def loss_fn(model: dict[str, jax.Array], x: jax.Array) -> jax.Array:
@@ -73,6 +78,26 @@ def test_each_kind_of_step_counts_the_weights_that_it_changes(name: str, tmp_pat
     expected = share(state.params, new.params)
     assert 0.1 < expected < 0.7
     assert float(metrics["weights_changed"]) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "data"])
+def test_a_parallelized_script_counts_too(layout: Any) -> None:
+    tx = optax.adamw(RATE, weight_decay=0.1)
+    params = make_untagged(jax.random.key(0))
+
+    def script(params: Any, opt_state: Any, x: Any) -> Any:
+        loss, grads = jax.value_and_grad(loss_fn)(params, x)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    step = jp.parallelize(script, params, tx.init(params), BATCH, layout=layout, donate=False)
+    assert step.weights_changed is None
+    params, opt_state = step.state
+    for _ in range(2):
+        old, (params, opt_state, _) = params, step(params, opt_state, BATCH)
+        expected = share(old, params)
+        assert 0.1 < expected < 0.7
+        assert step.weights_changed == pytest.approx(expected, rel=1e-6)
 
 
 def explicit() -> jp.Layout:

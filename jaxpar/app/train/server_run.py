@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, Self
 
 from rich.console import Console
@@ -172,7 +173,7 @@ class ServerProgress:
 
         self._run, self._config, self._console = run, config, console
         self._writer = MetricsWriter(Path(run.output), None, tell=console.print)
-        self._losses: dict[int, dict[int, float]] = {}
+        self._reports: dict[int, dict[int, dict[str, float]]] = {}
         self._began = time.perf_counter()
         bounds = {"stale_synchronous": f", staleness {config.staleness} steps", "local_sgd": f", {config.schedule}"}
         bound = bounds.get(config.mode, "")
@@ -180,15 +181,19 @@ class ServerProgress:
 
     def add(self, worker: int, step: int, figures: Mapping[str, float]) -> None:
         """Record a worker's figures; the mean loss of a step, when all first workers have reported it."""
-        losses = self._losses.setdefault(step, {})
-        losses[worker] = figures["loss"]
+        from jaxpar.training.weight_changes import WEIGHTS_CHANGED
+
+        reports = self._reports.setdefault(step, {})
+        reports[worker] = {name: figures[name] for name in ("loss", WEIGHTS_CHANGED) if name in figures}
         if "heldout_loss" in figures:
             self._writer.write(step, heldout_loss=figures["heldout_loss"])
             self._console.print(f"step {step}  held-out loss {figures['heldout_loss']:.4f}")
-        if len(losses) == self._config.workers:
-            mean = sum(losses.values()) / len(losses)
-            self._writer.write(step, loss=mean)
-            del self._losses[step]
+        if len(reports) == self._config.workers:
+            names = dict.fromkeys(name for report in reports.values() for name in report)
+            means = {name: fmean(r[name] for r in reports.values() if name in r) for name in names}
+            mean = means["loss"]
+            self._writer.write(step, **means)
+            del self._reports[step]
             if step % max(self._run.train.steps // 20, 1) == 0 or step == self._run.train.steps:
                 seconds = time.perf_counter() - self._began
                 self._console.print(f"step {step} of {self._run.train.steps}  loss {mean:.4f}  {seconds:.0f} s")

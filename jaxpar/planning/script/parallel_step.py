@@ -25,6 +25,7 @@ from jaxpar.planning.script.placed import PlacedStep
 from jaxpar.planning.script.placed_array import PlacedArray
 from jaxpar.planning.script.trace import StepTrace, shape_of
 from jaxpar.sharding.layout import Layout, to_spec
+from jaxpar.training.weight_changes import WEIGHTS_CHANGED
 
 _COLUMNS = ("array", "shape", "dims", "sharded over", "a device")
 
@@ -54,6 +55,7 @@ class ParallelStep:
         self._train_step, self._first, self._donate = train_step, step, donate
         self.choice, self.steps, self._manager = choice, 0, manager
         self._programs: list[PlacedStep] = []
+        self._metrics: Mapping[str, jax.Array] = {}
         placed = self._placed(step)
         call, arrays = self._take_apart(args, kwargs)
         trace, paths = step.trace, step.trace.call.paths
@@ -99,6 +101,14 @@ class ParallelStep:
         arguments = [self._objects[place] if place in self._objects else plain[place] for place in places]
         return arguments[0] if len(arguments) == 1 else tuple(arguments)
 
+    @property
+    def weights_changed(self) -> float | None:
+        """The share of the weights of 16 bits that the last step changed; ``None`` before it, or without such weights.
+
+        The step returns what the script's own returns, so this metric of :func:`jaxpar.train_step` is here.
+        """
+        return float(self._metrics[WEIGHTS_CHANGED]) if self._metrics else None
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Take a step: as the script's own, with arrays on the devices of the layout.
 
@@ -128,7 +138,7 @@ class ParallelStep:
                 "the state that the last call returned, at first train_step.state; or parallelize(donate=False), which "
                 "keeps both in memory."
             )
-        outputs = program.run([program.put(i, x) for i, x in enumerate(arrays)])
+        outputs, self._metrics = program.run([program.put(i, x) for i, x in enumerate(arrays)])
         self._held.take(trace, outputs)
         arguments: dict[Name, Any] = places_of(args, kwargs)
         self._update_objects(arguments)

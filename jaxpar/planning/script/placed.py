@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from jaxpar.planning.script.trace import is_typed_key
 from jaxpar.sharding.arrays import shard_array
 from jaxpar.sharding.layout import Layout, to_spec, tracing_under
 from jaxpar.sharding.names import Names
+from jaxpar.training.weight_changes import sampled_arrays
 from jaxpar.utils.arrays import itemsize
 from jaxpar.utils.jaxprs import opened
 
@@ -46,31 +47,39 @@ class PlacedStep:
         if problems := list(dict.fromkeys(text for array in self.placed for text in array.resolved.problems)):
             raise LayoutError(problems)
         self.shardings = tuple(NamedSharding(layout.mesh, to_spec(array.resolved)) for array in self.placed)
-        updates = step.trace.updates
+        self._updates = updates = step.trace.updates
         outputs: list[Any] = [None] * len(step.trace.jaxpr.out_avals)
         for i, j in updates.items():
             outputs[j] = self.shardings[i]
-        self._jitted = jax.jit(self._flat(program), out_shardings=outputs, donate_argnums=tuple(updates) * donate)
+        self._jitted = jax.jit(
+            self._flat(program), out_shardings=(outputs, None), donate_argnums=tuple(updates) * donate
+        )
         self._compiled: Any = None
 
-    def run(self, arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
-        """Returns the step's results for arrays on their devices; the first call compiles it."""
+    def run(self, arrays: Sequence[jax.Array]) -> tuple[Sequence[jax.Array], Mapping[str, jax.Array]]:
+        """Returns the step's results for arrays on their devices, and its metrics; the first call compiles it."""
         if self._compiled is None:
             self._compiled = self._jitted.lower(*arrays).compile()
             program = opened(self.step.trace.jaxpr)
             warn_of_uneven_share(self._compiled, program, self.placed, self.layout.mesh.size)
-        results: Sequence[jax.Array] = self._compiled(*arrays)
+        results: tuple[Sequence[jax.Array], Mapping[str, jax.Array]] = self._compiled(*arrays)
         return results
 
     def _flat(self, program: NamedProgram) -> Callable[..., Any]:
         compute = lambda *arrays: program.run_constrained(self.step.parts(arrays), with_gradients=True)
         correct = avoid_faults(compute, [sharding.spec for sharding in self.shardings])
 
-        def train_step(*arrays: Any) -> Sequence[Any]:
+        weights = [i for i in self._updates if i in self.step.params]
+
+        def train_step(*arrays: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
             with tracing_under(self.layout), noting_repairs() as repaired:
-                made: Sequence[Any] = correct(*arrays)
+                specs = [self.shardings[i].spec for i in weights]
+                values, sample = sampled_arrays(self.layout, [arrays[i] for i in weights], specs)
+                passed = dict(enumerate(arrays)) | dict(zip(weights, values, strict=True))
+                made: Sequence[Any] = correct(*passed.values())
+                metrics = sample.metric([made[self._updates[i]] for i in weights])
             self.repaired = tuple(repaired)
-            return made
+            return list(made), metrics
 
         return train_step
 
