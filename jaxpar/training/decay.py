@@ -43,7 +43,7 @@ class DecayMask:
                 raise ConfigError(
                     f"optimizer.decay: {show(path)} is no parameter of the model for which the rule was made, whose "
                     f"parameters are {listing([show(known) for known in table][:4])}. Remedy: decay_mask(make_model) "
-                    "of this model; a pipeline that is not flushed between steps (pipedream) supports no rule."
+                    "of this model."
                 )
             return table[path] is None
 

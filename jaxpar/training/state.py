@@ -307,7 +307,8 @@ def _build(
     with tracing_under(layout), nnx.use_eager_sharding(False), hint_observer(_ignore):
         model_key, step_key = jax.random.split(without_explicit_axes(layout, key))
         parts, found = build_with_or_without_mesh(make_model, model_key)
-        parts = parts if params is None else dataclasses.replace(parts, params=params)
+        params = parts.params if params is None else params
+        parts = dataclasses.replace(parts, params=_strong(params), variables=_strong(parts.variables))
         if isinstance(tx, SelfReducing):
             opt_state: Any = tx.init(parts.params, dict(parts.dims))
         else:
@@ -317,6 +318,14 @@ def _build(
     static = StateMetadata(parts.kind, tx, parts.dims)
     scale = None if precision.scale is None else precision.scale.start()
     return TrainState(jnp.zeros((), jnp.int32), parts.params, opt_state, parts.variables, step_key, static, scale)
+
+
+def _strong(tree: Any) -> Any:
+    """Returns arrays without weak types, such as that of ``jnp.full(8, 2.0)``: an update returns none.
+
+    A step would compile again in its second call, and a pipeline that keeps arrays from call to call would fail.
+    """
+    return jax.tree.map(lambda x: jax.lax.convert_element_type(x, x.dtype) if getattr(x, "weak_type", False) else x, tree)
 
 
 def _ignore(*_: Any) -> None:

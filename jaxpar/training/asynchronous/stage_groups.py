@@ -22,6 +22,7 @@ from jaxpar.training.model import leaves_with_paths, to_path
 from jaxpar.training.pipeline.stage_functions import Given, run_embed, run_head
 from jaxpar.training.state import moment_names
 from jaxpar.utils.arrays import at_least_fp32
+from jaxpar.utils.contexts import param_dims
 
 GROUPS = ("before", "layers", "after")
 """The groups with their own optimizer state; ``layers`` has one for each stage."""
@@ -45,21 +46,23 @@ class Groups:
     tied: frozenset[tuple[Any, ...]]
 
     def cut(self, params: Any) -> dict[str, Any]:
-        """Returns the groups of a tree of parameters; a group has ``None`` for the leaves of the others."""
-        split, stages = self.call.split, self.call.window.stages
-        others = split.others(params)
+        """Returns the groups of a tree of parameters.
+
+        A group has ``None`` for the leaves of the others, so that a rule of the optimizer for some parameters, such as
+        the mask of its weight decay, has the paths of the model.
+        """
+        stages, layers = self.call.window.stages, self.call.split.path
+        group_of = lambda path: (
+            "layers" if path[: len(layers)] == layers else "before" if path in self.first else "after"
+        )
+        groups = {name: _only(params, lambda path, name=name: group_of(path) == name) for name in GROUPS}
         of_stages = lambda w: w.reshape(stages, -1, *w.shape[1:])
-        return {
-            "before": _only(others, lambda path: path in self.first),
-            "layers": jax.tree.map(of_stages, split.stack(params)),
-            "after": _only(others, lambda path: path not in self.first),
-        }
+        return {**groups, "layers": jax.tree.map(of_stages, groups["layers"])}
 
     def join(self, groups: dict[str, Any]) -> Any:
         """Reverses :meth:`cut`."""
-        others = _merged(groups["before"], groups["after"])
-        stack = jax.tree.map(lambda w: w.reshape(-1, *w.shape[2:]), groups["layers"])
-        return self.call.split.join(stack, others)
+        layers = jax.tree.map(lambda w: w.reshape(-1, *w.shape[2:]), groups["layers"])
+        return _merged(groups["before"], _merged(groups["after"], layers))
 
     def of_tied(self, params: Any) -> Any:
         """Returns the leaves of the tied parameters."""
@@ -77,7 +80,8 @@ class Groups:
     def start(self, params: Any) -> dict[str, Any]:
         """Returns the groups' initial optimizer states."""
         tx, cut = self.call.state.metadata.tx, self.cut(params)
-        return {name: (jax.vmap(tx.init) if name == "layers" else tx.init)(cut[name]) for name in GROUPS}
+        with param_dims(self.call.state.metadata.dims):
+            return {name: (jax.vmap(tx.init) if name == "layers" else tx.init)(cut[name]) for name in GROUPS}
 
     def update(self, grads: Any, states: dict[str, Any], params: Any, updated: dict[str, jax.Array]) -> tuple[Any, Any]:
         """Returns parameters and states after an update of some groups.
@@ -113,7 +117,7 @@ class Groups:
         for group, tree in jax.eval_shape(self.cut, call.state.params).items():
             of_layers = group == "layers"
             for path, w in leaves_with_paths(tree):
-                own = dims.get(("params", *(call.split.path if of_layers else ()), *path))
+                own = dims.get(("params", *path))
                 shapes[group, *path] = w.shape
                 if own is not None:
                     names["params", group, *path] = (own[0], None, *own[1:]) if of_layers else own
@@ -132,9 +136,9 @@ class Groups:
         }
 
 
-def _only(others: Any, chosen: Callable[[tuple[Any, ...]], bool]) -> Any:
+def _only(params: Any, chosen: Callable[[tuple[Any, ...]], bool]) -> Any:
     """Returns the leaves at the chosen paths, and ``None`` at all others."""
-    return jax.tree_util.tree_map_with_path(lambda keys, w: w if chosen(to_path(keys)) else None, others)
+    return jax.tree_util.tree_map_with_path(lambda keys, w: w if chosen(to_path(keys)) else None, params)
 
 
 def _merged(some: Any, others: Any) -> Any:

@@ -98,7 +98,7 @@ class _Run:
     def kept(self, params: Any) -> dict[str, Any]:
         """Returns the parameters that backward passes need again: the stack of layers, and those before it."""
         split = self.call.split
-        return {"layers": split.stack(params), "before": self.groups.cut(params)["before"]}
+        return {"layers": split.stack(params), "before": split.others(self.groups.cut(params)["before"])}
 
     def ring(self, tree: Any) -> Any:
         """Returns empty buffers for all versions in use while a microbatch of the first stage is in flight."""

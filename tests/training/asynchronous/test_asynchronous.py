@@ -223,6 +223,55 @@ def test_a_saved_state_goes_on_to_the_bit(case: int) -> None:
     )
 
 
+def stacked(key: jax.Array) -> Any:
+    weights = lambda *shape: jnp.full(shape, 2.0)
+    blocks = {"w": jp.tag(weights(2, 4, 4), "layers", "embed", "mlp"), "norm": jp.tag(weights(2, 4), "layers", "embed")}
+    words, norm = jp.tag(weights(8, 4), "vocab", "embed"), jp.tag(weights(4), "embed")
+    return {"blocks": blocks, "words": words, "norm": norm, "out": {"w": jp.tag(weights(4, 4), "embed", "mlp")}}
+
+
+def shrinking(**options: Any) -> optax.GradientTransformation:
+    return optax.chain(optax.add_decayed_weights(0.5, **options), optax.scale(-1.0))
+
+
+CHOSEN: dict[str, tuple[Callable[[], optax.GradientTransformation], set[str]]] = {
+    "mask": (
+        lambda: shrinking(mask=jp.optimizers.decay_mask(stacked, ["vectors", "words"])),
+        {"blocks/w", "out/w"},
+    ),
+    "tree": (
+        lambda: shrinking(
+            mask={"blocks": {"w": False, "norm": True}, "words": True, "norm": False, "out": {"w": False}}
+        ),
+        {"blocks/norm", "words"},
+    ),
+    "muon": (lambda: jp.optimizers.muon(stacked, 0.5, weight_decay=0.5), {"blocks/w"}),
+}
+"""An optimizer that shrinks some parameters, and which ones: without a gradient nothing else changes."""
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+@pytest.mark.parametrize("schedule", [pytest.param("pipedream_2bw", marks=pytest.mark.slow), "pipedream"])
+def test_an_optimizer_knows_the_parameters_by_their_paths_and_dims(schedule: Any, name: str) -> None:
+    loss = jp.pipeline.PipelineLoss(
+        "blocks",
+        lambda model, batch: model["words"][batch["tokens"]],
+        lambda block, x, side: x * block["norm"] @ block["w"],
+        lambda model, x, batch: 0 * (x * model["norm"] @ model["out"]["w"]).mean(),
+    )
+    layout = jp.Layout(jp.MeshSpec(pipeline=2).build(jax.devices()[:2]), RULES)
+    step = jp.pipeline.pipedream_train_step(layout, loss, jp.pipeline.Asynchronous(schedule, stages=2, microbatches=2))
+    tx, chosen = CHOSEN[name][0](), CHOSEN[name][1]
+    state = step.start(jp.init(layout, stacked, tx), batch_of(0))
+    call = step.lower(state, batch_of(0)).compile(compiler_options=QUICK)
+    for _ in range(2):
+        state, _ = call(state, batch_of(0))
+    values = jax.tree_util.tree_leaves_with_path(jax.device_get(state.params))
+    shrunk = {jax.tree_util.keystr(keys, simple=True, separator="/") for keys, w in values if (w < 2.0).all()}
+    assert shrunk == chosen
+    assert all((w == 2.0).all() for keys, w in values if jax.tree_util.keystr(keys, simple=True, separator="/") not in chosen)
+
+
 @pytest.mark.slow
 def test_metrics_are_of_microbatches_whose_loss_was_made() -> None:
     first, later = done(0), done(2)
