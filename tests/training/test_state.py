@@ -64,7 +64,7 @@ def test_the_key_of_the_model_is_what_init_says() -> None:
 def test_no_array_of_a_state_has_a_weak_type() -> None:
     """An update returns none, so a step would compile twice, and the buffers of a pipeline would not fit its layers."""
     layout = jp.Layout(jp.MeshSpec().build(jax.devices()[:1]), jp.Rules(embed=None))
-    make = lambda key: {"w": jp.tag(jnp.full(8, 2.0), "embed"), "b": jp.tag(jnp.full(8, 2), "embed")}
+    make = lambda key: {"w": jp.tag(jnp.full(8, 2.0), "embed")}
     assert jnp.full(8, 2.0).weak_type
     abstract = jp.abstract_state(layout, make, optax.sgd(0.1, momentum=0.9))
     assert not any(x.weak_type for x in jax.tree.leaves(abstract.params))
