@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from typing import Any
 
 from jaxpar.errors import ConfigError, did_you_mean
 from jaxpar.interop.family_table import DEEPSEEK, FAMILIES, IGNORED, LATENT, NEUTRAL, HFFamily, Neutral
-from jaxpar.interop.fields import CONFIG, Fields, is_one_of, number
+from jaxpar.interop.fields import CONFIG, ROPE_KINDS, Fields, is_one_of, number
 from jaxpar.interop.rope_fields import LOCAL, read_rope, read_two_ropes, scaling_fields, write_rope
 from jaxpar.interop.window_fields import read_windows, write_pattern, write_windows
 from jaxpar.models.llama.config import LlamaConfig
@@ -60,7 +61,23 @@ def to_config(fields: Fields, *, ignore: Collection[str] = ()) -> LlamaConfig:
     elif moe:
         values["balance_loss"] = read.get("router_aux_loss_coef", 0.001)
     _check_fields(fields, {**NEUTRAL, **family.neutral, **(_repeated(read) if latent else {})}, family.reads, ignore)
-    return build(MoEConfig if moe else LlamaConfig, values, CONFIG)
+    try:
+        return build(MoEConfig if moe else LlamaConfig, values, CONFIG)
+    except ConfigError as error:
+        raise ConfigError(_in_names_of(fields, family, str(error))) from None
+
+
+def _in_names_of(fields: Fields, family: HFFamily, text: str) -> str:
+    """Returns the error of a value, which names a key of our configuration, with the field of ``config.json``."""
+    match = re.match(rf"{CONFIG}: (?:(?:latent_attention|gemma|rope_scaling): )?(\w+) must ", text)
+    if match is None:
+        return text
+    others = {"router_aux_loss_coef": "balance_loss", "aux_loss_alpha": "balance_loss", LOCAL: "local_rope_theta"}
+    others |= {"num_local_experts": "experts", "sliding_attention": "local_rope_theta"}
+    names = [*family.sizes.items(), *family.gemma.items(), *LATENT.items(), *others.items()]
+    names += [pair for kind in ROPE_KINDS.values() for pair in kind.items()]
+    present = [theirs for theirs, ours in names if ours == match[1] and repr(theirs) in repr(fields)]
+    return f"{CONFIG}: {(present or [match[1]])[0]} must {text[match.end() :]}"
 
 
 def _latent(fields: Fields, heads: Any) -> Fields:

@@ -325,7 +325,9 @@ def _strong(tree: Any) -> Any:
 
     A step would compile again in its second call, and a pipeline that keeps arrays from call to call would fail.
     """
-    return jax.tree.map(lambda x: jax.lax.convert_element_type(x, x.dtype) if getattr(x, "weak_type", False) else x, tree)
+    return jax.tree.map(
+        lambda x: jax.lax.convert_element_type(x, x.dtype) if getattr(x, "weak_type", False) else x, tree
+    )
 
 
 def _ignore(*_: Any) -> None:

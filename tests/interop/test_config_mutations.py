@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterable, Iterator
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 import optax
 import pytest
 from config_mutations import BASES, GOLDEN, Mutation, base_fields, read, sample
+from profiles import few
 
 import jaxpar as jp
 from jaxpar.errors import CheckpointError, ConfigError
@@ -26,6 +30,7 @@ from jaxpar.interop.families import same_model, to_config
 from jaxpar.interop.family_table import FAMILIES, IGNORED, NEUTRAL
 from jaxpar.models import make_decoder
 from jaxpar.models.llama import LlamaConfig
+from jaxpar.models.llama.rope import RopeScaling, frequencies
 from jaxpar.models.moe.config import MoEConfig
 
 DIMS = ("embed", "norm", "heads", "kv_heads", "head_dim", "mlp", "vocab", "layers")
@@ -83,6 +88,68 @@ def test_fields_of_any_value_change_nothing(case: str) -> None:
     tried = IGNORED & answers.keys()
     assert IGNORED - tried <= {"model_type", "tie_word_embeddings"}
     assert {key for key in tried if not all(answers[key])} == set()
+
+
+BY_HAND: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+BY_HAND |= {"attention_factor": 1.0, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
+EXTREMES = (0, 1, -1, 0.5, 1e-300, 1e30, math.inf, math.nan, 10**30, None)
+
+
+def numbers_of(fields: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for key, value in fields.items():
+        if isinstance(value, Mapping):
+            yield from (((key, *path), number) for path, number in numbers_of(value))
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield (key,), value
+
+
+def changed(fields: Mapping[str, Any], path: tuple[str, ...], value: Any) -> dict[str, Any]:
+    return {**fields, path[0]: changed(fields[path[0]], path[1:], value) if len(path) > 1 else value}
+
+
+@functools.cache
+def angles(dim: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:
+    return np.asarray(frequencies(dim, theta, scaling))
+
+
+@pytest.mark.parametrize("yarn", [False, True])
+@pytest.mark.parametrize("case", few(BASES, 4))
+def test_a_number_of_any_size_is_refused_by_its_name_or_computes_with_finite_numbers(case: str, yarn: bool) -> None:
+    fields = base_fields(case)
+    if yarn and case != "gemma3":
+        fields = {**fields, "rope_theta": 1e4, "rope_parameters": None, "rope_scaling": BY_HAND}
+    paths = [path for path, _ in numbers_of(fields)]
+    keys = "|".join({key for path in paths for key in path} | {"layer_types"})
+    for path in paths:
+        for value in EXTREMES:
+            try:
+                config = to_config(changed(fields, path, value))
+            except ConfigError as error:
+                # A contradiction of several fields is one of our configuration.
+                assert re.search(rf"\b({keys})\b|^(llama|moe|Router|rope_scaling): ", str(error)), (
+                    path,
+                    value,
+                    str(error),
+                )
+                continue
+            dim = getattr(config, "rope_dim", config.head_dim)
+            computed = [angles(dim, config.rope_theta, config.rope_scaling), config.score_scale or 1.0]
+            if config.gemma is not None and config.gemma.local_rope_theta is not None:
+                computed.append(angles(dim, config.gemma.local_rope_theta, None))
+            if config.rope_scaling is not None:
+                computed += [config.rope_scaling.rotated_factor, config.rope_scaling.score_factor]
+            assert all(np.isfinite(x).all() for x in computed), (path, value)
+
+
+@pytest.mark.parametrize("theta", [1, 1.0])
+def test_yarn_needs_frequencies_that_differ(theta: float) -> None:
+    with pytest.raises(ConfigError) as error:
+        to_config({**base_fields("llama2"), "rope_theta": theta, "rope_parameters": None, "rope_scaling": BY_HAND})
+    assert str(error.value) == (
+        "llama: rope_theta is 1, so all rotary pairs have one frequency, and yarn cannot tell which of them to "
+        "stretch. Remedy: the rope_theta of the pretraining, such as 10000; or rope_scaling: {kind: linear} "
+        "(config.json: rope_type)."
+    )
 
 
 def logits_of(folder: Path, layout: jp.Layout, tokens: np.ndarray) -> np.ndarray:

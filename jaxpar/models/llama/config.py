@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from jaxpar.errors import ConfigError, did_you_mean
-from jaxpar.models.llama.rope import RopeScaling
+from jaxpar.models.llama.rope import Divisor, RopeScaling
 from jaxpar.parallel.attention.context import AUTO, Context
 from jaxpar.parallel.attention.tiled.padding import KEPT, SAVED
 from jaxpar.parallel.overlap.interleave import Cut, check_count
@@ -45,7 +45,7 @@ class GemmaConfig:
     query_scalar: _Size = 256
     attention_softcap: _Positive | None = None
     logit_softcap: _Positive | None = None
-    local_rope_theta: _Positive | None = None
+    local_rope_theta: Divisor | None = None
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class LlamaConfig:
     kv_heads: _Layers = 2
     head_dim: _Layers = 32
     mlp: _Size = 384
-    rope_theta: _Positive = 10_000.0
+    rope_theta: Divisor = 10_000.0
     rope_scaling: RopeScaling | None = None
     norm_eps: Annotated[float, Range(0, 1.0)] = 1e-5
     qk_norm: bool = False
@@ -129,6 +129,12 @@ class LlamaConfig:
             raise ConfigError(
                 "llama: head_dim must be even, because rotary embeddings rotate pairs of numbers, got "
                 f"{self.head_dim}. Remedy: an even head_dim."
+            )
+        if self.rope_scaling is not None and self.rope_scaling.kind == "yarn" and self.rope_theta == 1:
+            raise ConfigError(
+                "llama: rope_theta is 1, so all rotary pairs have one frequency, and yarn cannot tell which of them to "
+                "stretch. Remedy: the rope_theta of the pretraining, such as 10000; or rope_scaling: {kind: linear} "
+                "(config.json: rope_type)."
             )
         if not any(self.window_pattern):
             raise ConfigError(

@@ -14,6 +14,8 @@ from jaxpar.errors import ConfigError
 from jaxpar.utils.checks import INT32, Range
 
 _Positive = Annotated[float, Range(0, 1e12, above=True)]
+Divisor = Annotated[float, Range(1e-12, 1e12)]
+"""Of frequencies: those of a smaller number are beyond fp32."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class RopeScaling:
     """
 
     kind: Literal["linear", "llama3", "yarn"] = "llama3"
-    factor: _Positive = 8.0
+    factor: Divisor = 8.0
     original_seq: Annotated[int, Range(1, INT32)] = 8192
     slow_turns: _Positive = 1.0
     fast_turns: _Positive = 4.0

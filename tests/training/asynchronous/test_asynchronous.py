@@ -269,7 +269,9 @@ def test_an_optimizer_knows_the_parameters_by_their_paths_and_dims(schedule: Any
     values = jax.tree_util.tree_leaves_with_path(jax.device_get(state.params))
     shrunk = {jax.tree_util.keystr(keys, simple=True, separator="/") for keys, w in values if (w < 2.0).all()}
     assert shrunk == chosen
-    assert all((w == 2.0).all() for keys, w in values if jax.tree_util.keystr(keys, simple=True, separator="/") not in chosen)
+    assert all(
+        (w == 2.0).all() for keys, w in values if jax.tree_util.keystr(keys, simple=True, separator="/") not in chosen
+    )
 
 
 @pytest.mark.slow
