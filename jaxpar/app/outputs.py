@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxpar.errors import ConfigError
-from jaxpar.utils.durable import refuse_address
+from jaxpar.utils.durable import refuse_address, write_atomically
 
 type OutputKind = Literal["file", "folder", "picture"]
 """What an option names: a file that is written or replaced, a folder that is created, or a file of a figure."""
@@ -48,8 +48,7 @@ def write_output(option: str, path: Path | None, content: Callable[[], str | byt
     """
     if path is None:
         return
-    made = content()
-    data = made.encode() if isinstance(made, str) else made
+    data = content()
     try:
         _write(Path(os.path.realpath(path)), data)
     except OSError as error:
@@ -90,22 +89,13 @@ def _probe(path: Path, kind: OutputKind) -> None:
                 folder.rmdir()
 
 
-def _write(path: Path, data: bytes) -> None:
+def _write(path: Path, data: str | bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists() and not stat.S_ISREG(path.stat().st_mode):  # a pipe or a device
-        path.write_bytes(data)
+        path.write_bytes(data.encode() if isinstance(data, str) else data)
         return
-    new = path.with_name(f".jaxpar-{os.getpid()}.new")  # a long name may have no room for a suffix
-    try:
-        new.unlink(missing_ok=True)
-        with new.open("xb") as file:
-            file.write(data)
-        if path.exists():
-            new.chmod(stat.S_IMODE(path.stat().st_mode))
-        os.replace(new, path)
-    finally:
-        with suppress(OSError):
-            new.unlink(missing_ok=True)
+    # Its own name: a long one may have no room for a suffix, and another process may write the same file.
+    write_atomically(path, data, mode=None, new=f".jaxpar-{os.getpid()}.new")
 
 
 def _format_of(path: Path) -> str:

@@ -13,6 +13,7 @@ import shutil
 import socket
 import stat
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from jaxpar.errors import JaxparError
@@ -119,26 +120,41 @@ def link_text(link: Path | str, *, dir_fd: int | None = None) -> str:
         return "a symbolic link"
 
 
-def write_atomically(file: Path, text: str, *, mode: int = SHARED) -> None:
-    """Replace a file by ``text``, so that a kill leaves the old or the new content, and sync it to disk.
+def write_atomically(file: Path, data: str | bytes, *, mode: int | None = SHARED, new: str = "") -> None:
+    """Replace a file, so that a kill or an error leaves the old or the new content, and sync it to disk.
 
-    The new file has the ``mode`` that the umask leaves. The folder is synced before the file is replaced too: the
-    content may name other new files of it.
+    The folder is synced before the file is replaced too: the content may name other new files of it.
+
+    Args:
+      file: the file.
+      data: its content; a text is UTF-8.
+      mode: of the new file, of which the umask leaves a part; ``None`` for that of a file that is replaced.
+      new: the name of the file until it is complete; by default that of the file with the suffix ``.new``, which is
+        for one process at a time.
     """
-    new = file.with_name(f"{file.name}.new")
-    new.unlink(missing_ok=True)  # left by a kill, or a link
-    with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), "w", encoding="utf-8") as f:
-        f.write(text)
-        f.flush()
-        os.fsync(f.fileno())
-    sync_folder(file.parent)
-    os.replace(new, file)
+    path = file.with_name(new or f"{file.name}.new")
+    try:
+        path.unlink(missing_ok=True)  # left by a kill, or a link
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        with open(os.open(path, flags, SHARED if mode is None else mode), "wb") as f:
+            if mode is None and file.exists():
+                os.fchmod(f.fileno(), stat.S_IMODE(file.stat().st_mode))
+            f.write(data.encode() if isinstance(data, str) else data)
+            f.flush()
+            os.fsync(f.fileno())
+        sync_folder(file.parent)
+        os.replace(path, file)
+    except OSError:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+        raise
     sync_folder(file.parent)
 
 
 def sync_folder(folder: Path) -> None:
-    """Sync a folder's directory entries to disk."""
-    _sync(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+    """Sync a folder's directory entries to disk, unless the process may write to the folder and not list it."""
+    with suppress(PermissionError):
+        _sync(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
 
 
 def sync_files(files: Iterable[Path]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Callable
@@ -64,6 +65,35 @@ def test_a_file_is_replaced_and_no_link_is_followed(dear: Path) -> None:
     write_atomically(file, "two")
     assert file.read_text() == "two" and not file.is_symlink() and dear.read_text() == "dear"
     assert os.listdir(file.parent) == ["record"]
+
+
+def test_a_file_is_replaced_by_any_content_and_keeps_its_mode(tmp_path: Path) -> None:
+    """A long name has no room for a suffix, and a folder may be writable and not listable."""
+    file = tmp_path / ("é" * 127)
+    file.write_bytes(b"old")
+    file.chmod(0o640)
+    tmp_path.chmod(0o300)
+    try:
+        write_atomically(file, b"\xff\n", mode=None, new=".one.new")
+    finally:
+        tmp_path.chmod(0o700)
+    assert file.read_bytes() == b"\xff\n" and file.stat().st_mode & 0o777 == 0o640
+    with pytest.raises(OSError, match="File name too long"):
+        write_atomically(file, "text")
+    assert os.listdir(tmp_path) == [file.name] and file.read_bytes() == b"\xff\n"
+
+
+def test_what_fails_leaves_the_old_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "record"
+    write_atomically(file, "old")
+
+    def full(f: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_atomically(file, "new")
+    assert os.listdir(tmp_path) == ["record"] and file.read_text() == "old"
 
 
 def test_what_is_removed_is_the_link(dear: Path) -> None:
