@@ -145,8 +145,8 @@ _OF_A_TEXT = Condition(lambda command: not _is_run(command.source), "on a run", 
 _OF_A_RUN = Condition(
     lambda command: _is_run(command.source), "on a text", "the options of this command, such as --tokenizer"
 )
-_OF_ROWS = Condition(
-    lambda command: command.format != "text", "with --format text, which has no rows", "leave it or --format out"
+_OF_FIELDS = Condition(
+    lambda command: command.format != "text", "with --format text, which has no fields", "leave it or --format out"
 )
 _RECIPE = Condition(lambda command: command.name is not None, "without a recipe", "add NAME, or leave it out")
 _TOKENIZER = _with("tokenizer", "tokenizer.json")
@@ -267,8 +267,8 @@ EFFECTS: Mapping[str, Mapping[str, Effect]] = {
         eos=_ANY.when(_OF_A_TEXT, _TOKENIZER),
         special=_ANY.when(_OF_A_TEXT, _TOKENIZER),
         format=_ANY.when(_OF_A_TEXT),
-        text_field=_ANY.when(_OF_A_TEXT, _OF_ROWS),
-        bad_rows=_ANY.when(_OF_A_TEXT, _OF_ROWS),
+        text_field=_ANY.when(_OF_A_TEXT, _OF_FIELDS),
+        bad_rows=_ANY.when(_OF_A_TEXT),
         heldout_fraction=Effect(Range(0, 0.999, above=True)).when(_OF_A_TEXT),
     ),
     "verify-tokens": _command("file"),

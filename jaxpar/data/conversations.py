@@ -156,8 +156,8 @@ def load_conversations(
       template: makes the text. ``strftime_now`` tells a fixed day unless ``template.now`` is set, so that all
         processes and later parts of a run have the same tokens.
       seq: tokens of a row; of a longer conversation the beginning.
-      bad_rows: ``error``, or ``skip``: rows that hold no conversation, or none whose answer is in the first ``seq``
-        tokens, are counted and reported.
+      bad_rows: ``error``, or ``skip``: rows that hold no conversation, that the template refuses, or none of whose
+        answers is in the first ``seq`` tokens, are counted and reported.
       heldout_fraction, seed: which conversations are held out, as for :func:`jaxpar.data.load_text`.
       packed: a row to train on holds as many conversations as fit, told apart by ``segment_ids``; one to evaluate on
         holds one, with the same arrays.
@@ -173,10 +173,9 @@ def load_conversations(
     truncated = 0
     for relative, path in files.files:
         for number, row, _ in jsonl_objects(path):
-            place = f"{path} row {number}"
-            found = row if isinstance(row, BadRow) else _encoded(row, tokenizer, template, seq, place)
+            found = row if isinstance(row, BadRow) else _encoded(row, tokenizer, template, seq)
             if isinstance(found, BadRow):
-                bad.add(place, found)
+                bad.add(f"{path} row {number}", found)
                 continue
             truncated += len(found[0]) > seq + 1
             parts[is_heldout(f"{relative}:{number}", heldout_fraction, seed)].append(found)
@@ -243,7 +242,7 @@ def conversation_prompt(
 
 
 def _encoded(
-    row: Mapping[str, Any], tokenizer: Tokenizer, template: ChatTemplate, seq: int, place: str
+    row: Mapping[str, Any], tokenizer: Tokenizer, template: ChatTemplate, seq: int
 ) -> tuple[np.ndarray, np.ndarray] | BadRow:
     """Returns the ids of a conversation, and which of them belong to answers."""
     messages = messages_of(row)
@@ -257,7 +256,8 @@ def _encoded(
     try:
         rendered = template.render(messages, values)
     except DataError as error:
-        raise DataError(f"{place}: {error}") from error
+        reason, _, remedy = str(error).partition(" Remedy: ")
+        return BadRow(reason.removesuffix("."), remedy.removesuffix("."))
     ids, starts = tokenizer.encode_rendered(rendered.text)
     answers = np.zeros(len(ids), bool)
     for start, end in rendered.answers:

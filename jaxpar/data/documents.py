@@ -133,9 +133,24 @@ def find_documents(source: str | os.PathLike[str], options: ReadOptions, seed: i
     """Returns the files of a source: ``stdlib``, ``synthetic``, a folder or a file.
 
     Raises:
-      DataError: the source is unknown, no file matches, or files of several formats do.
+      DataError: the source is unknown, no file matches, files of several formats do, or an option has no effect on it.
       OSError: a folder cannot be read.
     """
+    files = _documents(source, options, seed)
+    where = f"text source {os.fspath(source)!r}"
+    if options.text_field != ReadOptions.text_field and files.format == "text":
+        raise DataError(
+            f"{where}: text_field {options.text_field!r} has no effect, because the files are plain text, without "
+            "fields. Remedy: leave text_field out, or format: jsonl."
+        )
+    if options.patterns is not None and (source in NAMED_SOURCES or Path(source).expanduser().is_file()):
+        raise DataError(f"{where}: patterns have no effect, because it is no folder. Remedy: leave patterns out.")
+    if options.format not in ("auto", "text") and source in NAMED_SOURCES:
+        raise DataError(f"{where}: format {options.format!r} has no effect on it. Remedy: leave format out.")
+    return files
+
+
+def _documents(source: str | os.PathLike[str], options: ReadOptions, seed: int) -> DocumentFiles:
     if source == "synthetic":
         return DocumentFiles("synthetic", "text", (), options, seed)
     if source == "stdlib":

@@ -283,7 +283,35 @@ def test_a_template_that_refuses_a_row_is_an_error_with_its_place(tmp_path: Path
     file = write(tmp_path / "chat.jsonl", [{"messages": CHAT[1:3]}])
     with pytest.raises(DataError) as error:
         load_conversations(file, load_tokenizer(None), template("{{ raise_exception('no cats') }}"), seq=40)
-    assert str(error.value) == f"{file} row 1: turns.jinja: TemplateError: no cats."
+    tail = "or bad_rows: skip, which counts and reports such rows."
+    assert str(error.value) == f"{file} row 1: turns.jinja: TemplateError: no cats. Remedy: correct the row; {tail}"
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("{% if messages[0].content == 'bad' %}{{ raise_exception('no cats') }}{% endif %}", "TemplateError: no cats"),
+        ("{% if messages[0].content == 'bad' %}{{ messages[7].role }}{% endif %}", "UndefinedError: "),
+        ("{% if messages[0].content == 'bad' %}{{ 'x' * 99999999999 }}{% endif %}", ""),
+        (
+            "{% if messages[0].content == 'bad' and messages | length > 1 %}{{ range(99) | random }}{% endif %}",
+            "what it",
+        ),
+    ],
+)
+def test_a_row_that_its_template_refuses_is_skipped_and_counted(body: str, reason: str, tmp_path: Path) -> None:
+    turns = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    prompt = "{% if add_generation_prompt %}assistant: {% endif %}"
+    texts = ["good", "bad", *(f"good {i}" for i in range(30))]
+    file = write(tmp_path / "chat.jsonl", [{"prompt": text, "completion": "yes"} for text in texts])
+    load = lambda **options: load_conversations(
+        file, load_tokenizer(None), ChatTemplate(body + turns + prompt, "turns.jinja"), seq=80, **options
+    )
+    found = load(bad_rows="skip")
+    assert sum(found.conversations) == len(texts) - 1
+    assert found.bad.startswith(f"1 bad row skipped: {file} row 2: turns.jinja: {reason}")
+    with pytest.raises(DataError, match=f"^{file} row 2: turns.jinja: {reason}.* Remedy: .*; or bad_rows: skip"):
+        load()
 
 
 def test_a_slice_of_conversations_is_some_of_them(tmp_path: Path) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from small_tokenizer import save_tokenizer, sentences, write_jsonl
@@ -125,3 +127,41 @@ def test_a_file_that_is_not_utf8_is_bad_for_a_tokenizer(tmp_path: Path) -> None:
     )
     text = load_text(tmp_path, tokenizer=tokenizer, heldout_fraction=0.3, options=ReadOptions(bad_rows="skip"))
     assert text.documents == 39 and text.bad == f"1 bad row skipped: {tmp_path / '7.txt'}: byte 0 is not valid UTF-8"
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "text"),
+    [
+        (
+            "a.txt",
+            {"text_field": "body"},
+            "text_field 'body' has no effect, because the files are plain text, without ",
+        ),
+        (
+            "folder",
+            {"text_field": "body"},
+            "text_field 'body' has no effect, because the files are plain text, without ",
+        ),
+        ("synthetic", {"text_field": "body"}, "text_field 'body' has no effect, because the files are plain text, "),
+        (
+            "a.txt",
+            {"patterns": ("*.txt",)},
+            "patterns have no effect, because it is no folder. Remedy: leave patterns ",
+        ),
+        (
+            "stdlib",
+            {"patterns": ("*.txt",)},
+            "patterns have no effect, because it is no folder. Remedy: leave patterns ",
+        ),
+        ("stdlib", {"format": "jsonl"}, "format 'jsonl' has no effect on it. Remedy: leave format out."),
+    ],
+)
+def test_an_option_without_effect_on_the_source_is_refused(
+    name: str, options: dict[str, Any], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    for file in ("a.txt", "folder/b.txt"):
+        Path(file).write_text("words")
+    with pytest.raises(DataError, match=f"^text source '{name}': {re.escape(text)}"):
+        find_documents(name, ReadOptions(**options))
