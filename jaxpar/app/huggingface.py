@@ -33,7 +33,8 @@ class ImportCommand:
       directory: folder with config.json and safetensors files
       out: folder to create
       dtype: dtype of the saved parameters and of the compute (default: that of the files); a run trains them in float32
-      ignore: field of config.json that is not implemented, and does not change what the model computes
+      ignore: field of config.json that is not implemented, and does not change what the model computes; or
+        num_nextn_predict_layers, which leaves these layers out
     """
 
     directory: Annotated[Path, Positional, arg(metavar="DIR")]
@@ -49,7 +50,7 @@ class ImportCommand:
             raise CheckpointError(f"{self.out / CHECKPOINT} exists. Remedy: delete it, or use another OUT.")
         config = huggingface.read_config(self.directory, dtype=self.dtype, ignore=self.ignore)
         for field in self.ignore:
-            self._check_ignored(field)
+            self._check_ignored(field, config)
         fields = huggingface.read_fields(self.directory)
         layout, read = spread(config), list[huggingface.LoadReport]()
         params = huggingface.load(layout, self.directory, config=config, report=read.append)
@@ -66,13 +67,14 @@ class ImportCommand:
         )
         return 0
 
-    def _check_ignored(self, field: str) -> None:
-        """Raise an error if a field of ``--ignore`` would not be refused."""
+    def _check_ignored(self, field: str, config: LlamaConfig) -> None:
+        """Raise an error if the model of ``config`` is the same without a field of ``--ignore``."""
         from jaxpar.interop import huggingface
 
         others = [name for name in self.ignore if name != field]
         try:
-            huggingface.read_config(self.directory, dtype=self.dtype, ignore=others)
+            if huggingface.read_config(self.directory, dtype=self.dtype, ignore=others) != config:
+                return
         except ConfigError:
             return
         raise ConfigError(

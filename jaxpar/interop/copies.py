@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxpar.errors import CheckpointError
+from jaxpar.interop.fields import FURTHER
 from jaxpar.interop.safetensors import DTYPES
 from jaxpar.interop.tensor_map import EMBEDDING, HEAD, shared_copies
 from jaxpar.interop.transfer import AnyTensor, OpenFiles, read_box
@@ -41,7 +42,7 @@ class Copy:
         """How to read a checkpoint in which it is none."""
         if self.name == HEAD:
             return "tie_word_embeddings: false in config.json, which reads both"
-        return "huggingface.read_config(DIR, mtp_depth=0) in Python, which leaves these layers out"
+        return f"--ignore {FURTHER} (Python: read_config(DIR, mtp_depth=0)), which leaves these layers out"
 
 
 def copies_of(config: LlamaConfig) -> list[Copy]:

@@ -11,6 +11,8 @@ type Fields = dict[str, Any]
 
 CONFIG = "config.json"
 ORIGINAL_SEQ = "original_max_position_embeddings"
+FURTHER = "num_nextn_predict_layers"
+"""The number of layers that predict further tokens."""
 STRETCHED = {"factor": "factor", ORIGINAL_SEQ: "original_seq"}
 _OF_YARN = {name: name for name in ("attention_factor", "mscale", "mscale_all_dim")}
 ROPE_KINDS: dict[str, dict[str, str]] = {

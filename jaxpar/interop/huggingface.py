@@ -20,6 +20,7 @@ from jaxpar.interop.account import check_tensors
 from jaxpar.interop.compressed_tensors import Writes, packed_writes, quantization_fields
 from jaxpar.interop.copies import check_copies, check_frequencies, copies_of, has_other_head, is_frequencies
 from jaxpar.interop.families import CONFIG, to_config, to_fields
+from jaxpar.interop.fields import FURTHER
 from jaxpar.interop.folder import read_object, read_parameters, write_folder
 from jaxpar.interop.quantized_tensors import FIELD, scaled_tensors
 from jaxpar.interop.safetensors import DTYPES, SPELLED, STORED_DTYPES, lay_out, read_tensors
@@ -66,9 +67,9 @@ def read_config(
     Args:
       directory: the checkpoint's folder, with ``config.json`` and safetensors files.
       dtype: the dtype of the parameters and of the compute; by default that of the checkpoint's embedding.
-      ignore: fields of ``config.json`` that are not implemented, and do not change what the model computes.
-      **changes: values of our configuration's fields, such as ``remat="full"``. ``mtp_depth=0`` leaves out layers that
-        predict further tokens, if the checkpoint has them.
+      ignore: fields of ``config.json`` that are not implemented, and do not change what the model computes; or
+        ``num_nextn_predict_layers``, which leaves out layers that predict further tokens.
+      **changes: values of our configuration's fields, such as ``remat="full"``.
 
     Raises:
       CheckpointError: there is no ``config.json``, or there are no safetensors files.
@@ -85,13 +86,14 @@ def read_config(
         embedding = tensors.get(EMBEDDING)
         stored = DTYPES.get(embedding.dtype if embedding else "")
         dtype = "float32" if stored is None else stored.name
-    of_tensors = {**_further_tokens(fields, tensors, config), **_head(tensors, config)}
+    further = {} if FURTHER in ignore else _further_tokens(fields, tensors, config)
+    of_tensors = {**further, **_head(tensors, config)}
     return replace(config, **{"dtype": dtype, "param_dtype": dtype, **of_tensors, **changes})
 
 
 def _further_tokens(fields: Mapping[str, Any], tensors: Mapping[str, AnyTensor], config: LlamaConfig) -> dict[str, Any]:
     """Returns how many further tokens a checkpoint has layers for: transformers writes the field, but no layers."""
-    depth = fields.get("num_nextn_predict_layers")
+    depth = fields.get(FURTHER)
     if not isinstance(config, MoEConfig) or depth not in range(1, _MOST_DEPTHS + 1):
         return {}
     return {"mtp_depth": depth} if f"model.layers.{config.layers}.eh_proj.weight" in tensors else {}
@@ -192,7 +194,7 @@ def _read(root: Path, config: LlamaConfig | None) -> tuple[LlamaConfig, dict[str
     config = read_config(root) if config is None else config
     fields = read_fields(root)
     tensors = scaled_tensors(read_tensors(root), fields)
-    more = fields.get("num_nextn_predict_layers") or 0
+    more = fields.get(FURTHER) or 0
     more = more if isinstance(more, int) and more <= _MOST_DEPTHS else 0
     depth = config.mtp_depth if isinstance(config, MoEConfig) else 0
     unused = tuple(f"model.layers.{config.layers + i}." for i in range(depth, more))

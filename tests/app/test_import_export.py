@@ -9,6 +9,7 @@ from typing import Any
 
 import chex
 import jax
+import numpy as np
 import optax
 import pytest
 from small_tokenizer import EOS, save_tokenizer
@@ -23,6 +24,7 @@ from jaxpar.interop import huggingface
 from jaxpar.interop.safetensors import read_tensors
 from jaxpar.models import make_decoder
 from jaxpar.models.llama import LlamaConfig
+from jaxpar.models.moe.config import preset
 
 CONFIG = LlamaConfig(vocab=256, embed=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=48, sliding_window=24)
 
@@ -54,6 +56,38 @@ def test_an_import_is_exported_bitwise(imported: Path, tmp_path: Path, capsys: p
     fields = [json.loads((folder / "config.json").read_text()) for folder in (imported / "source", tmp_path / "back")]
     assert fields[0] == fields[1] and fields[0]["eos_token_id"] == 7 and fields[0]["model_type"] == "mistral"
     assert "31,904 parameters; wrote" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("field", ["nope", "hidden_size", "num_nextn_predict_layers"])
+def test_a_field_that_is_ignored_without_effect_is_refused(
+    field: str, imported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["import", str(imported / "source"), str(tmp_path / "out"), "--ignore", field]) == 2
+    assert capsys.readouterr().err == (
+        f"ConfigError: {imported / 'source' / 'config.json'}: --ignore {field} has no effect: the file has no such "
+        "field, or the field is not refused. Remedy: leave it out.\n"
+    )
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_a_field_that_is_ignored_with_effect_is_accepted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A field that is refused, or the layers for further tokens, whose copies differ in this checkpoint."""
+    sizes = {"layers": 2, "embed": 16, "mlp": 8, "expert_mlp": 8, "vocab": 32, "heads": 2, "kv_heads": 2}
+    config = preset("deepseek_v3", **sizes, mtp_depth=1)
+    params = jp.init(spread(config), make_decoder(config), optax.identity()).params
+    huggingface.export(tmp_path / "source", params, config, fields={"a_new_field": 3})
+    stored = read_tensors(tmp_path / "source")["model.layers.2.embed_tokens.weight"]
+    with stored.file.open("r+b") as file:
+        file.seek(stored.start)
+        file.write(np.float32(7).tobytes())
+    line = ["import", str(tmp_path / "source"), str(tmp_path / "out"), "--ignore", "a_new_field"]
+    assert main(line) == 2
+    assert "Remedy: --ignore num_nextn_predict_layers (Python: read_config(" in capsys.readouterr().err
+    assert main([*line, "--ignore", "num_nextn_predict_layers"]) == 0
+    assert "mtp" not in (tmp_path / "out" / "run.yaml").read_text().replace("mtp_depth: 0", "").replace(
+        "mtp_weight", ""
+    )
 
 
 def test_a_run_starts_from_an_import(imported: Path) -> None:

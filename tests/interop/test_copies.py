@@ -165,8 +165,10 @@ def test_copies_in_layers_for_further_tokens_are_compared(layout: jp.Layout, tmp
             huggingface.load(layout, folder)
         assert str(error.value) == (
             f"{folder}: {copy} must be a copy of {original}, because layers for further tokens share it, but at [3, 4] "
-            f"it has 7, not {tensors[original][3, 4]:g}. Remedy: huggingface.read_config(DIR, mtp_depth=0) in Python, "
-            "which leaves these layers out."
+            f"it has 7, not {tensors[original][3, 4]:g}. Remedy: --ignore num_nextn_predict_layers (Python: "
+            "read_config(DIR, mtp_depth=0)), which leaves these layers out."
         )
     params = huggingface.load(layout, folder, config=huggingface.read_config(folder, mtp_depth=0))
     assert "mtp" not in params
+    without = huggingface.read_config(folder, ignore=["num_nextn_predict_layers"])
+    assert without == huggingface.read_config(folder, mtp_depth=0) != huggingface.read_config(folder)
