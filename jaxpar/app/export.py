@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -55,7 +56,7 @@ class ExportCommand:
         from jaxpar.interop import huggingface, peft
 
         folder = self.checkpoint
-        if not (folder / NAME).is_file() and (steps := steps_in(folder)):
+        if not os.path.isfile(folder / NAME) and (steps := steps_in(folder)):
             folder = folder / str(steps[-1])
         run = read(folder).metadata.get("config")
         if not isinstance(run, dict) or not isinstance(run.get("model"), dict) or "family" not in run["model"]:

@@ -18,6 +18,7 @@ from jaxpar.app.outputs import write_output
 from jaxpar.errors import ConfigError, DamagedError, JaxparError
 from jaxpar.interop.configurations.keys import ImportOptions
 from jaxpar.interop.configurations.report import ImportedRun, ImportReport
+from jaxpar.utils.durable import read_input
 
 type Ignored = Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="KEY")]
 type Importer[T] = Callable[[T, ImportOptions], ImportedRun]
@@ -109,10 +110,10 @@ def _read_text(file: Path) -> str:
         if str(file) == "-":
             text = sys.stdin.read(_MOST_BYTES + 1)
         else:
-            with file.open("rb") as opened:
-                text = opened.read(_MOST_BYTES + 1).decode("utf-8")
+            text = read_input(file, _MOST_BYTES).decode("utf-8")
     except OSError as error:
-        raise ConfigError(f"{file}: cannot be read: {error.strerror}.") from error
+        remedy = "the path of a file, or - for standard input"
+        raise ConfigError(f"{file!s:.200}: cannot be read: {error.strerror}. Remedy: {remedy}.") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file}: must be text in UTF-8. Remedy: another file.") from error
     if len(text) > _MOST_BYTES:

@@ -20,7 +20,7 @@ from typing import Any
 from jaxpar.checkpoint.validate import check_metadata, count, counts, inside, opened, path_problem, table, text
 from jaxpar.errors import CheckpointError, DamagedError
 from jaxpar.utils.checks import shown
-from jaxpar.utils.durable import write_atomically
+from jaxpar.utils.durable import is_permanent, write_atomically
 
 NAME, SCHEMA = "manifest.json", 1
 ARRAYS, DISK = "arrays", "disk"
@@ -199,11 +199,15 @@ def read(folder: str | os.PathLike[str]) -> Manifest:
         raise
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(
-            f"{file.parent} holds no complete checkpoint: {NAME} is missing.{_steps(file.parent)}"
+            f"{file.parent} holds no complete checkpoint: {NAME} is missing."
+            f"{_steps(file.parent) or ' Remedy: the folder of a step, such as checkpoints/100.'}"
         ) from None
     except UnicodeDecodeError:
         raise DamagedError(f"{file} was changed after it was written: it is not UTF-8 text. {REMEDY}") from None
     except OSError as error:
+        if is_permanent(error) and not os.path.isdir(file.parent):  # a path that names nothing is not damaged
+            text = f"{file.parent!s:.200} is no checkpoint: {error.strerror}. Remedy: the folder of a step."
+            raise CheckpointError(text) from error
         raise DamagedError(f"{file} cannot be read: {error.strerror}. {REMEDY}") from error
     return Manifest.from_json(content, str(file))
 
@@ -230,7 +234,7 @@ def _steps(folder: Path) -> str:
         steps = sorted(int(p.name) for p in folder.iterdir() if re.fullmatch(r"[0-9]{1,15}", p.name))
     except OSError:
         steps = []
-    before = folder.with_name(f"{folder.name}.replaced")
+    before = folder.with_name(f"{folder.name}.replaced") if folder.name else folder / NAME
     if (before / NAME).exists():
         return f" Remedy: use {before}, the previous checkpoint; the save that was replacing it was killed."
     return f" Remedy: use {folder / str(steps[-1])}, the newest step in this folder." if steps else ""

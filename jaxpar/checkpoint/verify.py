@@ -130,8 +130,8 @@ def steps_in(folder: str | os.PathLike[str]) -> list[int]:
 def names_in(folder: Path) -> list[str]:
     """Returns the names in a run's folder, none if there is no such folder. Raises as :func:`steps_in`."""
     try:
-        return os.listdir(folder)
-    except (FileNotFoundError, NotADirectoryError):
+        return os.listdir(folder) if os.path.isdir(folder) else []
+    except FileNotFoundError:
         return []
     except OSError as error:
         raise _cannot_read(folder, error) from error
@@ -171,12 +171,13 @@ def health(folder: str | os.PathLike[str]) -> Iterator[Health]:
       CheckpointError: the folder is neither a checkpoint nor has one.
     """
     root = Path(folder)
-    if not root.is_dir():
-        raise CheckpointError(f"{root} is not a folder, so it holds no checkpoint.")
+    remedy = "Remedy: the folder of a run's checkpoints, or of one of them."
+    if not os.path.isdir(root):
+        raise CheckpointError(f"{root!s:.200} is not a folder, so it holds no checkpoint. {remedy}")
     single = (root / NAME).exists()
     steps = [None] if single else steps_in(root)
     if not steps:
-        raise CheckpointError(f"{root} holds no checkpoint: it has neither {NAME} nor a step folder with one.")
+        raise CheckpointError(f"{root} holds no checkpoint: it has neither {NAME} nor a step folder with one. {remedy}")
     for step in steps:
         at = root if step is None else root / str(step)
         try:

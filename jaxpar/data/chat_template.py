@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from jaxpar.data.template_process import RenderedText, TemplateProcess
 from jaxpar.errors import DataError
 from jaxpar.utils.checks import shown
+from jaxpar.utils.durable import read_input
 from jaxpar.utils.extras import import_extra
 
 type Message = Mapping[str, Any]
@@ -185,11 +186,11 @@ def load_chat_template(file: str | os.PathLike[str]) -> ChatTemplate:
       DataError: there is no template, or the file is malformed.
     """
     path = Path(file).expanduser()
-    folder = path if path.is_dir() else path.parent
+    folder = path if os.path.isdir(path) else path.parent
     config = _config(folder / _CONFIG)
     names = ("bos_token", "eos_token", "unk_token", "pad_token")
     tokens = tuple((name, text) for name in names if (text := _text(config.get(name))) is not None)
-    if path.is_dir() or path.name in ("tokenizer.json", _CONFIG):
+    if os.path.isdir(path) or path.name in ("tokenizer.json", _CONFIG):
         given = folder / _TEMPLATE
         source = _read(given) if given.is_file() else _chosen(config.get("chat_template"), folder / _CONFIG)
         if source is None:
@@ -228,9 +229,9 @@ def _config(file: Path) -> dict[str, Any]:
 
 def _read(file: Path) -> str:
     try:
-        if file.stat().st_size > _MOST_BYTES:
+        if os.path.isfile(file) and file.stat().st_size > _MOST_BYTES:
             raise DataError(f"{file} must have at most {_MOST_BYTES:,} bytes, got {file.stat().st_size:,}.")
-        return file.read_text(encoding="utf-8")
+        return read_input(file, _MOST_BYTES).decode()
     except OSError as error:
         raise DataError(f"chat template {str(file)!r} cannot be read: {error.strerror}. Remedy: its path.") from error
     except UnicodeDecodeError as error:

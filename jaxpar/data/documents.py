@@ -185,7 +185,7 @@ def _format_in(folder: Path, options: ReadOptions) -> str:
 def _existing(source: str) -> Path:
     """Returns the path ``source``, or raises a DataError that tells a mistyped name from a wrong path."""
     path = Path(source).expanduser()
-    if source and (path.is_dir() or path.is_file()):
+    if source and (os.path.isdir(path) or os.path.isfile(path)):  # of a name that is too long, Path would raise
         return path
     if path.name == source or not source:
         raise DataError(

@@ -25,7 +25,7 @@ import numpy as np
 from jaxpar.data.tokenizer import Tokenizer
 from jaxpar.errors import DataError
 from jaxpar.utils.checks import INT32, is_count, shown
-from jaxpar.utils.durable import open_regular, sync_folder
+from jaxpar.utils.durable import open_input, open_regular, sync_folder
 
 MAGIC, VERSION, HEADER_BYTES = b"JPTOKENS", 2, 16384
 _DIGEST_BYTES = 64
@@ -141,7 +141,7 @@ class TokenFile:
 def is_token_file(path: str | os.PathLike[str]) -> bool:
     """Whether a file begins as a token file does."""
     try:
-        with open(path, "rb") as f:
+        with open_input(path) as f:
             begin = f.read(len(MAGIC) + len(_BEGIN))
             return begin.startswith(MAGIC) or begin.endswith(_BEGIN)
     except OSError:
@@ -155,7 +155,7 @@ def read_header(path: Path) -> TokenHeader:
       DataError: the file cannot be read or has no such header.
     """
     try:
-        with path.open("rb") as f:
+        with open_input(path) as f:
             raw = f.read(HEADER_BYTES)
     except OSError as error:
         raise DataError(f"token file {path} cannot be read: {error.strerror}. Remedy: check the path.") from error

@@ -22,9 +22,11 @@ import numpy as np
 
 from jaxpar.errors import DataError, did_you_mean, listing
 from jaxpar.utils.checks import INT32, shown
+from jaxpar.utils.durable import read_input
 from jaxpar.utils.extras import import_extra
 
 BYTES = 256
+_MOST_BYTES = 1 << 30
 """Number of tokens without a tokenizer: text is bytes."""
 SEPARATOR = 0
 """The byte that ends a document. Text hardly ever contains it."""
@@ -252,10 +254,10 @@ class _IdDecoder:
 
 def _read(file: Path) -> bytes:
     try:
-        return file.read_bytes()
+        return read_input(file, _MOST_BYTES)
     except OSError as error:
         folder = file / "tokenizer.json"
-        remedy = f"pass {str(folder)!r}" if folder.is_file() else "the path of a tokenizer.json"
+        remedy = f"pass {str(folder)!r}" if os.path.isfile(folder) else "the path of a tokenizer.json"
         raise DataError(f"tokenizer {str(file)!r} cannot be read: {error.strerror}. Remedy: {remedy}.") from error
 
 

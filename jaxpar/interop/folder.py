@@ -38,7 +38,7 @@ def read_object(file: Path, missing: str) -> dict[str, Any]:
       CheckpointError: the file is missing.
       DamagedError: it is no JSON object.
     """
-    if not file.is_file():
+    if not os.path.isfile(file):  # of a name that is too long, Path would raise
         raise CheckpointError(missing)
     fields = read_json(file, _MAX_CONFIG)
     if not isinstance(fields, dict):

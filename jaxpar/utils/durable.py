@@ -14,6 +14,7 @@ import socket
 import stat
 from collections.abc import Iterable
 from contextlib import suppress
+from io import BufferedReader
 from pathlib import Path
 
 from jaxpar.errors import JaxparError
@@ -110,6 +111,37 @@ def open_regular(file: Path | str, flags: int, *, mode: int = SHARED, dir_fd: in
             return found
         os.close(found)
     raise OSError(errno.EINVAL, "it is not a regular file")
+
+
+def open_input(file: str | os.PathLike[str]) -> BufferedReader:
+    """Open a file that a user names for reading, also behind a link, without waiting for the other end of a pipe.
+
+    Raises:
+      OSError: as of :func:`os.open`. ``EINVAL``: it is a folder, a pipe, a device or a socket, or its path has a null
+        byte.
+    """
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except ValueError:
+        raise OSError(errno.EINVAL, "its path has a null byte") from None
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return open(descriptor, "rb")
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, "Is a directory" if stat.S_ISDIR(mode) else "it is not a regular file")
+
+
+def read_input(file: Path | str, most: int) -> bytes:
+    """Returns the content of a file that a user names, of at most ``most`` bytes.
+
+    Raises:
+      OSError: as of :func:`open_input`. ``EFBIG``: it is larger.
+    """
+    with open_input(file) as opened:
+        content = opened.read(most + 1)
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"it has more than {most:,} bytes")
+    return content
 
 
 def link_text(link: Path | str, *, dir_fd: int | None = None) -> str:

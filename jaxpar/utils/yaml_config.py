@@ -25,6 +25,7 @@ from jaxpar.errors import ConfigError, did_you_mean
 from jaxpar.utils.checks import INT64, Range, shown
 
 _MOST_BYTES, _MOST_VALUES, _MOST_DEPTH, _MOST_DIGITS, _MOST_FILES = 1 << 18, 20_000, 32, 100, 16
+_PATH_REMEDY = "Remedy: the path of a YAML file."
 """Limits of a configuration: bytes in a file, values with aliases expanded, nesting depth, characters of a number, and
 files that extend each other."""
 _LIMITS = {int: Range(-INT64 - 1, INT64), float: Range(-sys.float_info.max, sys.float_info.max)}
@@ -132,11 +133,12 @@ def load_yaml(
     try:
         if not file.is_file():
             beside = sorted(p.name for p in file.parent.glob("*.yaml")) if file.parent.is_dir() else []
-            raise ConfigError(f"{file}: no such file.{did_you_mean(file.name, beside)}")
+            what = "it is no regular file" if file.exists() else "no such file"
+            raise ConfigError(f"{file}: {what}.{did_you_mean(file.name, beside)} {_PATH_REMEDY}")
         with file.open("rb") as f:
             text = f.read(_MOST_BYTES + 1)
     except OSError as error:
-        raise ConfigError(f"{file!s:.200}: cannot be read: {error.strerror}.") from error
+        raise ConfigError(f"{file!s:.200}: cannot be read: {error.strerror}. {_PATH_REMEDY}") from error
     data = parse_yaml(text, str(file))
     parent = data.pop("extends", None)
     if parent is None:

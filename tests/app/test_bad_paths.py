@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -85,6 +87,69 @@ def test_a_deleted_working_directory(
     assert main([command, *words, *(["b"] if two else [])]) == 2
     text = "ConfigError: the working directory is deleted. Remedy: cd to another folder.\n"
     assert capsys.readouterr().err.startswith(text)
+
+
+READ: dict[str, Callable[[str], list[str]]] = {
+    "explain": lambda path: ["explain", path],
+    "verify-checkpoint": lambda path: ["verify-checkpoint", path],
+    "verify-tokens": lambda path: ["verify-tokens", path],
+    "import": lambda path: ["import", path, "new"],
+    "export": lambda path: ["export", path, "new"],
+    "import-mindformers": lambda path: ["import-mindformers", path, "new.yaml"],
+    "import-deepspeed": lambda path: ["import-deepspeed", path, "new.yaml"],
+    "import-megatron": lambda path: ["import-megatron", path, "new.yaml"],
+    "tokenize": lambda path: ["tokenize", path, "new"],
+    "--tokenizer": lambda path: ["tokenize", "file", "new", "--tokenizer", path],
+    "--checkpoint": lambda path: ["doctor", "--checkpoint", path],
+}
+"""What reads a file or a folder that a command line names."""
+BAD_INPUTS: dict[str, str] = {
+    "missing": "nothing",
+    "missing folder": "no/thing",
+    "empty": "",
+    "a folder": "folder",
+    "below a file": "file/x",
+    "an empty file": "nil",
+    "a broken link": "broken",
+    "a link to itself": "loop",
+    "a pipe": "pipe",
+    "a device": "/dev/zero",
+    "too long": "n" * 300,
+}
+
+
+class StillWaiting(BaseException):
+    """A command that waits for a pipe, or reads a device without an end."""
+
+
+@pytest.mark.parametrize("reader", READ)
+def test_an_input_that_cannot_be_read(
+    reader: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepared(tmp_path, monkeypatch)
+    (tmp_path / "nil").touch()
+    (tmp_path / "broken").symlink_to(tmp_path / "gone")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    os.mkfifo(tmp_path / "pipe")
+    before = sorted(os.listdir(tmp_path))
+
+    def stop(*_: Any) -> None:
+        raise StillWaiting
+
+    old = signal.signal(signal.SIGALRM, stop)
+    try:
+        for name, path in BAD_INPUTS.items():
+            signal.alarm(60)
+            assert main(READ[reader](path)) == 2, name
+            signal.alarm(0)
+            error = capsys.readouterr().err
+            assert error.count("\n") == 1 and re.match(r"\w+Error: ", error), (name, error)
+            assert "Remedy: " in error or name == "an empty file", (name, error)
+            assert (path or ".")[:200] in error, (name, error)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, old)
+    assert sorted(os.listdir(tmp_path)) == before
 
 
 BAD_FOLDERS: dict[str, Callable[[Path], Any]] = {

@@ -226,7 +226,10 @@ def test_files_that_are_no_configuration(tmp_path: Path, capsys: pytest.CaptureF
         assert main([command, str(file), str(tmp_path / "out.yaml")]) != 0
         assert capsys.readouterr().err == (f"ConfigError: {file}: must be text in UTF-8. Remedy: another file.\n")
     assert main(["import-megatron", str(tmp_path / "none"), str(tmp_path / "out.yaml")]) != 0
-    assert capsys.readouterr().err == f"ConfigError: {tmp_path / 'none'}: cannot be read: No such file or directory.\n"
+    assert capsys.readouterr().err == (
+        f"ConfigError: {tmp_path / 'none'}: cannot be read: No such file or directory. Remedy: the path of a file, or - "
+        "for standard input.\n"
+    )
     file.write_text("{")
     assert main(["import-deepspeed", str(file), str(tmp_path / "out.yaml")]) != 0
     assert capsys.readouterr().err.startswith(f"ConfigError: {file} must be JSON, got JSONDecodeError")

@@ -294,9 +294,9 @@ def test_poisoned_yaml_is_refused_by_name_and_at_once(text: str, words: str) -> 
 def test_a_configuration_that_is_no_plain_file_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.yaml")
     for path in (tmp_path / "pipe.yaml", Path("/dev/zero"), tmp_path):
-        with pytest.raises(ConfigError, match=rf"^{path}: no such file\."):
+        with pytest.raises(ConfigError, match=rf"^{path}: it is no regular file\. Remedy: the path of "):
             load_yaml(path)
-    with pytest.raises(ConfigError, match=r": cannot be read: File name too long\.$"):
+    with pytest.raises(ConfigError, match=r": cannot be read: File name too long\. Remedy: the path of a YAML file\.$"):
         load_yaml(tmp_path / ("x" * 5000))
     (tmp_path / "long.yaml").write_text(f"model: {{family: llama, preset: tiny}}\nlayout: {'x' * 5000}\n")
     with pytest.raises(ConfigError, match=r"x: cannot be read: File name too long\.$"):

@@ -176,7 +176,10 @@ def test_a_checkpoint_of_another_model_lists_every_difference(saved: Path, mlp: 
         "Remedy: use the model and optimizer of the checkpoint, rename= for other names, or only= for a part, such as "
         "only=['params']."
     )
-    with pytest.raises(CheckpointError, match=r"holds no complete checkpoint: manifest.json is missing.$"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"holds no complete checkpoint: manifest.json is missing. Remedy: the folder of a step, such as checkpoints/100.$",
+    ):
         jp.restore(tmp_path, {"x": jnp.ones(1)})
     with pytest.raises(CheckpointError, match=r"`like` has a sharding without devices"):
         jp.restore(saved, jp.abstract_state(jp.Layout(jp.MeshSpec(data=8).abstract(), mlp.rules), mlp.make, TX))

@@ -124,7 +124,9 @@ def test_load_yaml_names_the_file(tmp_path: Path) -> None:
     (tmp_path / "fsdp.yaml").write_text("über: 1", encoding="utf-8")
     (tmp_path / "latin.yaml").write_bytes(b"a: \xfc")
     assert load_yaml(tmp_path / "fsdp.yaml") == load_yaml(str(tmp_path / "fsdp.yaml")) == {"über": 1}
-    with pytest.raises(ConfigError, match=r"fdsp\.yaml: no such file\. Did you mean 'fsdp\.yaml'\?$"):
+    with pytest.raises(
+        ConfigError, match=r"fdsp\.yaml: no such file\. Did you mean 'fsdp\.yaml'\? Remedy: the path of "
+    ):
         load_yaml(tmp_path / "fdsp.yaml")
     with pytest.raises(ConfigError, match=r"latin\.yaml: unacceptable character #x00fc: invalid start byte\.$"):
         load_yaml(tmp_path / "latin.yaml")
