@@ -219,7 +219,7 @@ def _text(token: Any) -> str | None:
 
 def _config(file: Path) -> dict[str, Any]:
     try:
-        found = json.loads(file.read_bytes())
+        found = json.loads(read_input(file, 1 << 30))
     except OSError:
         return {}
     except (ValueError, RecursionError) as error:

@@ -48,7 +48,7 @@ def megatron_prefix(source: str | os.PathLike[str]) -> Path | None:
     path = Path(source).expanduser()
     prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
     files = (Path(f"{prefix}{suffix}") for suffix in (".idx", ".bin"))
-    return prefix if all(file.is_file() for file in files) else None
+    return prefix if all(map(os.path.isfile, files)) else None  # of a name that is too long, Path would raise
 
 
 def read_megatron(prefix: Path) -> MegatronDataset:

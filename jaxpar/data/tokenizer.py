@@ -293,7 +293,7 @@ def _eos(file: Path, given: str | None, ids: dict[str, int]) -> int:
 def _configured_eos(file: Path) -> str | None:
     """``eos_token`` of a ``tokenizer_config.json``; ``None`` without such a file or token."""
     try:
-        token = json.loads(file.read_bytes())["eos_token"]
+        token = json.loads(read_input(file, _MOST_BYTES))["eos_token"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     token = token.get("content") if isinstance(token, dict) else token

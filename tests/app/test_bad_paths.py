@@ -15,11 +15,15 @@ from typing import Any
 import pytest
 
 from jaxpar.app.cli import main
+from jaxpar.app.generate.prompts import read_prompts
 from jaxpar.app.launch.exit_codes import ExitCode, exit_code
 from jaxpar.app.option_effects import EFFECTS
 from jaxpar.app.train.output_folder import OutputFolder
 from jaxpar.checkpoint.manager import CheckpointManager
-from jaxpar.errors import CheckpointError, ConfigError, LaunchError
+from jaxpar.checkpoint.restore import restore
+from jaxpar.data import load_text, load_tokenizer
+from jaxpar.data.chat_template import load_chat_template
+from jaxpar.errors import CheckpointError, ConfigError, JaxparError, LaunchError
 
 REQUIRED = {
     "plan": ["c.yaml", "--topology", "v5e:4x4"],
@@ -150,6 +154,30 @@ def test_an_input_that_cannot_be_read(
         signal.alarm(0)
         signal.signal(signal.SIGALRM, old)
     assert sorted(os.listdir(tmp_path)) == before
+
+
+READERS: dict[str, Callable[[str], Any]] = {
+    "data.tokenizer": load_tokenizer,
+    "data.chat_template": load_chat_template,
+    "data.source": load_text,
+    "--prompts": lambda path: read_prompts(Path(path)),
+    "train.init_from": lambda path: restore(path, {}),
+}
+"""What reads a file or a folder that a key of a configuration names."""
+
+
+@pytest.mark.parametrize("key", READERS)
+def test_a_key_that_names_no_readable_input(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pipe or a device is not waited for."""
+    prepared(tmp_path, monkeypatch)
+    (tmp_path / "broken").symlink_to(tmp_path / "gone")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    os.mkfifo(tmp_path / "pipe")
+    for name, path in BAD_INPUTS.items():
+        if name not in ("empty", "an empty file"):
+            with pytest.raises(JaxparError, match="Remedy: ") as error:
+                READERS[key](path)
+            assert exit_code(error.value) == ExitCode.CONFIGURATION or name == "a link to itself", (name, error.value)
 
 
 BAD_FOLDERS: dict[str, Callable[[Path], Any]] = {

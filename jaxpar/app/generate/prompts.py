@@ -15,8 +15,10 @@ from rich.text import Text
 
 from jaxpar.data.tokenizer import TextDecoder, Tokenizer, load_tokenizer
 from jaxpar.errors import ConfigError
+from jaxpar.utils.durable import read_input
 
 STDIN = "-"
+_MOST_BYTES = 1 << 30
 """File name of prompts that stands for standard input."""
 # Control characters could move the cursor, or worse. They are shown as Unicode control pictures.
 _PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
@@ -35,10 +37,11 @@ def read_prompts(file: Path, stdin: BinaryIO | None = None, *, chat: bool = Fals
       ConfigError: the file does not exist, is empty, is not UTF-8, or a line of a ``.jsonl`` file is not such JSON.
     """
     try:
-        data = (stdin or sys.stdin.buffer).read() if str(file) == STDIN else file.read_bytes()
+        data = (stdin or sys.stdin.buffer).read() if str(file) == STDIN else read_input(file, _MOST_BYTES)
     except OSError as error:
         raise ConfigError(
-            f"--prompts {file}: {error.strerror}. Remedy: a readable file with one prompt per line."
+            f"--prompts {file}: {error.strerror}. Remedy: a readable file with one prompt per line, or - for "
+            "standard input."
         ) from error
     try:
         # str.splitlines also splits at characters that JSON strings may hold, such as U+2028.

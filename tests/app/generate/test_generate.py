@@ -320,7 +320,11 @@ def test_a_command_line_comes_again_as_it_was() -> None:
 @pytest.mark.parametrize(
     ("name", "content", "text"),
     [
-        ("p.txt", None, "No such file or directory. Remedy: a readable file with one prompt per line."),
+        (
+            "p.txt",
+            None,
+            "No such file or directory. Remedy: a readable file with one prompt per line, or - for standard input.",
+        ),
         ("p.txt", b"\n \n", "no prompt found. Remedy: write at least one prompt, one per line."),
         ("p.txt", b"ab\xff", "byte 2 is not valid UTF-8. Remedy: save the file as UTF-8."),
         (
