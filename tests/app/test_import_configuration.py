@@ -237,7 +237,8 @@ def test_files_that_are_no_configuration(tmp_path: Path, capsys: pytest.CaptureF
         opened.truncate(_MOST_BYTES + 1)
     assert main(["import-megatron", str(file), str(tmp_path / "out.yaml")]) != 0
     assert capsys.readouterr().err == (
-        f"ConfigError: {file}: more than {_MOST_BYTES:,} bytes, the limit for a configuration.\n"
+        f"ConfigError: {file}: cannot be read: it has more than {_MOST_BYTES:,} bytes. Remedy: the path of a file, or - "
+        "for standard input.\n"
     )
 
 

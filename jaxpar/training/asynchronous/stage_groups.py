@@ -55,7 +55,8 @@ class Groups:
         group_of = lambda path: (
             "layers" if path[: len(layers)] == layers else "before" if path in self.first else "after"
         )
-        groups = {name: _only(params, lambda path, name=name: group_of(path) == name) for name in GROUPS}
+        part: Callable[[str], Any] = lambda name: _only(params, lambda path: group_of(path) == name)
+        groups = {name: part(name) for name in GROUPS}
         of_stages = lambda w: w.reshape(stages, -1, *w.shape[1:])
         return {**groups, "layers": jax.tree.map(of_stages, groups["layers"])}
 
