@@ -98,8 +98,8 @@ class Rules:
     """Partition rules: which mesh axes shard each logical dim, per role.
 
     Each keyword argument is a logical dim. Its value is an axis, a tuple of axes (major to minor), ``None``
-    (deliberately not sharded) or ``first_of(...)``. A table may have rules for dims that a model lacks, such as those of
-    another model: :func:`jaxpar.explain` lists them, and :func:`jaxpar.check` refuses those that name axes.
+    (deliberately not sharded) or ``first_of(...)``. A table may have rules for dims that a model lacks, such as those
+    of another model: :func:`jaxpar.explain` lists them, and :func:`jaxpar.check` refuses those that name axes.
 
     Four names are roles: ``activations``, ``params``, ``gradients`` and ``optimizer``. The value of a role overlays the
     base table: a dict of dims to rules, or ``over(axis)``.

@@ -1,7 +1,6 @@
 """The training state, which one jitted function builds directly in its sharded form.
 
-:func:`place` decides the sharding of every leaf (parameters, carried variables, optimizer state). ``init``,
-``train_step``, ``explain`` and ``check`` all read it, so they cannot disagree.
+:func:`place` decides the sharding of every leaf; ``init``, ``train_step``, ``explain`` and ``check`` all read it.
 """
 
 from __future__ import annotations
@@ -35,6 +34,7 @@ from jaxpar.training.model.lora import LoraKind
 from jaxpar.training.model.parts import FROZEN, FoundNames
 from jaxpar.training.optimizers import with_slow_parameters
 from jaxpar.training.self_reducing import SelfReducing
+from jaxpar.utils.arrays import strong
 from jaxpar.utils.contexts import hint_observer
 from jaxpar.utils.executables import compile_once
 
@@ -307,27 +307,16 @@ def _build(
     with tracing_under(layout), nnx.use_eager_sharding(False), hint_observer(_ignore):
         model_key, step_key = jax.random.split(without_explicit_axes(layout, key))
         parts, found = build_with_or_without_mesh(make_model, model_key)
-        params = parts.params if params is None else params
-        parts = dataclasses.replace(parts, params=_strong(params), variables=_strong(parts.variables))
+        parts = parts if params is None else dataclasses.replace(parts, params=params)
         if isinstance(tx, SelfReducing):
             opt_state: Any = tx.init(parts.params, dict(parts.dims))
         else:
             tx, opt_state = with_slow_parameters(tx, parts.params, parts.dims)
     if causes is not None:
         causes |= found
-    static = StateMetadata(parts.kind, tx, parts.dims)
+    static, step = StateMetadata(parts.kind, tx, parts.dims), jnp.zeros((), jnp.int32)
     scale = None if precision.scale is None else precision.scale.start()
-    return TrainState(jnp.zeros((), jnp.int32), parts.params, opt_state, parts.variables, step_key, static, scale)
-
-
-def _strong(tree: Any) -> Any:
-    """Returns arrays without weak types, such as that of ``jnp.full(8, 2.0)``: an update returns none.
-
-    A step would compile again in its second call, and a pipeline that keeps arrays from call to call would fail.
-    """
-    return jax.tree.map(
-        lambda x: jax.lax.convert_element_type(x, x.dtype) if getattr(x, "weak_type", False) else x, tree
-    )
+    return strong(TrainState(step, parts.params, opt_state, parts.variables, step_key, static, scale))
 
 
 def _ignore(*_: Any) -> None:

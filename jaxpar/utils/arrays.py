@@ -20,6 +20,16 @@ def at_least_fp32(x: jax.typing.ArrayLike) -> jax.Array:
     return x.astype(accumulator(x))
 
 
+def strong(tree: Any) -> Any:
+    """Returns arrays without weak types, such as that of ``jnp.full(8, 2.0)``: an update returns none.
+
+    A step would compile again in its second call, and a pipeline that keeps arrays from call to call would fail.
+    """
+    return jax.tree.map(
+        lambda x: jax.lax.convert_element_type(x, x.dtype) if getattr(x, "weak_type", False) else x, tree
+    )
+
+
 def describe(x: Any) -> str:
     """Returns the dtype and the shape of an array as text: ``float32[8, 16]``."""
     return f"{x.dtype}{list(x.shape)}"

@@ -227,8 +227,8 @@ def test_files_that_are_no_configuration(tmp_path: Path, capsys: pytest.CaptureF
         assert capsys.readouterr().err == (f"ConfigError: {file}: must be text in UTF-8. Remedy: another file.\n")
     assert main(["import-megatron", str(tmp_path / "none"), str(tmp_path / "out.yaml")]) != 0
     assert capsys.readouterr().err == (
-        f"ConfigError: {tmp_path / 'none'}: cannot be read: No such file or directory. Remedy: the path of a file, or - "
-        "for standard input.\n"
+        f"ConfigError: {tmp_path / 'none'}: cannot be read: No such file or directory. Remedy: the path of a file, or "
+        "- for standard input.\n"
     )
     file.write_text("{")
     assert main(["import-deepspeed", str(file), str(tmp_path / "out.yaml")]) != 0
@@ -237,8 +237,8 @@ def test_files_that_are_no_configuration(tmp_path: Path, capsys: pytest.CaptureF
         opened.truncate(_MOST_BYTES + 1)
     assert main(["import-megatron", str(file), str(tmp_path / "out.yaml")]) != 0
     assert capsys.readouterr().err == (
-        f"ConfigError: {file}: cannot be read: it has more than {_MOST_BYTES:,} bytes. Remedy: the path of a file, or - "
-        "for standard input.\n"
+        f"ConfigError: {file}: cannot be read: it has more than {_MOST_BYTES:,} bytes. Remedy: the path of a file, or "
+        "- for standard input.\n"
     )
 
 

@@ -148,8 +148,8 @@ def test_a_folder_without_checkpoints_has_no_health(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as error:
         list(health(tmp_path / "none"))
     assert str(error.value) == (
-        f"{tmp_path / 'none'} is not a folder, so it holds no checkpoint. Remedy: the folder of a run's checkpoints, or "
-        "of one of them."
+        f"{tmp_path / 'none'} is not a folder, so it holds no checkpoint. Remedy: the folder of a run's checkpoints, "
+        "or of one of them."
     )
     assert names_in(tmp_path / "none") == [] == names_in(Path(__file__))
 
