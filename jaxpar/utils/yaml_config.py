@@ -133,8 +133,8 @@ def load_yaml(
     try:
         if not file.is_file():
             beside = sorted(p.name for p in file.parent.glob("*.yaml")) if file.parent.is_dir() else []
-            what = "it is no regular file" if file.exists() else "no such file"
-            raise ConfigError(f"{file}: {what}.{did_you_mean(file.name, beside)} {_PATH_REMEDY}")
+            what = "it is no regular file." if file.exists() else f"no such file.{did_you_mean(file.name, beside)}"
+            raise ConfigError(f"{file}: {what} {_PATH_REMEDY}")
         with file.open("rb") as f:
             text = f.read(_MOST_BYTES + 1)
     except OSError as error:
