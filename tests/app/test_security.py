@@ -299,7 +299,7 @@ def test_a_configuration_that_is_no_plain_file_is_refused(tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match=r": cannot be read: File name too long\. Remedy: the path of a YAML file\.$"):
         load_yaml(tmp_path / ("x" * 5000))
     (tmp_path / "long.yaml").write_text(f"model: {{family: llama, preset: tiny}}\nlayout: {'x' * 5000}\n")
-    with pytest.raises(ConfigError, match=r"x: cannot be read: File name too long\.$"):
+    with pytest.raises(ConfigError, match=r"x: cannot be read: File name too long\."):
         load_run(tmp_path / "long.yaml")
     with pytest.raises(ConfigError, match="^x+: no such file, and no configuration of this name comes with jaxpar"):
         load_run(Path("x" * 5000))
