@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from profiles import few, few_pairs
+from covers import covering
+from profiles import few
 
 import jaxpar as jp
 from jaxpar.errors import ConfigError
@@ -226,7 +227,7 @@ def test_cross_entropy_equals_optax(masked: bool, dtype: Any) -> None:
     chex.assert_trees_all_close(got, want, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("name", "seq"), few_pairs(["dp", "tp_sp", "fsdp_tp"], [16, 10, 7], 2))
+@pytest.mark.parametrize(("name", "seq"), covering(["dp", "tp_sp", "fsdp_tp"], [16, 10, 7], keep=1, strength=1))
 def test_a_loss_in_pieces_equals_the_loss_of_whole_logits(name: str, seq: int, layout_of: Any) -> None:
     rng = np.random.default_rng(seq)
     x, head = (rng.normal(size=shape).astype(np.float32) for shape in ((8, seq, 12), (12, 26)))

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from covers import covering
 from one_step import layout_of
-from profiles import few, few_pairs
+from profiles import few
 
 import jaxpar as jp
 from jaxpar.models.losses import cross_entropy, linear_cross_entropy, next_token_loss, token_loss
@@ -47,13 +48,11 @@ def assert_near(found: Any, expected: Any, bound: float) -> None:
 
 SIZES = [(6, 8), (50, 1024), (1000, 64), (64, 65_536), (32_768, 2048)]
 SCALES = [2.0**16, 2.0**10]
-SCALED = [(SCALES[(first + n) % 2], sizes) for first in range(2) for n, sizes in enumerate(SIZES)]
-"""Ordered such that by default float16 meets all sizes with the larger scale."""
 
 
-@pytest.mark.parametrize(("dtype", "scaled"), few_pairs(HALF, SCALED, 1))
-def test_16_bit_gradients_equal_those_of_fp32(dtype: str, scaled: tuple[float, tuple[int, int]]) -> None:
-    scale, (vocab, tokens) = scaled
+@pytest.mark.parametrize(("dtype", "scale", "sizes"), covering(HALF, SCALES, SIZES, keep=1))
+def test_16_bit_gradients_equal_those_of_fp32(dtype: str, scale: float, sizes: tuple[int, int]) -> None:
+    vocab, tokens = sizes
     x, head, targets = inputs(vocab, tokens, dtype)
     value, expected = gradients(linear_cross_entropy, x.astype("float32"), head.astype("float32"), targets, scale=1.0)
     if scale / tokens > 2.0**12:
@@ -63,7 +62,7 @@ def test_16_bit_gradients_equal_those_of_fp32(dtype: str, scaled: tuple[float, t
     assert_near(found, expected, BOUND[dtype])
 
 
-@pytest.mark.parametrize(("unit", "dtype"), few_pairs([1.0, 1e-6, 3e4], HALF, 2))
+@pytest.mark.parametrize(("unit", "dtype"), covering([1.0, 1e-6, 3e4], HALF, keep=1, strength=1))
 def test_the_unit_of_a_mask_changes_nothing(dtype: str, unit: float) -> None:
     x, head, targets = inputs(1000, 1024, dtype)
     mask = np.random.default_rng(1).uniform(0, 1, targets.shape).astype(np.float32)

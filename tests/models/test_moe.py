@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from covers import covering
 from one_step import BOUND, SGD, check_grads, initial, layout_of
 from small_moe import FOLDED, FSDP, RULES, TP
 
@@ -122,8 +123,6 @@ CASES = {
     "dispatch deduplicated": Case(EP_FSDP, FSDP, config={"dispatch": "deduplicated", "pieces": 2}),
     "capacity of all": Case(EP_FSDP, FSDP, config={"dispatch": "all_to_all", "capacity_factor": 4.0}),
 }
-DEFAULT = (("mixtral", "ep tp sp"),)
-"""The cases that run by default."""
 
 
 def batch(rows: int = ROWS) -> dict[str, np.ndarray]:
@@ -157,15 +156,10 @@ def reference(config: MoEConfig) -> tuple[dict[str, float], Any]:
     return step(ONE, config, config)
 
 
-def marked() -> list[Any]:
-    pairs = [(family, name) for family in FAMILIES for name in CASES]
-    slow = lambda pair: () if pair in DEFAULT else pytest.mark.slow
-    return [pytest.param(*pair, marks=slow(pair), id=" ".join(pair)) for pair in pairs]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "name"), marked())
+@pytest.mark.parametrize(("family", "name"), covering(FAMILIES, CASES, keep=0, strength=1))
 def test_a_step_is_that_of_one_device(family: str, name: str) -> None:
+    """Families take turns, so that each meets every group of similar layouts."""
     case = CASES[name]
     changes = dict(case.config)
     if "layers" in changes and family == "deepseek_v3":

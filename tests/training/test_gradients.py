@@ -65,7 +65,7 @@ def whole() -> dict[str, Any]:
     return found(mean_and_weight, masked(32), devices=1)
 
 
-@pytest.mark.parametrize(("way", "grad_accum_steps"), few_pairs(WAYS, [1, 2, 4], 2))
+@pytest.mark.parametrize(("way", "grad_accum_steps"), few_pairs(WAYS, [1, 4], 2))
 def test_microbatches_of_any_weight_sum_to_the_large_batch(
     way: str, grad_accum_steps: int, whole: dict[str, Any]
 ) -> None:

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from profiles import few_pairs
+from covers import covering
 
 import jaxpar as jp
 from jaxpar.analysis.compare import gradient_gaps
@@ -147,7 +147,7 @@ def assert_equal(layout: jp.Layout, task: Task, reference: list[Step]) -> list[S
 
 
 @pytest.mark.parametrize(
-    ("name", "model"), few_pairs(["tp_sp", "fsdp_tp", "hsdp", "fsdp", "tp", "dp"], ["llama", "vit"], 1)
+    ("name", "model"), covering(["tp_sp", "fsdp_tp", "hsdp", "fsdp", "tp", "dp"], ["llama", "vit"], keep=1, strength=1)
 )
 def test_a_layout_equals_one_device(name: str, model: str, layout_of: Any, on_one_device: Any) -> None:
     key = model, name == "tp_sp"

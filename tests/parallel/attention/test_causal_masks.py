@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 from attention_reference import MESHES, arrays, compiled, masks
+from covers import covering
 from hypothesis import given
 from hypothesis import strategies as st
-from profiles import examples, few, few_pairs
+from profiles import examples, few
 
 import jaxpar as jp
 from jaxpar.errors import ConfigError
@@ -62,15 +63,18 @@ def changed_later(x: list[np.ndarray], token: int) -> list[np.ndarray]:
     return [np.concatenate([a[:, :token], 5 - 3 * a[:, token:]], 1) for a in x]
 
 
-@pytest.mark.parametrize(("impl", "words"), few_pairs(["dense", "flash"], UNSAID, 3))
+@pytest.mark.parametrize(("impl", "words"), covering(["dense", "flash"], UNSAID, keep=2, strength=1))
 def test_a_later_token_changes_no_earlier_result(impl: str, words: str) -> None:
     check(impl, UNSAID[words])
 
 
 @pytest.mark.parametrize(
     ("impl", "words"),
-    few_pairs(
-        [impl for impl in MESHES if impl not in ("dense", "flash")], ["window", "function", "window, chunk, where"], 2
+    covering(
+        [impl for impl in MESHES if impl not in ("dense", "flash")],
+        ["window", "function", "window, chunk, where"],
+        keep=1,
+        strength=1,
     ),
 )
 def test_nor_where_the_sequence_is_split(impl: str, words: str) -> None:

@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from covers import covering
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 from one_step import SGD, check_grads, initial, layout_of
-from profiles import few, few_pairs
+from profiles import few
 
 import jaxpar as jp
 from jaxpar.errors import ConfigError, LayoutError
@@ -266,7 +267,7 @@ LOCAL: dict[str, tuple[dict[str, int], P, bool, dict[str, Any]]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "check"), few_pairs(LOCAL, [True, False], 1))
+@pytest.mark.parametrize(("name", "check"), covering(LOCAL, [True, False], keep=0, strength=1))
 def test_attention_local_drops_what_one_device_drops(name: str, check: bool) -> None:
     sizes, spec, ambient, options = LOCAL[name]
     layout = on(sizes)

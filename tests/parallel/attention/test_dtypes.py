@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_reference import MESHES, gap, layout, random, reference
-from profiles import few_pairs
+from covers import covering
 
 import jaxpar as jp
 from jaxpar.errors import LayoutError
@@ -35,9 +35,13 @@ def draw(*shape: int, seed: int, dtype: str) -> np.ndarray:
     return random(*shape, seed=seed, dtype=jnp.dtype(dtype))
 
 
-@pytest.mark.parametrize(("impl", "case"), few_pairs([*MESHES, "auto"], DTYPES, 5))
-def test_arrays_of_several_dtypes(impl: str, case: str) -> None:
-    kinds = DTYPES[case]
+IMPLS = [*MESHES, "auto"]
+
+
+@pytest.mark.parametrize(("impl", "third"), covering(IMPLS, range(3), keep=3))
+def test_arrays_of_several_dtypes(impl: str, third: int) -> None:
+    """Every implementation meets one case of each third of the list: other biases, 64 beside 32 bits, and 16 bits."""
+    kinds = list(DTYPES.values())[3 * third + IMPLS.index(impl) % 3]
     with jax.enable_x64(True), layout("ring" if impl == "auto" else impl):
         shapes = (BATCH, SEQ, HEADS, 6), (BATCH, SEQ, KV_HEADS, 6), (BATCH, SEQ, KV_HEADS, 5)
         x = [draw(*shape, seed=i, dtype=kind) for i, (shape, kind) in enumerate(zip(shapes, kinds[:3], strict=True))]

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covers import covering
 from jax.sharding import PartitionSpec as P
 from one_step import SGD, check_grads, initial, layout_of, one_step
-from profiles import few_pairs
 
 import jaxpar as jp
 from jaxpar.errors import ConfigError
@@ -211,7 +211,9 @@ def routed(seed: int) -> tuple[np.ndarray, Routing]:
     return logits, route(logits)
 
 
-@pytest.mark.parametrize(("per", "masked"), few_pairs(["batch", "sequence", "global"], [True, False], 2))
+@pytest.mark.parametrize(
+    ("per", "masked"), covering(["batch", "sequence", "global"], [True, False], keep=1, strength=1)
+)
 def test_manual_axes_without_a_layout(per: Any, masked: bool) -> None:
     """In a ``shard_map``, the mean over devices, weighted by their tokens, has the value and gradient of all tokens."""
     mesh = jp.MeshSpec(data=2, context=4).build()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,7 +14,8 @@ import pytest
 
 import jaxpar as jp
 from jaxpar.errors import ConfigError, LayoutError
-from tests.profiles import few, few_pairs
+from tests.covers import covering
+from tests.profiles import few
 
 E, D, F = 8, 16, 20
 IN, OUT = ("experts", "embed", "expert_mlp"), ("experts", "expert_mlp", "embed")
@@ -89,12 +91,17 @@ def close(got: Any, expected: Any, bound: float) -> None:
         assert jnp.abs(a - b).max() <= bound * jnp.abs(b).max()
 
 
-@pytest.mark.parametrize(("name", "options"), few_pairs(LAYOUTS, DISPATCHES, keep=1))
-@pytest.mark.parametrize("k", [2, pytest.param(5, marks=pytest.mark.slow), pytest.param(E, marks=pytest.mark.slow)])
+@functools.cache
+def expected_of(k: int) -> Any:
+    w, x = problem(k)
+    return gradients(lambda w, x: dense(w, x, k))(w, x)
+
+
+@pytest.mark.parametrize(("name", "options", "k"), covering(LAYOUTS, DISPATCHES, [2, 5, E], keep=1))
 def test_values_and_gradients_are_those_of_a_dense_loop(name: str, options: dict[str, Any], k: int) -> None:
     with jax.enable_x64(True):
         w, x = problem(k)
-        expected = gradients(lambda w, x: dense(w, x, k))(w, x)
+        expected = expected_of(k)
         here = LAYOUTS[name]()
         dims = {"router": (None, None), "gate": IN, "up": IN, "down": OUT}
         with here:

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covers import covering
 from jax.sharding import PartitionSpec as P
-from profiles import few, few_pairs
+from profiles import few
 
 import jaxpar as jp
 from jaxpar.errors import LayoutError
@@ -62,7 +63,7 @@ def in_two_rounds(mesh: Any, axes: Any) -> tuple[int, ...]:
     return (devices // 2, 2)
 
 
-@pytest.mark.parametrize(("rounds", "case"), few_pairs([False, True], CASES, len(CASES)))
+@pytest.mark.parametrize(("rounds", "case"), covering([False, True], CASES, keep=3, strength=1))
 def test_projections_and_their_gradients_equal_plain_products(
     rounds: bool, case: tuple[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

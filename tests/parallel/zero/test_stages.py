@@ -12,8 +12,9 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
+from covers import covering
 from one_step import initial
-from profiles import few, few_pairs
+from profiles import few
 
 import jaxpar as jp
 from jaxpar.analysis.compare import gradient_gaps
@@ -79,7 +80,7 @@ def on_one_device(mlp: Any) -> Callable[[str], tuple[list[float], list[Any]]]:
     return functools.cache(lambda name: run(mlp.one_device, mlp, name))
 
 
-@pytest.mark.parametrize(("name", "stage"), few_pairs(OPTIMIZERS, [1, 2, 3], 1))
+@pytest.mark.parametrize(("name", "stage"), covering(OPTIMIZERS, [1, 2, 3], keep=1, strength=1))
 def test_every_stage_with_any_optimizer_equals_one_device(
     name: str, stage: int, mlp: Any, on_one_device: Callable[[str], Any]
 ) -> None:

@@ -155,7 +155,9 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 def test_parameters_and_optimizers_are_told_from_gradients(name: str) -> None:
     tx = OPTIMIZERS[name]()
     opt = tx.init(PARAMS)
-    for order in itertools.permutations(("loss", "grads", "params", "opt")):
+    # Every order for one optimizer; for the others one in which parameters are first, and one in which they are last.
+    orders = list(itertools.permutations(("params", "opt", "grads", "loss")))
+    for order in orders if name == "adam" else (orders[0], orders[-1]):
 
         def step(params: Any, opt: Any, batch: Any, order: Any = order) -> Any:
             loss, grads = jax.value_and_grad(lambda p: square(model(p, batch["x"])))(params)
