@@ -103,15 +103,20 @@ def reference(params: Any, batch: dict[str, np.ndarray], config: LlamaConfig) ->
     return -jnp.log(jnp.take_along_axis(probability, batch["targets"][..., None], axis=-1)).mean()
 
 
+def drawn(layout: jp.Layout, config: LlamaConfig) -> jp.TrainState:
+    """A state with random numbers for all parameters: norm scales of ones would hide a missing scale."""
+    state, random = jp.abstract_state(layout, make_llama(config), optax.sgd(0.1)), np.random.default_rng(1)
+    draw = lambda path, w: (random.normal(size=w.shape) / 4 + (getattr(path[-1], "key", "") == "scale")).astype(w.dtype)
+    return replace(state, params=jax.tree_util.tree_map_with_path(draw, state.params))
+
+
 @pytest.mark.parametrize("config", few(VARIANTS.values(), 1), ids=VARIANTS)
 def test_loss_and_gradients_equal_the_reference(config: LlamaConfig, one_device: jp.Layout) -> None:
     """In fp64, so that rounding does not decide: only the model's rotary tables are fp32 (eps = 1.2e-7)."""
     config = replace(config, dtype="float64", param_dtype="float64")
     with jax.enable_x64(True):
-        state = jp.init(one_device, make_llama(config), optax.sgd(0.1))
-        # Norm scales start as ones, which would hide a missing scale.
-        params = jax.tree.map(lambda w: w + 0.1 * np.cos(np.arange(w.size)).reshape(w.shape), state.params)
-        data = batch(config, rows=2)
+        state = drawn(one_device, config)
+        params, data = state.params, batch(config, rows=2)
         loss_fn = lambda p: next_token_loss(state.metadata.kind.merge(p, state.variables), data)
         with one_device:
             loss, grads = jax.jit(jax.value_and_grad(loss_fn))(params)
@@ -127,7 +132,7 @@ def logits(one_device: jp.Layout) -> Callable[..., jax.Array]:
 
     @functools.cache
     def model(dtype: str) -> Callable[..., jax.Array]:
-        state = jp.init(one_device, make_llama(replace(CONFIG, dtype=dtype)), optax.sgd(0.1))
+        state = drawn(one_device, replace(CONFIG, dtype=dtype))
         return jax.jit(lambda tokens, positions: state.model(tokens, positions))
 
     def compute(tokens: np.ndarray, positions: np.ndarray | None = None, dtype: str = "float32") -> jax.Array:
@@ -211,8 +216,7 @@ def test_without_tensor_parallelism_logits_and_table_are_whole(layout_of: Any) -
     assert {(1, 1, LONG // 8, CONFIG.vocab), (CONFIG.vocab, CONFIG.embed)} <= shapes(layout_of("dp"), CONFIG)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("masked", "dtype"), [(False, np.float32), (True, jnp.bfloat16)])
 def test_cross_entropy_equals_optax(masked: bool, dtype: Any) -> None:
     rng = np.random.default_rng(0)
     x, labels = jnp.asarray(9 * rng.normal(size=(3, 5, 7)), dtype), rng.integers(0, 7, (3, 5))

@@ -55,7 +55,7 @@ def assert_close(got: Any, want: Any) -> None:
     chex.assert_trees_all_close(got, want, rtol=2e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("clip_norm", few([None, 0.1, 1e6], 2))
+@pytest.mark.parametrize("clip_norm", few([0.1, None, 1e6], 1))
 def test_steps_equal_the_loop_by_hand_and_clip_norm_equals_optax(clip_norm: float | None, mlp: Any) -> None:
     plain = optax.sgd(0.1, momentum=0.9)
     tx = plain if clip_norm is None else optax.chain(optax.clip_by_global_norm(clip_norm), plain)
@@ -75,7 +75,7 @@ def test_clipping_a_zero_gradient_leaves_it_zero(state: Any, mlp: Any) -> None:
     chex.assert_trees_all_equal(new.params, state.params)
 
 
-@pytest.mark.parametrize("options", few([{}, {"grad_reduction": "per_step"}, {"clip_norm": 1.0}], 2), ids=str)
+@pytest.mark.parametrize("options", few([{"clip_norm": 1.0}, {}, {"grad_reduction": "per_step"}], 1), ids=str)
 def test_a_step_that_is_not_finite_changes_nothing(options: Any, mlp: Any) -> None:
     """Every layout skips the same steps, and training continues as if the step had not been taken."""
     poisoned = np.where(np.arange(8)[:, None] == 5, np.inf, mlp.batch())  # on one device of eight
@@ -162,17 +162,22 @@ def test_the_old_state_is_donated_unless_asked_otherwise(state: Any, mlp: Any) -
 
 
 def test_a_key_differs_by_step_and_by_seed_and_not_by_layout(mlp: Any) -> None:
-    def draws(layout: jp.Layout, seed: int) -> list[float]:
-        loss_fn = lambda model, batch, key: (mlp.loss(model, batch), {"drawn": jax.random.normal(key)})
-        state, step, drawn = jp.init(layout, mlp.make, TX, seed=seed), jp.train_step(layout, loss_fn), []
-        for _ in range(3):
-            state, metrics = step(state, mlp.batch())
-            drawn.append(float(metrics["drawn"]))
+    make = lambda key: {"w": jp.tag(jnp.ones((16, 8)), "embed", "mlp")}
+    loss_fn = lambda model, batch, key: (jnp.mean(batch @ model["w"]), {"drawn": jax.random.normal(key)})
+
+    def draws(layout: jp.Layout, *seeds: int) -> list[list[float]]:
+        step, drawn = jp.train_step(layout, loss_fn), []
+        for seed in seeds:
+            state = jp.init(layout, make, optax.sgd(0.1), seed=seed)
+            drawn.append([])
+            for _ in range(3):
+                state, metrics = step(state, mlp.batch())
+                drawn[-1].append(float(metrics["drawn"]))
         return drawn
 
-    first = draws(mlp.layout(), 0)
-    assert len({*first, *draws(mlp.layout(), 1)}) == 6
-    assert draws(mlp.one_device, 0) == pytest.approx(first, abs=1e-6)
+    first, second = draws(mlp.layout(), 0, 1)
+    assert len({*first, *second}) == 6
+    assert draws(mlp.one_device, 0) == [pytest.approx(first, abs=1e-6)]
 
 
 def test_a_step_runs_inside_and_outside_its_layout_and_compiles_once(mlp: Any) -> None:

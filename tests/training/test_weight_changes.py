@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from profiles import few
 
 import jaxpar as jp
 from jaxpar.training.model.parts import Tagged
@@ -61,7 +62,11 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("name", STEPS)
+IMPLIED = ("one device", "optimizer on the host")
+"""A sharded step does more than that of one device, and one with all on the host has the optimizer there too."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in IMPLIED else ()) for n in STEPS])
 @pytest.mark.filterwarnings("ignore:offload. simulated CPU devices")
 def test_each_kind_of_step_counts_the_weights_that_it_changes(name: str, tmp_path: Path) -> None:
     sizes, place = STEPS[name]
@@ -110,7 +115,7 @@ def zero(stage: int) -> jp.Layout:
     return jp.Layout(jp.MeshSpec(data=8).build(), jp.Zero(stage=stage, min_bytes=16).rules(rules))
 
 
-@pytest.mark.parametrize("layout", [explicit, lambda: zero(1)], ids=["explicit axes", "ZeRO 1"])
+@pytest.mark.parametrize("layout", few([lambda: zero(1), explicit], 1), ids=["ZeRO 1", "explicit axes"])
 def test_a_sample_is_taken_on_any_mesh(layout: Callable[[], jp.Layout]) -> None:
     squares = lambda model, x: sum((w.astype(jnp.float32) ** 2).sum() for w in jax.tree.leaves(model)) + x.sum()
     state = jp.init(layout(), make_model, optax.adamw(RATE))
@@ -118,7 +123,7 @@ def test_a_sample_is_taken_on_any_mesh(layout: Callable[[], jp.Layout]) -> None:
     assert float(metrics["weights_changed"]) == pytest.approx(share(state.params, new.params), rel=1e-6)
 
 
-@pytest.mark.parametrize("schedule", ["pipedream", "pipedream_2bw"])
+@pytest.mark.parametrize("schedule", few(["pipedream", "pipedream_2bw"], 1))
 def test_a_pipeline_that_is_not_flushed_counts_too(schedule: Any) -> None:
     loss = jp.pipeline.PipelineLoss(
         "blocks",

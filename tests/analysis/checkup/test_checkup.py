@@ -202,6 +202,7 @@ def test_check_writes_its_files_and_keeps_a_golden_one(
     )
     assert json.loads(files["json"].read_text())["fits"] and files["hlo"].read_text().startswith("HloModule")
     assert files["html"].read_text().count("<table>") > 5 and files["html"].read_text().startswith("<!doctype html>")
+    words = ["--golden", str(files["golden"])]
     assert run(*words) == 0 and f"golden file {files['golden']}: no difference" in capsys.readouterr().out
     compiled.append(step("tpu_tp_sp"))
     assert run(*words) == 1

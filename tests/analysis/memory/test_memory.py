@@ -52,7 +52,7 @@ def test_at_least_thirty_points_are_within_a_tenth() -> None:
     assert len(POINTS) - len(MISSED) >= 30 and MISSED.keys() <= {point["name"] for point in POINTS}
 
 
-@pytest.mark.parametrize("point", few(POINTS, 3), ids=lambda point: point["name"])
+@pytest.mark.parametrize("point", few(POINTS, 2), ids=lambda point: point["name"])
 def test_the_estimate_is_within_a_tenth_of_the_compiler(point: dict[str, Any]) -> None:
     memory: Memory = SCRIPT["estimate_of"](point)
     assert memory.unknown == () and memory.total is not None
@@ -100,7 +100,7 @@ def test_a_scan_saves_what_its_backward_pass_reads_and_remat_saves_the_carry() -
     assert again.parts["gradients"] == kept.parts["gradients"] == 8 * MIB
 
 
-@pytest.mark.parametrize(("reshard_after_forward", "share"), few([(True, 0), (4, 4), (False, 1)], 2, names=2))
+@pytest.mark.parametrize(("reshard_after_forward", "share"), few([(4, 4), (True, 0), (False, 1)], 1, names=2))
 def test_gathered_weights_that_are_kept_are_a_part_of_their_own(reshard_after_forward: Any, share: int) -> None:
     """The kept weights are all of the layers' matrices in 16 bits, or a part of them within groups; otherwise the
     estimate has no such line."""

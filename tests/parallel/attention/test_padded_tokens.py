@@ -97,7 +97,7 @@ def test_what_stands_in_padding_changes_no_bit_in_the_local_form(impl: Any) -> N
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("impl", few(MESHES, 2))
+@pytest.mark.parametrize("impl", few(sorted(MESHES, key=lambda impl: impl != "flash"), 1))
 def test_a_row_without_keys_is_zero(impl: str) -> None:
     """Values and gradients with a bias that hides all keys of some rows, for each number in common use for that."""
     rng = np.random.default_rng(4)
@@ -111,7 +111,7 @@ def test_a_row_without_keys_is_zero(impl: str) -> None:
         assert_close(run(x, gradient, bias=bias), want)
 
 
-@pytest.mark.parametrize("impl", few(sorted(MESHES, key=lambda impl: impl != "ring"), 1))
+@pytest.mark.parametrize("impl", few(MESHES, 1))
 def test_a_row_whose_scores_a_finite_bias_lowers_is_a_softmax(impl: str) -> None:
     """Such scores round to one number, so a softmax in fp32 gives all keys the same weight."""
     rng = np.random.default_rng(9)
@@ -130,7 +130,7 @@ def test_a_row_whose_scores_a_finite_bias_lowers_is_a_softmax(impl: str) -> None
     assert_close(found, [np.asarray(leaf) for leaf in (o, *back(gradient))])
 
 
-@pytest.mark.parametrize("impl", few(["dense", "flash", "ring"], 2))
+@pytest.mark.parametrize("impl", few(["ring", "dense", "flash"], 1))
 def test_a_row_without_keys_is_zero_beside_sinks_and_masks(impl: str) -> None:
     """The mask hides the keys that the bias leaves. A sink then takes all the weight, and a sink of -inf is no sink."""
     rng = np.random.default_rng(5)
@@ -143,7 +143,7 @@ def test_a_row_without_keys_is_zero_beside_sinks_and_masks(impl: str) -> None:
     assert np.isfinite(o).all() and np.isfinite(db).all() and (o[:, 5] != 0).all()
 
 
-@pytest.mark.parametrize("impl", few(["dense", "flash", "ring", "ring_self_attention"], 2))
+@pytest.mark.parametrize("impl", few(["ring", "dense", "flash", "ring_self_attention"], 1))
 def test_a_nan_in_a_token_is_seen(impl: str) -> None:
     """Only padding is replaced, so a NaN in any other token must reach the result."""
     x, gradient = arrays(np.random.default_rng(6), SEQ, SEQ)

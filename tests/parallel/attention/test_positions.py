@@ -92,7 +92,7 @@ PROBLEMS: dict[str, list[jp.Mask]] = {
 
 
 @pytest.mark.parametrize(
-    ("impl", "mask"), few([(impl, mask) for impl, some in PROBLEMS.items() for mask in some], 2, names=2)
+    ("impl", "mask"), few([(impl, mask) for impl, some in PROBLEMS.items() for mask in some], 1, names=2)
 )
 def test_queries_may_stand_anywhere(impl: str, mask: jp.Mask) -> None:
     """Values and gradients with traced offsets and prefixes, drawn at random and at the ends of int32."""
@@ -129,7 +129,7 @@ def test_a_query_at_minus_one_is_no_padding(impl: str) -> None:
     np.testing.assert_allclose(o[0, :3, 0], np.repeat(x[2][0, :1, 0], 3, 0), rtol=1e-6)
 
 
-@pytest.mark.parametrize("impl", few(["ring", "dense", "flash"], 1))
+@pytest.mark.parametrize("impl", few(["flash", "ring", "dense"], 1))
 def test_slopes_of_any_distance(impl: str) -> None:
     """The distance is exact when query and key are further apart than the greatest int32."""
     rng = np.random.default_rng(4)

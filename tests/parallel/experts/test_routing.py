@@ -149,7 +149,7 @@ def test_fp64_stays_fp64() -> None:
         assert float(got.weights[1]) == pytest.approx(1 / (1 + math.e), rel=1e-15)
 
 
-@pytest.mark.parametrize("name", few(ROUTERS, 2))
+@pytest.mark.parametrize("name", few(reversed(ROUTERS), 1))
 def test_a_token_that_is_not_finite_harms_no_other(name: str) -> None:
     router, nan, inf = ROUTERS[name], math.nan, math.inf
     clean = np.random.default_rng(0).normal(size=(5, 2, router.experts)).astype(np.float32)
@@ -172,7 +172,7 @@ def test_a_token_that_is_not_finite_harms_no_other(name: str) -> None:
         np.testing.assert_array_equal(a[:, 0], b[:, 0])
 
 
-@pytest.mark.parametrize("name", few(ROUTERS, 2))
+@pytest.mark.parametrize("name", few(ROUTERS, 1))
 def test_a_logit_of_minus_infinity_excludes_an_expert(name: str) -> None:
     router = ROUTERS[name]
     first = np.random.default_rng(0).normal(size=(5, 1)).astype(np.float32)

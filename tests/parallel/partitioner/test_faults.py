@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
+from one_step import SGD, initial
 
 import jaxpar as jp
 from jaxpar.parallel.partitioner.programs import PROGRAMS, present
@@ -75,29 +77,52 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 """Meshes with an axis that shards neither batch nor space."""
 
 
+def gradients(layout: jp.Layout, kind: str) -> tuple[list[np.ndarray], bool]:
+    """Loss and gradients of a step from the same parameters in every layout, and whether something is repaired."""
+    make_model, loss = MODELS[kind]
+    random = np.random.default_rng(0)
+    dims = {"x": ("batch", "height", None, None), "y": ("batch",)}
+    batch = {"x": random.normal(size=(8, 16, 16, 3)), "y": random.integers(0, 4, 8)}
+    placed = {name: jp.shard_array(layout, value, *dims[name]) for name, value in batch.items()}
+    shapes = jp.abstract_state(layout, make_model, SGD)
+    with noting_repairs() as repaired:
+        step = jp.train_step(layout, loss, return_grads=True).lower(shapes, placed).compile()
+    _, metrics = step(initial(shapes, make_model, WHOLE), placed)
+    return jax.device_get([metrics["loss"], *jax.tree.leaves(metrics["grads"])]), bool(repaired)
+
+
+WHOLE = jp.Rules(batch="data", height=None, unannotated="replicate")
+
+
+@functools.cache
+def on_one_device(kind: str) -> list[np.ndarray]:
+    expected, repaired = gradients(jp.Layout(jp.MeshSpec().build(jax.devices()[:1]), WHOLE), kind)
+    assert not repaired
+    return expected
+
+
 @pytest.mark.parametrize(
     ("kind", "sharding", "explicit"),
-    [*(("nnx", sharding, False) for sharding in LAYOUTS), ("linen", "batch", False), ("nnx", "batch", True)],
+    [
+        ("nnx", "rows and fsdp", False),
+        ("nnx", "batch", True),
+        *(
+            pytest.param(*case, False, marks=pytest.mark.slow)
+            for case in (("nnx", "rows"), ("nnx", "batch"), ("linen", "batch"))
+        ),
+    ],
 )
 def test_a_model_that_nobody_here_wrote(kind: str, sharding: str, explicit: bool) -> None:
     """Loss and gradients of plain convolutions are those of one device; only the batch that is passed is sharded."""
-    (make_model, loss), (mesh, rules) = MODELS[kind], LAYOUTS[sharding]
-    random = np.random.default_rng(0)
-    batch = {"x": random.normal(size=(8, 16, 16, 3)), "y": random.integers(0, 4, 8)}
+    mesh, rules = LAYOUTS[sharding]
     with jax.enable_x64(True):
         types = (jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto,) * len(mesh)
         devices = jax.make_mesh(tuple(mesh.values()), tuple(mesh), axis_types=types)
         layout = jp.Layout(devices, jp.Rules(**rules, unannotated="replicate"), explicit=explicit)
-        dims = {"x": ("batch", "height", None, None), "y": ("batch",)}
-        results = []
-        for each in (layout, layout.on_one_device()):
-            placed = {name: jp.shard_array(each, value, *dims[name]) for name, value in batch.items()}
-            step = jp.train_step(each, loss, return_grads=True)
-            with noting_repairs() as repaired:
-                _, metrics = step(jp.init(each, make_model, optax.sgd(0.1)), placed)
-            results.append(jax.device_get([metrics["loss"], *jax.tree.leaves(metrics["grads"])]))
-            assert bool(repaired) is (each is layout)
-    for got, expected in zip(*results, strict=True):
+        found, repaired = gradients(layout, kind)
+        pairs = zip(found, on_one_device(kind), strict=True)
+    assert repaired
+    for got, expected in pairs:
         np.testing.assert_allclose(got, expected, rtol=0, atol=1e-13 * max(1.0, np.abs(expected).max()))
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from one_step import one_step
 
 import jaxpar as jp
 from jaxpar.app.cli import main
@@ -37,27 +38,24 @@ def file_rules(kind: str) -> jp.Rules:
     return jp.Layout.from_yaml(LAYOUTS / f"{FILES[kind]}.yaml", devices=64).rules
 
 
-def gradients(layout: jp.Layout, config: Any) -> dict[str, np.ndarray]:
-    tokens = np.random.default_rng(0).integers(0, config.vocab, (8, 14))
-    state = jp.init(layout, make_llama(config), optax.sgd(0.1))
-    step = jp.train_step(layout, next_token_loss, return_grads=True)
-    _, metrics = step(state, {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]})
-    leaves = jax.tree_util.tree_leaves_with_path(metrics["grads"])
-    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves} | {
-        "loss": np.asarray(metrics["loss"])
-    }
+MAKE = make_llama(CONFIG)
+
+
+def gradients(layout: jp.Layout) -> dict[str, np.ndarray]:
+    tokens = np.random.default_rng(0).integers(0, CONFIG.vocab, (8, 14))
+    metrics, grads, _ = one_step(layout, next_token_loss, MAKE, {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]})
+    leaves = jax.tree_util.tree_leaves_with_path(grads)
+    return {jax.tree_util.keystr(path): leaf for path, leaf in leaves} | {"loss": np.asarray(metrics["loss"])}
 
 
 @pytest.fixture(scope="module")
 def of_one_device() -> dict[str, np.ndarray]:
-    with jax.default_matmul_precision("highest"):
-        return gradients(jp.Layout(jp.MeshSpec().build(jax.devices()[:1]), file_rules("2d")), CONFIG)
+    return gradients(jp.Layout(jp.MeshSpec().build(jax.devices()[:1]), file_rules("2d")))
 
 
 @pytest.mark.parametrize(("kind", "mesh"), few(MESHES, 1, names=2))
 def test_a_llama_has_the_gradients_of_one_device(kind: str, mesh: dict[str, int], of_one_device: Any) -> None:
-    with jax.default_matmul_precision("highest"):
-        found = gradients(jp.Layout(jp.MeshSpec(**mesh).build(), file_rules(kind)), CONFIG)
+    found = gradients(jp.Layout(jp.MeshSpec(**mesh).build(), file_rules(kind)))
     assert found.keys() == of_one_device.keys()
     for name, expected in of_one_device.items():
         assert np.abs(found[name] - expected).max() <= 3e-6 * np.abs(expected).max(), name

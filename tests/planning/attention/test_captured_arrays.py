@@ -8,14 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax import lax
 
 import jaxpar as jp
 from jaxpar.utils.contexts import attention_observer
+from tests.covers import covering
+from tests.one_step import SGD, initial
 from tests.planning.names import models
-from tests.profiles import few
 
 SEQ, HEADS, HEAD, EMBED = 16, 4, 8, 32
 MASK, PLACES, SCALE = np.tril(np.ones((SEQ, SEQ), bool)), np.arange(SEQ), jnp.float32(HEAD**-0.5)
@@ -72,26 +72,26 @@ def case(f: Layer) -> models.Case:
     return models.weights(**shapes), loss, {"x": models.floats(8, SEQ, EMBED)}
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("call", CALLS | LOOPS)
+@pytest.mark.parametrize(("call", "mask"), covering(CALLS | LOOPS, MASKS, keep=14))
 def test_a_captured_mask_is_known(call: str, mask: str) -> None:
     f = (CALLS | LOOPS)[call](lambda x, w: layer(x, w, MASKS[mask]))
     (site,) = jp.annotate(*case(f)).attention
     assert (site.text, site.reason) == ("16 queries, 16 keys, 4 heads, causal", "")
 
 
-@pytest.mark.parametrize("call", few(CALLS, 2))
+@pytest.mark.parametrize("call", covering(sorted(CALLS, key=lambda call: call != "jit in a scan"), keep=1, strength=1))
 def test_it_computes_what_one_device_computes(call: str) -> None:
     make_model, loss_fn, shapes = case(CALLS[call](layer))
-    annotation, tx = jp.annotate(make_model, loss_fn, shapes), optax.sgd(0.1)
+    annotation = jp.annotate(make_model, loss_fn, shapes)
     rules = dict.fromkeys(annotation.names) | {"batch": "data", "seq": "context"}
     layout = jp.Layout(jp.MeshSpec(data=2, context=4).build(), jp.Rules(**rules))
     batch = {"x": np.random.default_rng(0).normal(size=(8, SEQ, EMBED)).astype("float32")}
     outcomes, choices = [], []
     for here, loss in ((layout.on_one_device(), loss_fn), (layout, annotation.loss_fn)):
-        state = jp.init(here, annotation.make_model, tx)
+        abstract = jp.abstract_state(here, annotation.make_model, SGD)
         with attention_observer(lambda *_, here=here: choices.append(here)):
-            _, metrics = jp.train_step(here, loss, return_grads=True)(state, batch)
+            step = jp.train_step(here, loss, return_grads=True).lower(abstract, batch).compile()
+        _, metrics = step(initial(abstract, annotation.make_model, layout.rules), batch)
         outcomes.append({"loss": metrics["loss"], **metrics["grads"]})
     assert set(choices) == {layout}
     for name, right in outcomes[0].items():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,13 +21,19 @@ from jaxpar.errors import AnnotationError
 from jaxpar.models import LlamaConfig, ViTConfig, make_llama, make_vit, next_token_loss, vit_loss
 from jaxpar.planning.names.annotation import Annotation
 from jaxpar.training.model import leaves_with_paths, read, show
+from tests.one_step import SGD, initial
 from tests.planning.names import models
 from tests.profiles import few
 
 
 def found_in(case: str) -> dict[str, tuple[str | None, ...]]:
     """The names of a case's arrays, with numbers in their paths as ``*``."""
-    return {re.sub(r"\d+(?=/|$)", "*", a.path): a.names for a in jp.annotate(*models.CASES[case]()).arrays}
+    return {re.sub(r"\d+(?=/|$)", "*", a.path): a.names for a in annotated(case).arrays}
+
+
+@functools.cache
+def annotated(case: str) -> Annotation:
+    return jp.annotate(*models.CASES[case]())
 
 
 EXPECTED = {
@@ -103,7 +111,7 @@ def test_dims_are_found(case: str) -> None:
 
 @pytest.mark.parametrize("case", few(models.CASES, 6))
 def test_no_array_has_a_name_twice(case: str) -> None:
-    annotation = jp.annotate(*models.CASES[case]())
+    annotation = annotated(case)
     for array in annotation.arrays:
         names = [name for name in array.names if name is not None]
         assert len(names) == len(set(names)), array
@@ -191,25 +199,30 @@ def numbers(batch: dict[str, jax.ShapeDtypeStruct]) -> dict[str, np.ndarray]:
     }
 
 
-STEPS = [
-    *few(
-        [("gpt", "fsdp x tensor"), ("gpt scanned", "fsdp"), ("experts", "fsdp x tensor"), ("resnet", "fsdp")],
-        keep=1,
-        names=2,
-    )
+def both_steps(case: models.Case, rules: str) -> list[tuple[Any, dict[str, Any]]]:
+    """State and metrics after a step of the user's loss on one device, and of the annotated one in a layout."""
+    make_model, loss_fn, shapes = case
+    annotation, batch = jp.annotate(make_model, loss_fn, shapes), numbers(shapes)
+    layout, results = layout_for(annotation, rules), []
+    for here, loss in ((layout.on_one_device(), loss_fn), (layout, annotation.loss_fn)):
+        abstract = jp.abstract_state(here, annotation.make_model, SGD)
+        step = jp.train_step(here, loss, return_grads=True).lower(abstract, batch).compile()
+        results.append(step(initial(abstract, annotation.make_model, layout.rules), batch))
+    return results
+
+
+STEPS: list[tuple[str, Callable[[], models.Case], str]] = [
+    ("gpt", lambda: models.gpt(layers=1), "fsdp x tensor"),
+    *((name, models.CASES[name], "fsdp") for name in ("gpt scanned", "resnet")),
+    ("experts", models.CASES["experts"], "fsdp x tensor"),
 ]
 
 
-@pytest.mark.parametrize(("case", "rules"), STEPS)
-def test_an_annotated_step_equals_the_users_loss_on_one_device(case: str, rules: str) -> None:
-    make_model, loss_fn, shapes = models.CASES[case]()
-    annotation, tx, batch = jp.annotate(make_model, loss_fn, shapes), optax.sgd(0.1), numbers(shapes)
-    layout = layout_for(annotation, rules)
-    one = layout.on_one_device()
-    state = jp.init(one, annotation.make_model, tx)
-    after, right = jp.train_step(one, loss_fn, return_grads=True)(state, batch)
-    state = jp.init(layout, annotation.make_model, tx)
-    own_after, own = jp.train_step(layout, annotation.loss_fn, return_grads=True)(state, batch)
+@pytest.mark.parametrize(("name", "case", "rules"), few(STEPS, keep=1, names=3))
+def test_an_annotated_step_equals_the_users_loss_on_one_device(
+    name: str, case: Callable[[], models.Case], rules: str
+) -> None:
+    (after, right), (own_after, own) = both_steps(case(), rules)
     np.testing.assert_allclose(float(own["loss"]), float(right["loss"]), rtol=1e-6)
     largest = max(float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(right["grads"]))
     for (path, a), (_, b) in zip(leaves_with_paths(right["grads"]), leaves_with_paths(own["grads"]), strict=True):

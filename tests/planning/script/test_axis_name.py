@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from profiles import few
 
 import jaxpar as jp
 from jaxpar.errors import LayoutError, ModelError
@@ -48,7 +49,11 @@ def step_of(use: Callable[[Any], Any]) -> Callable[..., Any]:
     return train_step
 
 
-@pytest.mark.parametrize("name", USES)
+ALIKE = ("psum over the devices", "psum over axis_size", "psum of counts", "pmin", "all_gather tiled", "two in a row")
+"""Uses of collectives that others of the list have too."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in ALIKE else ()) for n in USES])
 def test_collectives_are_those_of_pmap(name: str) -> None:
     step, state = step_of(USES[name]), {"w": jnp.asarray(W)}
     local = {"x": BATCH["x"].reshape(DEVICES, 2, 4)}
@@ -59,7 +64,7 @@ def test_collectives_are_those_of_pmap(name: str) -> None:
     np.testing.assert_allclose(loss, losses.mean(), rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["psum", "pmax", "psum over the devices"])
+@pytest.mark.parametrize("name", few(["psum over the devices", "psum", "pmax"], 1))
 def test_a_step_over_all_devices(name: str) -> None:
     step, state = step_of(USES[name]), {"w": jnp.asarray(W)}
     expected, losses = jax.pmap(step, AXIS, in_axes=(None, 0))(state, {"x": BATCH["x"].reshape(DEVICES, 2, 4)})
