@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from covers import covering
 from jax.sharding import AxisType, PartitionSpec
 
 import jaxpar as jp
@@ -128,8 +129,9 @@ def test_each_device_computes_its_share(train: bool) -> None:
     assert flops == {64: products * 2 * 64 // 8 * 64 * 32, 62: products * 2 * 62 * 64 * 32}
 
 
-@pytest.mark.parametrize("train", [True, False])
-@pytest.mark.parametrize("rule", ["data", jp.first_of("data", None)], ids=["indivisible", "first_of"])
+@pytest.mark.parametrize(
+    ("train", "rule"), covering([True, False], ["data", jp.first_of("data", None)], keep=2), ids=str
+)
 def test_rows_are_replicated_where_the_rules_say_so(train: bool, rule: Any) -> None:
     options = {"indivisible": {"batch": "replicate"}} if rule == "data" else {}
     rules = RULES.replace(batch=rule, **options)

@@ -53,8 +53,7 @@ def test_an_exchange_in_rounds_is_an_all_to_all(
     chex.assert_trees_all_equal(in_rounds, at_once)
 
 
-@pytest.mark.parametrize("axes", ["data", ("model", "data")])
-@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize(("axes", "dim"), covering([("model", "data"), "data"], [0, 1], keep=2))
 def test_a_gather_in_rounds_is_an_all_gather(axes: str | tuple[str, ...], dim: int) -> None:
     """Bitwise, in one, two and three rounds, with the mesh's axes in either order."""
     mesh = jp.MeshSpec(data=4, model=2).build()
@@ -73,8 +72,7 @@ def test_a_gather_in_rounds_is_an_all_gather(axes: str | tuple[str, ...], dim: i
         np.testing.assert_array_equal(result, x)
 
 
-@pytest.mark.parametrize("axes", ["data", ("model", "data")])
-@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize(("axes", "dim"), covering([("model", "data"), "data"], [0, 1], keep=2))
 def test_a_scatter_in_rounds_is_a_reduce_scatter(axes: str | tuple[str, ...], dim: int) -> None:
     """Bitwise for whole numbers, in one, two and three rounds, with the mesh's axes in either order."""
     mesh = jp.MeshSpec(data=4, model=2).build()

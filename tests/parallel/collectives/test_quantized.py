@@ -85,7 +85,7 @@ def on_eight(f: Callable[..., jax.Array], x: np.ndarray, out: P) -> np.ndarray:
         return np.asarray(jax.jit(one)(x))
 
 
-@pytest.mark.parametrize("shape", few([(16, 24), (24, 16, 3), (5, 7)], 2), ids=str)
+@pytest.mark.parametrize("shape", few([(24, 16, 3), (16, 24), (5, 7)], 1), ids=str)
 def test_sums_in_int8_are_off_by_the_roundings_alone(shape: tuple[int, ...]) -> None:
     x = np.random.default_rng(0).normal(size=(8, *shape)).astype(np.float32)
     most = np.abs(x).max() / 254
@@ -131,7 +131,7 @@ def product_on_one_device() -> Any:
     return product_and_grads(jp.MeshSpec(data=1), 1)[0]
 
 
-@pytest.mark.parametrize("mesh", few(MESHES, 2))
+@pytest.mark.parametrize("mesh", few(reversed(MESHES), 1))
 def test_groups_that_keep_a_part_change_no_number(mesh: str, product_on_one_device: Any) -> None:
     value, grads = product_on_one_device
     (got, others), text = product_and_grads(MESHES[mesh], reshard_after_forward=2)

@@ -290,14 +290,14 @@ def test_explain_says_where_the_experts_are_and_how_rows_travel() -> None:
 def test_a_bad_option_is_an_error_with_the_remedy(options: dict[str, Any], text: str) -> None:
     w, x = problem(2, np.float32)
     with LAYOUTS["ep8"](), pytest.raises(ConfigError) as error:
-        mixture(w, x, 2, **options)
+        jax.eval_shape(lambda: mixture(w, x, 2, **options))
     assert str(error.value) == text
 
 
 def test_sizes_that_do_not_fit_are_errors_with_the_remedy() -> None:
     w, x = problem(2, np.float32)
     six = {name: a[:6] if name != "router" else a[:, :6] for name, a in w.items()}
-    routing = jp.moe.Router(6, 2)(x @ six["router"])
+    routing = Chosen(jnp.ones((8, 8, 2)), jnp.zeros((8, 8, 2), jnp.int32))
     with LAYOUTS["ep4 fsdp2"](), pytest.raises(LayoutError, match="the dim 'experts' has size 6, which is not a"):
         jp.experts(x, routing, (six["gate"], IN), (six["up"], IN), (six["down"], OUT), x_dims=X)
     with LAYOUTS["ep8"](), pytest.raises(ConfigError) as error:
@@ -305,7 +305,7 @@ def test_sizes_that_do_not_fit_are_errors_with_the_remedy() -> None:
         jp.experts(x, chosen, (w["gate"], IN), (w["up"], IN), (w["down"], OUT), x_dims=X)
     assert str(error.value) == ("experts: each token chooses 9 experts, but there are 8. Remedy: choose at most 8.")
     with LAYOUTS["ep8"](), pytest.raises(LayoutError) as mismatch:
-        jp.experts(x, jp.moe.Router(E, 2)(x @ w["router"]), (w["gate"], IN), (w["down"][0], OUT[1:]), x_dims=X)
+        jp.experts(x, routing, (w["gate"], IN), (w["down"][0], OUT[1:]), x_dims=X)
     assert str(mismatch.value) == (
         "experts: the first dim of each weight must be the same experts, got ('expert_mlp', 'embed') of shape [20, 16] "
         "beside ('experts', 'embed', 'expert_mlp') of shape [8, 16, 20]. Remedy: weights [experts, ...] whose first "
@@ -313,7 +313,7 @@ def test_sizes_that_do_not_fit_are_errors_with_the_remedy() -> None:
     )
     same = layout({"data": 2, "expert": 4}, batch="data")
     with same, pytest.raises(ConfigError) as equal:
-        mixture(w, x, 2, dispatch="ragged")
+        jax.eval_shape(lambda: mixture(w, x, 2, dispatch="ragged"))
     assert str(equal.value) == (
         "experts: dispatch 'ragged' exchanges rows over 'expert', but devices along 'expert' have the same tokens. "
         "Remedy: dispatch='auto' or 'gather', or rules that shard the batch or the sequence over 'expert' too."

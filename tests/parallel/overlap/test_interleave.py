@@ -72,6 +72,7 @@ def test_two_copies_give_what_one_gives(two_copies: Found, one_copy: Found) -> N
     check_same(two_copies, one_copy)
 
 
+@pytest.mark.slow
 def test_weights_are_gathered_once_and_nothing_more_is_sent(two_copies: Found, one_copy: Found) -> None:
     gathers = [audit.wire_bytes("all-gather", "data") for *_, audit in (two_copies, one_copy)]
     assert 0 < gathers[0] <= gathers[1]

@@ -59,7 +59,7 @@ def test_dims_of_two_sizes_are_sharded_where_both_divide() -> None:
     assert conv.sizes["batch"] == 8 and conv.times == 1
 
 
-@pytest.mark.parametrize("case", few(list(models.CASES), 7))
+@pytest.mark.parametrize("case", few(list(models.CASES), 4))
 def test_every_operator_reads_what_comes_before_it_or_from_a_loop(case: str) -> None:
     graph = graph_of(case)
     assert any(o.flops for o in graph.operators)

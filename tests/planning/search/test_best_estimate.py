@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from profiles import few
+from covers import covering
 
 from jaxpar.planning.search.best_estimate import best_estimate
 from jaxpar.planning.search.cost import CostModel
@@ -40,24 +40,22 @@ def rank(plan: Plan, cost: StepCost, objective: Objective) -> tuple[float, float
     return value, cost.peak_bytes
 
 
-@pytest.mark.parametrize("objective", ["time", "memory"])
+SEARCHES: list[tuple[str, int, int, dict[str, Any]]] = [
+    ("v5e:2x4", 32, 2048, {}),
+    ("h100:2x4", 4, 4096, {"fixed": {"model": 4}}),
+    ("v5e:2x4", 8, 2048, {"batches": (8, 256)}),
+    ("v5e:2x2*4", 32, 2048, {}),
+    ("v5e:2x4*2", 4, 32768, {}),
+    ("v5e:2x2", 64, 8192, {}),
+    ("h100:4x2", 8, 1024, {"fixed": {"remat": "full", "pipeline": 4}}),
+]
+
+
 @pytest.mark.parametrize(
-    ("name", "batch", "seq", "more"),
-    few(
-        [
-            ("v5e:2x4", 32, 2048, {}),
-            ("v5e:2x2*4", 32, 2048, {}),
-            ("v5e:2x4*2", 4, 32768, {}),
-            ("v5e:2x2", 64, 8192, {}),
-            ("h100:2x4", 4, 4096, {"fixed": {"model": 4}}),
-            ("h100:4x2", 8, 1024, {"fixed": {"remat": "full", "pipeline": 4}}),
-            ("v5e:2x4", 8, 2048, {"batches": (8, 256)}),
-        ],
-        3,
-        names=4,
-    ),
+    ("search", "objective"), covering(SEARCHES, ["time", "memory"], keep=2, strength=1), ids=lambda case: str(case)
 )
-def test_pruning_changes_no_result(name: str, batch: int, seq: int, more: dict[str, Any], objective: Objective) -> None:
+def test_pruning_changes_no_result(search: tuple[str, int, int, dict[str, Any]], objective: Objective) -> None:
+    name, batch, seq, more = search
     work, topology = llama_workload(batch, seq), Topology.parse(name)
     model, space = CostModel(work, topology), space_of(work, topology, **more)
     best, expected = best_estimate(model, space, objective), of_all(model, space, objective)
