@@ -265,7 +265,7 @@ def train(layout: jp.Layout, mlp: Any, tx: Any) -> dict[tuple[str, ...], np.ndar
     """Returns the state after two steps, on the host. It uses fp64, because most optimizers divide by small numbers."""
     with jax.enable_x64(True):
         shapes = jp.abstract_state(layout, mlp.make, tx)
-        lowered = jp.train_step(layout, mlp.loss).lower(shapes, mlp.batch())
+        lowered = jp.train_step(layout, mlp.loss, donate=False).lower(shapes, mlp.batch())
         step = lowered.compile(compiler_options={"xla_backend_optimization_level": 0})  # It compiles in half the time.
         state = initial(shapes, mlp.make, mlp.rules, tx)
         for i in range(2):

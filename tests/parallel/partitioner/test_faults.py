@@ -86,7 +86,7 @@ def gradients(layout: jp.Layout, kind: str) -> tuple[list[np.ndarray], bool]:
     placed = {name: jp.shard_array(layout, value, *dims[name]) for name, value in batch.items()}
     shapes = jp.abstract_state(layout, make_model, SGD)
     with noting_repairs() as repaired:
-        step = jp.train_step(layout, loss, return_grads=True).lower(shapes, placed).compile()
+        step = jp.train_step(layout, loss, return_grads=True, donate=False).lower(shapes, placed).compile()
     _, metrics = step(initial(shapes, make_model, WHOLE), placed)
     return jax.device_get([metrics["loss"], *jax.tree.leaves(metrics["grads"])]), bool(repaired)
 

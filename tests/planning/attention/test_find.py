@@ -117,7 +117,7 @@ def test_a_sharded_sequence_computes_what_one_device_computes(style: str, contex
     for here, loss in ((layout.on_one_device(), loss_fn), (layout, annotation.loss_fn)):
         abstract = jp.abstract_state(here, annotation.make_model, SGD)
         with attention_observer(lambda *_, here=here: choices.append(here)):
-            step = jp.train_step(here, loss, return_grads=True).lower(abstract, batch).compile()
+            step = jp.train_step(here, loss, return_grads=True, donate=False).lower(abstract, batch).compile()
         _, metrics = step(initial(abstract, annotation.make_model, layout.rules), batch)
         outcomes.append({"loss": metrics["loss"], **metrics["grads"]})
     assert choices and layout.on_one_device() not in choices

@@ -206,7 +206,7 @@ def both_steps(case: models.Case, rules: str) -> list[tuple[Any, dict[str, Any]]
     layout, results = layout_for(annotation, rules), []
     for here, loss in ((layout.on_one_device(), loss_fn), (layout, annotation.loss_fn)):
         abstract = jp.abstract_state(here, annotation.make_model, SGD)
-        step = jp.train_step(here, loss, return_grads=True).lower(abstract, batch).compile()
+        step = jp.train_step(here, loss, return_grads=True, donate=False).lower(abstract, batch).compile()
         results.append(step(initial(abstract, annotation.make_model, layout.rules), batch))
     return results
 
