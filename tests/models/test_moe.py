@@ -203,8 +203,7 @@ def test_a_router_with_exact_inputs_chooses_the_same_experts_with_int8_gathers(n
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:offload. simulated CPU devices")
-@pytest.mark.parametrize("parameters", [False, True], ids=["optimizer", "parameters"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "parameters"), covering(FAMILIES, [False, True], keep=0, strength=1))
 def test_offloaded_steps_are_those_of_one_device(family: str, parameters: bool) -> None:
     tx = optax.sgd(0.1, momentum=0.9)
     config = config_of(family)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from covers import covering
 
 import jaxpar as jp
 from jaxpar.parallel.zero.gather import all_but_gathered
@@ -48,17 +49,11 @@ def layout(data: int, expert: int) -> jp.Layout:
     return jp.Layout(jp.MeshSpec(data=data, expert=expert).build(jax.devices()[: data * expert]), RULES)
 
 
-SIZES = [  # data, expert, embed: the last is 1, 3, 4, 5 or 8 on a device
-    (4, 2, 12),
-    pytest.param((4, 2, 4), marks=pytest.mark.slow),
-    pytest.param((3, 2, 12), marks=pytest.mark.slow),
-    pytest.param((2, 4, 10), marks=pytest.mark.slow),
-    pytest.param((2, 2, 16), marks=pytest.mark.slow),
-]
+SIZES = [(4, 2, 12), (4, 2, 4), (3, 2, 12), (2, 4, 10), (2, 2, 16)]
+"""Data, expert, embed: the last is 3, 1, 4, 5 or 8 on a device."""
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("dtype", [np.float32, pytest.param(np.float64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("sizes", "dtype"), covering(SIZES, [np.float32, np.float64], keep=1, strength=1), ids=str)
 def test_values_and_gradients_are_those_of_a_dense_loop(sizes: tuple[int, int, int], dtype: Any) -> None:
     data, expert, embed = sizes
     with jax.enable_x64(True):

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
-from profiles import few
+from covers import covering
 
 import jaxpar as jp
 from jaxpar.errors import ConfigError
@@ -105,7 +105,7 @@ def kinds(state: Any) -> dict[str, str]:
 
 @pytest.mark.parametrize(
     ("name", "stage"),
-    few([(name, 1) for name in OPTIMIZERS] + [("adamw", 0), ("adamw", 3), ("muon", 3)], 1, names=2),
+    covering(OPTIMIZERS, [1, 0, 3], keep=1, strength=1),
     ids=str,
 )
 def test_steps_are_the_same_and_by_layers_to_the_bit(name: str, stage: int) -> None:

@@ -67,7 +67,6 @@ def llama_alone() -> tuple[Any, Any]:
 
 LINEN: dict[str, tuple[Any, dict[str, Any]]] = {
     "residuals": (schedule("1f1b", stages=2, microbatches=2), {"activation_checkpointing": "none"}),
-    "interleaved": (schedule("interleaved", stages=2, microbatches=4, chunks=2), {}),
     "zero bubble": (schedule("zb_h1", stages=2, microbatches=4), {}),
     "zero 2": (schedule("1f1b", stages=2, microbatches=2), {"grad_reduction": "per_microbatch"}),
     "buckets": (schedule("interleaved", stages=2, microbatches=4, chunks=2), {"grad_reduction": "per_chunk"}),
@@ -81,9 +80,7 @@ LINEN: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "case", ["residuals", *(pytest.param(case, marks=pytest.mark.slow) for case in LINEN if case != "residuals")]
-)
+@pytest.mark.parametrize("case", LINEN)
 def test_a_linen_model_with_adapters_through_stages(case: str) -> None:
     flow, options = LINEN[case]
     layout = layout_of(RULES, STAGES)

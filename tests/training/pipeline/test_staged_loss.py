@@ -130,8 +130,6 @@ PIPELINES: dict[str, tuple[dict[str, int], Any]] = {
         {"pipeline": 2, "model": 2},
         jp.Pipeline(schedule("interleaved", chunks=2), grad_reduction="per_microbatch"),
     ),
-    "turns": ({"pipeline": 2, "data": 2}, jp.Pipeline(schedule("breadth_first", chunks=2), grad_reduction="per_chunk")),
-    "zb_uniform": ({"pipeline": 2, "data": 2}, schedule("zb_uniform")),
     "zb_v": (
         {"pipeline": 2, "data": 2},
         jp.Pipeline(schedule("zb_v"), executor="independent", activation_checkpointing="none"),
