@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from profiles import few
 
 import jaxpar as jp
 from jaxpar.compression import PruneConfig, prune, sparsity_of
@@ -81,13 +82,17 @@ RANDOM = np.random.default_rng(1).normal(size=(3, 40, 50))
 
 @pytest.mark.parametrize(
     ("dtype", "values"),
-    [
-        ("float32", RANDOM),
-        ("float32", np.sign(RANDOM)),
-        ("float32", np.zeros(RANDOM.shape)),
-        ("bfloat16", RANDOM),
-        ("float64", RANDOM),
-    ],
+    few(
+        [
+            ("float32", np.sign(RANDOM)),
+            ("float32", RANDOM),
+            ("float32", np.zeros(RANDOM.shape)),
+            ("float64", RANDOM),
+            ("bfloat16", RANDOM),
+        ],
+        2,
+        names=2,
+    ),
 )
 def test_the_first_of_the_smallest_numbers_are_pruned_also_where_many_are_equal(values: Any, dtype: str) -> None:
     """Equal numbers are told apart by their index, so as many are pruned as the sparsity says, in every layout."""

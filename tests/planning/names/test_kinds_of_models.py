@@ -75,7 +75,8 @@ def test_dims_are_found(case: str) -> None:
     assert {path: names[path] for path in EXPECTED[case]} == EXPECTED[case]
 
 
-@pytest.mark.parametrize("case", few(["pooling written out", "pooled", "detr", "mixer", "perceiver"], 1))
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["pooling written out", "pooled", "detr", "mixer", "perceiver"])
 def test_an_annotated_step_equals_the_users_loss_on_one_device(case: str) -> None:
     outcomes = [metrics["grads"] for _, metrics in both_steps(CASES[case](), "fsdp x tensor")]
     largest = max(float(np.max(np.abs(x))) for x in jax.tree.leaves(outcomes[0]))

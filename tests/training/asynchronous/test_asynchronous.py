@@ -190,7 +190,7 @@ def done(case: int) -> Run:
     return Run(params, metrics, numbers, state, call)
 
 
-@pytest.mark.parametrize("case", few(range(len(CASES)), 1))
+@pytest.mark.parametrize("case", few((4, 0, 1, 2, 3), 1))
 def test_a_run_is_its_recurrence_to_the_bit(case: int) -> None:
     sizes, pipeline, loss, flushes = CASES[case]
     first, *got = done(case).params
@@ -212,7 +212,7 @@ def test_a_run_is_its_recurrence_to_the_bit(case: int) -> None:
     assert min(size for sizes in moved[1:] for size in sizes.values()) > 0
 
 
-@pytest.mark.parametrize("case", few((0, 3, 2), 1))
+@pytest.mark.parametrize("case", few((4, 3, 2), 1))
 def test_a_saved_state_goes_on_to_the_bit(case: int) -> None:
     ran = done(case)
     state, _ = ran.call(restored(ran.saved, ran.state), batch_of(CALLS - 1))
@@ -289,7 +289,7 @@ def test_metrics_are_of_microbatches_whose_loss_was_made() -> None:
     assert counts == {"before": 8, "layers": [8, 9, 10], "after": 10}
 
 
-@pytest.mark.parametrize("case", range(len(CASES)))
+@pytest.mark.parametrize("case", few((4, 3, 0, 1, 2), 2))
 def test_a_first_state_is_known_before_it_is_made(case: int) -> None:
     """``jaxpar check --topology`` compiles from these shapes, dtypes and shardings."""
     layout, step = step_of(case)

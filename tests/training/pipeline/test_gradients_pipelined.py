@@ -225,7 +225,7 @@ def test_every_stage_of_zero_composes_with_stages_and_heads(stage: int, one_devi
     check_same(got, one_device)
 
 
-@pytest.mark.parametrize("case", few(CASES, 2), ids=str)
+@pytest.mark.parametrize("case", few(sorted(CASES, key=lambda case: case[0] != "zb_h1"), 1), ids=str)
 def test_a_schedule_gives_the_gradients_of_one_device(case: Any, one_device: Any) -> None:
     name, sizes, microbatches, chunks, activation_checkpointing, layers = case
     schedule = jp.pipeline.schedule(name, stages=sizes["pipeline"], microbatches=microbatches, chunks=chunks)
