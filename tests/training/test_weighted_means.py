@@ -97,7 +97,7 @@ CASES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", few(CASES, 2))
+@pytest.mark.parametrize("name", few(CASES, 1))
 def test_parts_without_counted_rows_add_nothing(name: str) -> None:
     sizes, options = CASES[name]
     layout = layout_of(ZERO.rules(RULES) if name.startswith("ZeRO") else RULES, sizes)
@@ -118,7 +118,7 @@ def test_chunks_of_sequences_without_counted_tokens_add_nothing() -> None:
     check_grads(got[1], want[1], 1e-5)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", few(range(2), 1))
 def test_an_evaluation_by_a_pipeline_leaves_them_out(seed: int) -> None:
     batch, found = batch_of(seed), []
     for sizes, pipeline in (({"data": 1}, None), ({"pipeline": 2, "data": 2}, jp.pipeline.schedule("1f1b", 2, 2))):

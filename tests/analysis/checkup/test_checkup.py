@@ -209,6 +209,14 @@ def test_check_writes_its_files_and_keeps_a_golden_one(
     screen = capsys.readouterr().out
     assert f"golden file {files['golden']}: DIFFERS\n  " in screen
     assert re.search(r"^  [+−]\d+ all-gathers? over model, \+\d+\.\d+ MiB, from \w", screen, re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_a_golden_file_of_other_versions_is_refused(
+    compiled: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--golden", str(tmp_path / "r.golden")]
+    assert run(*words) == 0
     compiled.append(dataclasses.replace(step("tpu_fsdp_tp"), versions={"jax": "1.0"}))
     assert run(*words) == 2
     assert (

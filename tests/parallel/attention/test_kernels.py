@@ -53,19 +53,18 @@ def by_tiles(engine: Backend, keys: KeySource, x: tuple[jax.Array, ...], options
     rules, beside, offset = read(*x, options)
     ring = ("context",) if keys == "ring" else ()
 
-    def local(q: Any, k: Any, v: Any, ids: Any) -> jax.Array:
-        own = beside._replace(segments=None if ids is None else (ids, ids))
+    def local(q: Any, k: Any, v: Any, segments: Any) -> jax.Array:
+        own = beside._replace(segments=segments)
         way = AttentionPlan(rules, keys, ring, offset=offset, engine=engine)
         return compute(ordered(way, options, (q.shape[1], k.shape[1])), q, k, v, own)
 
-    ids = None if beside.segments is None else beside.segments[0]
     if not ring:
-        return both(lambda *x: local(*x, ids), *x)
+        return both(lambda *x: local(*x, beside.segments), *x)
     spec = P(None, "context")
     mesh = jp.MeshSpec(context=2).build(jax.devices()[:2])
     # The kernel's interpreter does not track the axes over which its loops vary.
-    mapped = jax.shard_map(local, mesh=mesh, in_specs=(spec,) * 4, out_specs=spec, check_vma=False)
-    return both(lambda *x: mapped(*x, ids), *x)
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    return both(lambda *x: mapped(*x, beside.segments), *x)
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ COMMON = "prefixes, bias, soft cap, sinks"
 
 @pytest.mark.parametrize(
     ("impl", "case"),
-    covering(MESHES, [COMMON], keep=1) + covering(MESHES, [c for c in CASES if c != COMMON], keep=1, strength=1),
+    covering(MESHES, [COMMON], keep=1) + covering(MESHES, [c for c in CASES if c != COMMON], keep=0, strength=1),
 )
 def test_every_implementation_equals_the_plain_form(
     impl: str, case: str, wanted: Callable[[str], list[np.ndarray]]
@@ -99,7 +99,7 @@ def test_every_implementation_equals_the_plain_form(
     assert gap(run(layout(**MESHES[impl]), impl, arrays(kv_heads), options | more), wanted(case)) <= 1e-5
 
 
-@pytest.mark.parametrize("case", ["full", "causal, documents, soft cap, sinks"])
+@pytest.mark.parametrize("case", few(["causal, documents, soft cap, sinks", "full"], 1))
 def test_the_plain_form_takes_a_split_sequence_under_explicit_axes(
     case: str, wanted: Callable[[str], list[np.ndarray]]
 ) -> None:
