@@ -194,7 +194,7 @@ def resize(
 
     >>> import jaxpar as jp
     >>> with jp.Layout(jp.MeshSpec(context=-1).build(), jp.Rules(height="context", width=None)):
-    ...     resize(jnp.ones((1, 16, 8, 3)), (32, 16)).shape
+    ...     jax.jit(lambda x: resize(x, (32, 16)))(jnp.ones((1, 16, 8, 3))).shape
     (1, 32, 16, 3)
     """
     changes = [

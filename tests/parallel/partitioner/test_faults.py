@@ -119,8 +119,8 @@ def test_a_model_that_nobody_here_wrote(kind: str, sharding: str, explicit: bool
         types = (jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto,) * len(mesh)
         devices = jax.make_mesh(tuple(mesh.values()), tuple(mesh), axis_types=types)
         layout = jp.Layout(devices, jp.Rules(**rules, unannotated="replicate"), explicit=explicit)
-        found, repaired = gradients(layout, kind)
-        pairs = zip(found, on_one_device(kind), strict=True)
+        values, repaired = gradients(layout, kind)
+        pairs = zip(values, on_one_device(kind), strict=True)
     assert repaired
     for got, expected in pairs:
         np.testing.assert_allclose(got, expected, rtol=0, atol=1e-13 * max(1.0, np.abs(expected).max()))
@@ -159,7 +159,7 @@ def test_explain_tells_what_runs_instead() -> None:
     assert note == (
         "wrong in XLA, right here: kernel gradient of a grouped convolution: it is multiplied by the sizes of the axes "
         "that shard neither batch nor space if the batch is sharded, and there are such axes. The step runs it slice "
-        "by slice: Stranger.__call__ (test_faults.py:45) over data"
+        "by slice: Stranger.__call__ (test_faults.py:47) over data"
     )
 
 
