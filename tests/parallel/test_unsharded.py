@@ -46,6 +46,7 @@ def test_results_and_gradients_are_those_of_a_layout() -> None:
     np.testing.assert_allclose(eager, want[0], rtol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("impl", few(["ring", "auto", "ulysses", "split_kv"], 1))
 def test_every_implementation_is_the_dense_one(impl: Any) -> None:
     segments = jnp.asarray([[1, 1, 1, 2, 2, 0]] * 4)

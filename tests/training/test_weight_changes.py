@@ -62,11 +62,11 @@ STEPS = {
 }
 
 
-IMPLIED = ("one device", "optimizer on the host")
-"""A sharded step does more than that of one device, and one with all on the host has the optimizer there too."""
+DEFAULT = ("sharded", "optimizer on disk")
+"""The steps that run by default: one program, and one beside which the host updates."""
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in IMPLIED else ()) for n in STEPS])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in DEFAULT else pytest.mark.slow) for n in STEPS])
 @pytest.mark.filterwarnings("ignore:offload. simulated CPU devices")
 def test_each_kind_of_step_counts_the_weights_that_it_changes(name: str, tmp_path: Path) -> None:
     sizes, place = STEPS[name]
@@ -123,6 +123,7 @@ def test_a_sample_is_taken_on_any_mesh(layout: Callable[[], jp.Layout]) -> None:
     assert float(metrics["weights_changed"]) == pytest.approx(share(state.params, new.params), rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", few(["pipedream", "pipedream_2bw"], 1))
 def test_a_pipeline_that_is_not_flushed_counts_too(schedule: Any) -> None:
     loss = jp.pipeline.PipelineLoss(

@@ -109,6 +109,7 @@ def test_parts_without_counted_rows_add_nothing(name: str) -> None:
     check_grads(got[1], want[1], 1e-5)
 
 
+@pytest.mark.slow
 def test_chunks_of_sequences_without_counted_tokens_add_nothing() -> None:
     batch = batch_of(5)
     batch["mask"][:, : SEQ // 2] = 0  # The first chunk has no counted token.

@@ -92,5 +92,6 @@ def test_tensor_parallelism_never_gathers_logits(name):
     assert gathered == ({residual} if name == "tp_sp" else set())
 
 
+@pytest.mark.slow
 def test_fully_sharded_tensor_parallelism_gathers_half_of_each_weight():
     assert audited("fsdp_tp").wire_bytes("all-gather", "data") == 3 / 4 * 4 * (BLOCKS + HEAD / 2 + TOKENS)

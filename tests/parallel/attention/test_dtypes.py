@@ -38,7 +38,7 @@ def draw(*shape: int, seed: int, dtype: str) -> np.ndarray:
 IMPLS = [*MESHES, "auto"]
 
 
-@pytest.mark.parametrize(("impl", "third"), covering(IMPLS, range(3), keep=2))
+@pytest.mark.parametrize(("impl", "third"), covering(IMPLS, range(3), keep=1))
 def test_arrays_of_several_dtypes(impl: str, third: int) -> None:
     """Every implementation meets one case of each third of the list: other biases, 64 beside 32 bits, and 16 bits."""
     kinds = list(DTYPES.values())[3 * third + IMPLS.index(impl) % 3]

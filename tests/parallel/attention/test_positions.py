@@ -108,6 +108,7 @@ def test_queries_may_stand_anywhere(impl: str, mask: jp.Mask) -> None:
         assert_close(found, reference(x, gradient, seen))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("impl", few(sorted(MESHES, key=lambda impl: impl != "ring"), 1))
 def test_queries_may_stand_before_the_keys(impl: str) -> None:
     """With an offset known at trace time, a ring leaves out hops, and lists of tiles are built on the host."""

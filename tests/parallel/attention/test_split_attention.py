@@ -118,12 +118,14 @@ def test_a_split_sequence_under_explicit_axes(impl: str, wanted: Callable[[str],
     assert gap(run(jp.Layout(mesh, RULES, explicit=True), impl, arrays(kv_heads), options), wanted(case)) <= 1e-5
 
 
+@pytest.mark.slow
 def test_queries_that_see_nothing_give_zeros_and_no_gradients() -> None:
     ids = np.full((BATCH, SEQ), -1, np.int32)
     found = run(layout(context=4), "ring", arrays(2), {"segment_ids": ids})
     assert all((leaf == 0).all() for leaf in found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", few(["zigzag", "striped", "contiguous"], 1))
 def test_tokens_may_lie_in_any_order(order: str, wanted: Callable[[str], list[np.ndarray]]) -> None:
     case = "causal, documents, soft cap, sinks"

@@ -53,6 +53,7 @@ SIZES = [(4, 2, 12), (4, 2, 4), (3, 2, 12), (2, 4, 10), (2, 2, 16)]
 """Data, expert, embed: the last is 3, 1, 4, 5 or 8 on a device."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sizes", "dtype"), covering(SIZES, [np.float32, np.float64], keep=1, strength=1), ids=str)
 def test_values_and_gradients_are_those_of_a_dense_loop(sizes: tuple[int, int, int], dtype: Any) -> None:
     data, expert, embed = sizes

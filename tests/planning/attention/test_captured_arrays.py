@@ -79,6 +79,7 @@ def test_a_captured_mask_is_known(call: str, mask: str) -> None:
     assert (site.text, site.reason) == ("16 queries, 16 keys, 4 heads, causal", "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", covering(sorted(CALLS, key=lambda call: call != "jit in a scan"), keep=1, strength=1))
 def test_it_computes_what_one_device_computes(call: str) -> None:
     make_model, loss_fn, shapes = case(CALLS[call](layer))

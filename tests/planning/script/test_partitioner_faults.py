@@ -28,6 +28,7 @@ def train_step(params: Any, batch: Any) -> tuple[Any, jax.Array]:
     return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), value
 
 
+@pytest.mark.slow
 def test_depthwise_convolutions_beside_an_idle_axis() -> None:
     random = np.random.default_rng(0)
     batch = {"x": random.normal(size=(8, 16, 16, 3)), "y": random.normal(size=(8, 4))}

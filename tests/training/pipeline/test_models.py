@@ -95,6 +95,7 @@ def batch_of(seq: int, words: int) -> dict[str, jax.Array]:
     return {name: jax.random.randint(jax.random.key(n), (ROWS, seq), 0, words) for n, name in keys}
 
 
+@pytest.mark.slow
 def test_a_linen_model_through_stages() -> None:
     batch = batch_of(SEQ, WORDS)
     want = one_step(layout_of(RULES, {"data": 1}), whole, make_linen, batch)

@@ -88,6 +88,7 @@ def test_a_linen_model_with_adapters_through_stages(case: str) -> None:
     check_equal(run(layout, STAGED, make_linen, batch_of(SEQ, WORDS), pipeline=pipeline), linen_alone())
 
 
+@pytest.mark.slow
 def test_adapters_of_the_layers_alone() -> None:
     pipeline = jp.Pipeline(schedule("1f1b", stages=2, microbatches=2))
     got = run(layout_of(RULES, STAGES), STAGED, make_linen, batch_of(SEQ, WORDS), LAYERS_ONLY, pipeline=pipeline)

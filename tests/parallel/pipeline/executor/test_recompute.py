@@ -85,6 +85,7 @@ CASES: dict[str, tuple[dict[str, int], jp.Pipeline]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", few(sorted(CASES, key=lambda case: case != "not fused, uneven"), 1))
 def test_a_list_gives_the_gradients_of_one_device(case: str, one_device: Any) -> None:
     loss, grads, *_ = run(*CASES[case])
