@@ -156,7 +156,10 @@ def reference(config: MoEConfig) -> tuple[dict[str, float], Any]:
     return step(ONE, config, config)
 
 
-IMPLIED = ("ep", "folded", "zero 1", "permutes", "per step fsdp", "pp", "remat dots", "remat save_attention")
+IMPLIED = (
+    *("ep", "folded", "zero 1", "zero 2", "permutes", "accumulated", "per step fsdp", "pp", "pp zb_h1 full"),
+    *("remat full", "remat dots", "remat save_attention"),
+)
 """Cases whose axes and options other cases have too, beside more, or which the layers of the Llama have."""
 
 

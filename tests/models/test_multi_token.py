@@ -99,11 +99,8 @@ def test_only_the_training_loss_reads_the_layers_of_further_tokens() -> None:
 
 LAYOUTS = (
     "ep tp sp",
-    "ep fsdp",
     "ep ring forced",
     "accumulated",
-    "zero 1",
-    "remat full",
     "pp fsdp",
     "pp tp",
     "pp ring",

@@ -292,9 +292,11 @@ def stepped() -> list[str]:
     return [name for name in CONSTRUCTORS if name not in {*NOT_STEPPED, *TRAINED, *cores}]
 
 
-@pytest.mark.parametrize("part", few(range(16), 1))
+@pytest.mark.parametrize("part", few(range(8), 1))
 def test_updates_equal_one_device(part: int, mlp: Any) -> None:
-    tx = side_by_side(stepped()[part::16])
+    """The first part, which runs by default, is the smallest."""
+    first, others = stepped()[::16], [name for i, name in enumerate(stepped()) if i % 16]
+    tx = side_by_side(first if part == 0 else others[part - 1 :: 7])
     assert_close(train(mlp.layout(), mlp, tx), train(mlp.one_device, mlp, tx))
 
 

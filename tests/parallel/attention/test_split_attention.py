@@ -1,7 +1,7 @@
 """Attention over a split sequence: every implementation against dense attention on one device, values and gradients.
 
-Each implementation meets each option here or in one of the files beside this one, several together. ``benchmarks/attention/error_table.py`` runs
-every mask and option with every implementation separately.
+Each implementation meets each option, several together, here or in a file beside this one.
+``benchmarks/attention/error_table.py`` runs every mask and option with every implementation separately.
 """
 
 from __future__ import annotations
