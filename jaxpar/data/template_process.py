@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from jaxpar.data import template_server
 from jaxpar.errors import DataError
 
-_MOST_SECONDS = 10.0
-"""Processor time of one text."""
+_MOST_SECONDS, _MOST_MEMORY = 10.0, 1 << 31
+"""Of one text: processor time, and bytes of address space."""
 _REMEDY = "Remedy: another template, or shorter messages."
 
 
@@ -51,7 +51,8 @@ class TemplateProcess:
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         self._process = subprocess.Popen(program, text=True, encoding="utf-8", **pipes)
         self._end = weakref.finalize(self, _end, self._process)
-        self._send({"source": source, "now": None if now is None else now.isoformat(), "seconds": _MOST_SECONDS})
+        limits = {"seconds": _MOST_SECONDS, "memory": _MOST_MEMORY}
+        self._send({"source": source, "now": None if now is None else now.isoformat(), **limits})
         reply = self._receive()
         if "syntax" in reply:
             raise DataError(f"{name} is not a jinja2 template: {reply['syntax']}.")

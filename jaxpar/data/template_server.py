@@ -20,8 +20,8 @@ from datetime import datetime
 from functools import partial
 from typing import Any
 
-MOST_MEMORY, MOST_CHARACTERS = 1 << 31, 1 << 26
-"""Of one text: bytes of address space, and characters."""
+MOST_CHARACTERS = 1 << 26
+"""Of one text."""
 _MARK = secrets.token_hex(16)  # no message contains it
 _BEGIN, _END = f"<{_MARK}>", f"</{_MARK}>"
 
@@ -29,12 +29,12 @@ _BEGIN, _END = f"<{_MARK}>", f"</{_MARK}>"
 def serve() -> None:
     """Answers requests until the input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
-    with suppress(ValueError, OSError):  # the system has a lower limit, or none
-        resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     lines = iter(sys.stdin.readline, "")
     opening = json.loads(next(lines))
-    limited = partial(_limited, opening["seconds"])
+    with suppress(ValueError, OSError):  # the system has a lower limit, or none
+        resource.setrlimit(resource.RLIMIT_AS, (opening["memory"], opening["memory"]))
+    limited = partial(_limited, opening["seconds"], opening["memory"])
     reply = limited(partial(_opened, opening))
     template = reply.pop("template", None)
     _write(reply)
@@ -46,13 +46,13 @@ def serve() -> None:
             _write(limited(partial(_rendered, template, shared)))
 
 
-def _limited(seconds: float, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def _limited(seconds: float, memory: int, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Returns what a function returns, or its error. The system ends this process if it takes too long."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         reply = make()
     except MemoryError:
-        reply = {"memory": MOST_MEMORY}
+        reply = {"memory": memory}
     except Exception as error:  # noqa: BLE001 (a template can raise anything)
         reply = {"error": f"{type(error).__name__}: {str(error).rstrip('.'):.200}"}
     signal.setitimer(signal.ITIMER_PROF, 0)

@@ -6,9 +6,11 @@ import io
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+import jaxpar as jp
 from jaxpar.app.cli import main
 from jaxpar.app.config import load_run
 from jaxpar.app.import_configuration import _MOST_BYTES
@@ -58,6 +60,12 @@ runner_wrapper: {scale_sense: {type: DynamicLossScaleUpdateCell, loss_scale_valu
 ADAPTERS = "pet_config: {pet_type: lora, lora_rank: 2, lora_dropout: 0.0, target_modules: '.*wq|.*w2'}"
 
 
+@pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Takes the check of the translation, which traces a step, out of tests of files and texts."""
+    monkeypatch.setattr(jp, "check", lambda *asked, **how: SimpleNamespace(problems=(), memory=SimpleNamespace(problem=None)))
+
+
 def convert(folder: Path, text: str, *options: str) -> int:
     (folder / "source.yaml").write_text(text, encoding="utf-8")
     return main(["import-mindformers", str(folder / "source.yaml"), str(folder / "run.yaml"), *options])
@@ -89,7 +97,12 @@ def convert(folder: Path, text: str, *options: str) -> int:
             id="latent-stages",
             marks=pytest.mark.slow,
         ),
-        pytest.param(GROUPS + (MODEL % "qkv_has_bias: true").replace("runner_wrapper", "#"), {"data": 8}, id="groups"),
+        pytest.param(
+            GROUPS + (MODEL % "qkv_has_bias: true").replace("runner_wrapper", "#"),
+            {"data": 8},
+            id="groups",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_translation_builds_a_job(
@@ -117,6 +130,7 @@ def test_a_translation_trains(text: str, tmp_path: Path, monkeypatch: pytest.Mon
     assert any("loss" in line for line in losses)
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_a_refused_key_stops_the_import(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = "parallel_config: {data_parallel: 2}" + MODEL % "hidden_act: gelu"
     assert convert(tmp_path, text) != 0
@@ -134,6 +148,7 @@ def test_a_refused_key_stops_the_import(tmp_path: Path, capsys: pytest.CaptureFi
     )
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_a_base_has_the_model_and_the_data(tmp_path: Path) -> None:
     base = tmp_path / "base.yaml"
     base.write_text("model: {family: llama, preset: tiny, layers: 6}\ndata: {source: stdlib, batch: 4, seq: 32}\n")
@@ -196,9 +211,7 @@ torchrun --nproc_per_node 8 --nnodes $NODES pretrain_gpt.py ${ARGS[@]}
 """
 
 
-def test_a_launch_script_builds_a_job(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_launch_script_builds_a_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script, out = tmp_path / "run.sh", tmp_path / "run.yaml"
     script.write_text(SCRIPT)
     assert main(["import-megatron", str(script), str(out)]) != 0
@@ -209,6 +222,16 @@ def test_a_launch_script_builds_a_job(
     assert main(["import-megatron", str(script), str(out), "--variable", "NODES=1"]) == 0
     job = make_job(load_run(out))
     assert job.layout_data["mesh"] == {"data": 4, "model": 2} and job.zero.stage == 1
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_arguments_come_from_standard_input(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run.sh").write_text(SCRIPT)
+    out = tmp_path / "run.yaml"
+    assert main(["import-megatron", str(tmp_path / "run.sh"), str(out), "--variable", "NODES=1"]) == 0
+    capsys.readouterr()
     monkeypatch.setattr("sys.stdin", io.StringIO("--lr 1e-3 --wrong 3 --micro-batch-size 1 --train-iters 3"))
     base = ["--base", str(out), "--devices", "1", "--ignore", "wrong"]
     assert main(["import-megatron", "-", str(tmp_path / "second.yaml"), *base]) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +19,23 @@ from jaxpar.errors import DataError
 
 TOOLS = [{"type": "function", "function": {"name": "look_up", "description": "größer"}}]
 CHAT = [{"role": "user", "content": "Where?"}, {"role": "assistant", "content": "There."}]
+DAY = datetime(2024, 7, 26)
+"""What ``load_conversations`` sets where a template has no time. One that has it keeps one process for all loads."""
 TEMPLATE = ChatTemplate(
     "{% if tools %}{{ tools | tojson }}\n{% endif %}{% if day is defined %}{{ day }}\n{% endif %}"
     "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}|"
     "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}",
     "tools.jinja",
+    now=DAY,
 )
-BLIND = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", "blind.jinja")
+BLIND = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", "blind.jinja", now=DAY)
 
 
 def text_of(row: dict[str, Any], folder: Path) -> str:
     """The text of a row, from its tokens, which are bytes."""
     file = folder / "chat.jsonl"
-    file.write_text(json.dumps(row) + "\n" + (json.dumps({"messages": CHAT}) + "\n") * 99)
-    data = load_conversations(file, load_tokenizer(), TEMPLATE, seq=400, heldout_fraction=0.01, seed=3)
+    file.write_text(json.dumps(row) + "\n" + (json.dumps({"messages": CHAT}) + "\n") * 9)
+    data = load_conversations(file, load_tokenizer(), TEMPLATE, seq=400, heldout_fraction=0.3, seed=2)
     return bytes(data.train[0]["tokens"].tolist()).rstrip(b"\0").decode()
 
 
@@ -120,8 +124,9 @@ def test_no_text_of_a_row_is_half_a_character_or_a_special_token(
     else:
         row |= {"tools": [{"name": bad}]} if place == "tool" else {"day": bad}
     file = tmp_path_factory.mktemp("rows") / "chat.jsonl"
-    file.write_text("".join(json.dumps(one) + "\n" for one in [row, *[{"messages": CHAT}] * 99]))
-    load = lambda bad_rows: load_conversations(file, load_tokenizer(), TEMPLATE, seq=90, bad_rows=bad_rows)
+    file.write_text("".join(json.dumps(one) + "\n" for one in [row, *[{"messages": CHAT}] * 9]))
+    how: dict[str, Any] = {"seq": 90, "heldout_fraction": 0.3, "seed": 2}
+    load = lambda bad_rows: load_conversations(file, load_tokenizer(), TEMPLATE, bad_rows=bad_rows, **how)
     assert load("skip").bad.startswith(f"1 bad row skipped: {file} row 1: ")
     with pytest.raises(DataError, match=f"{file} row 1: .*Remedy: .*; or bad_rows: skip"):
         load("error")
@@ -131,6 +136,6 @@ def test_the_day_of_training_is_fixed(tmp_path: Path) -> None:
     """All processes and later parts of a run must have the same tokens."""
     dated = ChatTemplate("{{ strftime_now('%d %b %Y') }} " + TEMPLATE.source)
     file = tmp_path / "chat.jsonl"
-    file.write_text((json.dumps({"messages": CHAT}) + "\n") * 60)
-    example = load_conversations(file, load_tokenizer(), dated, seq=90).train[0]
+    file.write_text((json.dumps({"messages": CHAT}) + "\n") * 9)
+    example = load_conversations(file, load_tokenizer(), dated, seq=90, heldout_fraction=0.3, seed=2).train[0]
     assert bytes(example["tokens"].tolist()).startswith(b"26 Jul 2024 user")

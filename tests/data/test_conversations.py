@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +39,10 @@ CHAT = [
 ]
 
 
+@functools.cache
 def template(source: str = TURNS) -> ChatTemplate:
-    return ChatTemplate(source, "turns.jinja", (("bos_token", BEGIN), ("eos_token", EOS)))
+    """One for each source, with the time that loading would set, so that all tests share its process."""
+    return ChatTemplate(source, "turns.jinja", (("bos_token", BEGIN), ("eos_token", EOS)), datetime(2024, 7, 26))
 
 
 def write(file: Path, rows: list[Any]) -> Path:
@@ -243,10 +247,11 @@ def test_a_template_is_found_beside_the_tokenizer(tmp_path: Path) -> None:
     config = {"bos_token": {"content": BEGIN}, "eos_token": EOS, "chat_template": TURNS}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     for place in (file, tmp_path, tmp_path / "tokenizer_config.json"):
-        assert load_chat_template(place).render(CHAT) == template().render(CHAT)
+        assert (load_chat_template(place).source, load_chat_template(place).tokens) == (TURNS, template().tokens)
+    assert load_chat_template(file).render(CHAT) == template().render(CHAT)
     several = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": TURNS}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": several}))
-    assert load_chat_template(file).render(CHAT) == template().render(CHAT)
+    assert load_chat_template(file).source == TURNS
     (tmp_path / "chat_template.jinja").write_text("{{ eos_token }}")
     assert load_chat_template(file).render([]).text == EOS
     assert load_chat_template(tmp_path / "chat_template.jinja").name == str(tmp_path / "chat_template.jinja")

@@ -128,8 +128,8 @@ LATENT |= {"m__v_head_dim": 16, "m__num_experts": 4, "m__moe_grouped_gemm": True
     [
         {"m__qk_layernorm": True, "m__qkv_has_bias": True},
         MIXTURE,
-        MIXTURE | {"m__n_shared_experts": 1, "m__first_k_dense_replace": 1},
-        LATENT,
+        pytest.param(MIXTURE | {"m__n_shared_experts": 1, "m__first_k_dense_replace": 1}, marks=pytest.mark.slow),
+        pytest.param(LATENT, marks=pytest.mark.slow),
         LATENT | {"m__q_lora_rank": 24, "m__first_k_dense_replace": 1, "m__mtp_depth": 1},
     ],
     ids=["dense", "experts", "shared", "latent", "further"],

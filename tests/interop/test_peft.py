@@ -51,13 +51,16 @@ def layout_of(data: int = 1, model: int = 1) -> jp.Layout:
 
 
 def state_of(layout: jp.Layout, lora: LoraConfig = LORA) -> Any:
-    """A state with random adapters, both matrices."""
-    state = jp.init(layout, adapt(make_decoder(CONFIG), lora), optax.identity())
+    """A state with random weights and adapters, both matrices; ``init`` would compile a program for each layout."""
+    state = jp.abstract_state(layout, adapt(make_decoder(CONFIG), lora), optax.identity())
     rng = np.random.default_rng(0)
-    values = [
-        jax.device_put(rng.normal(size=x.shape).astype(x.dtype), x.sharding) for x in jax.tree.leaves(state.params)
-    ]
-    return dataclasses.replace(state, params=jax.tree.unflatten(jax.tree.structure(state.params), values))
+
+    def drawn(like: Any) -> Any:
+        if jax.dtypes.issubdtype(like.dtype, jax.dtypes.prng_key):
+            return jax.device_put(jax.random.key(0), like.sharding)
+        return jax.device_put(np.asarray(rng.normal(size=like.shape)).astype(like.dtype), like.sharding)
+
+    return jax.tree.map(drawn, state)
 
 
 def expected_shapes() -> dict[str, tuple[int, ...]]:
@@ -126,7 +129,7 @@ def test_an_adapter_that_was_written_by_hand_is_loaded(tmp_path: Path) -> None:
     assert (lora.rank, lora.alpha) == (3, 6.0)
     paths = ("embedding", "blocks/attention/q", "blocks/attention/o", "blocks/mlp/gate", "head")
     assert set(lora.targets) == set(paths)
-    state = jp.init(layout_of(2, 2), adapt(make_decoder(CONFIG), lora), optax.identity())
+    state = state_of(layout_of(2, 2), lora)
     loaded = peft.load(folder, state, CONFIG)
     shardings = lambda tree: jax.tree.map(lambda x: x.sharding, tree)
     assert shardings(loaded.params) == shardings(state.params)
@@ -143,7 +146,8 @@ def test_an_export_has_the_published_layout_and_is_loaded_bitwise(tmp_path: Path
     assert {key: fields[key] for key in wanted} == wanted
     assert fields["target_modules"] == ["embed_tokens", "gate_proj", "lm_head", "o_proj", "q_proj"]
     check_merged(state, tensors, tmp_path)
-    fresh = jp.init(layout_of(), adapt(make_decoder(CONFIG), LORA), optax.identity())
+    fresh = state_of(layout_of())
+    fresh = dataclasses.replace(fresh, params=jax.tree.map(lambda x: x * 0, fresh.params))
     again = peft.load(tmp_path / "adapter", fresh, CONFIG)
     same = lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
     jax.tree.map(same, again.params, state.params)

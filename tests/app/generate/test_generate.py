@@ -34,6 +34,7 @@ from jaxpar.app.train.compile import iterate_until_signal
 from jaxpar.app.train.signals import Stop
 from jaxpar.checkpoint.manifest import read
 from jaxpar.errors import CheckpointError, ConfigError
+from jaxpar.utils import multihost
 
 LAYOUTS = Path(__file__).parents[3] / "configs" / "layouts"
 RUN: dict[str, Any] = {
@@ -104,6 +105,29 @@ def test_the_newest_good_step_goes_on_on_another_mesh(
         restored(folder, model.params, print)
 
 
+def test_a_step_is_taken_that_is_whole_for_both_processes(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other process sees no step 3, and in step 2 it finds a damaged piece."""
+    job, folder, told = job_of(config, f"layout={LAYOUTS / 'fsdp.yaml'}"), tmp_path / "checkpoints", []
+    layout = job.layout()
+    shapes = jp.abstract_state(layout, job.make_model, optax.identity()).params
+    with jp.CheckpointManager(folder) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, {"params": saying(shapes, step)}, layout=layout)
+    answers = [None, ["DamagedError", "a piece was changed"], None, None]  # of its list, of step 2, of step 1, its sum
+
+    def gather(mine: bytes) -> list[bytes]:
+        return [mine, mine if not mine.startswith(b"null") else json.dumps(answers.pop(0)).encode()]
+
+    monkeypatch.setattr(multihost, "gather", gather)
+    monkeypatch.setattr("jaxpar.app.generate.generate.gather", lambda mine: [mine, b"2/1"])
+    params, path = restored(folder, shapes, told.append)
+    assert path == folder / "1" and told == ["[bold]skipped: process 1 of 2: a piece was changed[/]"]
+    np.testing.assert_array_equal(params["head"], saying(shapes, 1)["head"])
+
+
+@pytest.mark.slow
 def test_two_processes_restore_their_own_bytes_and_one_streams(
     config: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
