@@ -131,11 +131,10 @@ def _explained(command: _LayoutCommand, job: Job) -> Report:
 
 def _checked(command: Check, job: Job) -> Report:
     """Raise an error with all problems of a run's layout, or print that there are none."""
-    import jaxpar as jp
+    from jaxpar.analysis.layout.explain import check_report
 
     report = _explained(command, job)
-    options: dict[str, Any] = {"strict": command.strict, "max_replicated": command.max_replicated}
-    jp.check(_layout(command, job), job.make_model, job.tx, **_inputs(job), **options)
+    check_report(report, _layout(command, job), strict=command.strict, max_replicated=command.max_replicated)
     say(f"{report.headline()}: {len(report.rows)} tensors, no problems", *report.notes)
     return report
 

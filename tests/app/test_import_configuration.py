@@ -63,7 +63,7 @@ ADAPTERS = "pet_config: {pet_type: lora, lora_rank: 2, lora_dropout: 0.0, target
 @pytest.fixture
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Takes the check of the translation, which traces a step, out of tests of files and texts."""
-    monkeypatch.setattr(jp, "check", lambda *asked, **how: SimpleNamespace(problems=(), memory=SimpleNamespace(problem=None)))
+    monkeypatch.setattr(jp, "check", lambda *asked, **how: SimpleNamespace(memory=None))
 
 
 def convert(folder: Path, text: str, *options: str) -> int:

@@ -170,6 +170,19 @@ def check(
     if max_replicated is not None:
         check_number("max_replicated", max_replicated, Range(0, 1.0))
     report = explain(layout, make_model, tx, batch=batch, loss_fn=loss_fn, step=step)
+    return check_report(report, layout, strict=strict, max_replicated=max_replicated)
+
+
+def check_report(report: Report, layout: Layout, *, strict: bool = True, max_replicated: float | None = None) -> Report:
+    """Returns a report that :func:`explain` made for a layout, or raises one error that lists all its problems.
+
+    Args:
+      report, layout: the report, and what it is of.
+      strict, max_replicated: as for :func:`check`.
+
+    Raises:
+      LayoutError: with all problems, also that the step cannot be traced.
+    """
     problems = list(report.problems)
     if report.memory is not None and report.memory.untraced:
         problems.append(f"the step cannot be traced: {report.memory.untraced}")
