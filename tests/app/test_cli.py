@@ -15,6 +15,7 @@ from interpreters import python
 
 import jaxpar as jp
 from jaxpar.analysis.compare import Verdict
+from jaxpar.analysis.layout import explain as layout_report
 from jaxpar.app.cli import COMMANDS, main
 from jaxpar.app.train import verify
 from jaxpar.models.llama.layers import SwiGLU
@@ -124,9 +125,14 @@ def test_check_groups_problems_by_their_cause(capsys: pytest.CaptureFixture[str]
     assert tensors.startswith("   14 tensors: batch/targets [6, 16] (batch, seq); ") and tensors.endswith("11 more")
 
 
-def test_check_passes_or_lists_every_problem(capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_passes_or_lists_every_problem(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    explained, explain = [], layout_report.explain
+    for module in (jp, layout_report):
+        monkeypatch.setattr(module, "explain", lambda *run, **how: explained.append(run) or explain(*run, **how))
     assert main(["check", str(QUICKSTART), *settings()]) == 0
-    assert "no problem" in capsys.readouterr().out
+    assert "no problem" in capsys.readouterr().out and len(explained) == 1, "one trace of the step"
     assert main(["check", str(QUICKSTART), *settings("data.batch=6", "model.mlp=49", "rules.extra=model")]) == 2
     error = capsys.readouterr().err
     assert error.startswith("LayoutError:") and "49" in error and "'batch' has size 6" in error
@@ -172,12 +178,8 @@ def test_verify_says_what_is_proved(capsys: pytest.CaptureFixture[str], monkeypa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["three matrices"])
-def test_verify_proves_a_right_layout(
-    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if model != "llama":
-        small_model.use(monkeypatch)
+def test_verify_proves_a_right_layout(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    small_model.use(monkeypatch)
     assert main(["verify", str(QUICKSTART), "--steps", "2", *settings()]) == 0
     screen = capsys.readouterr().out
     assert "initial parameters  bitwise equal" in screen and "verified            within 1e-05" in screen

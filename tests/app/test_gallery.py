@@ -11,7 +11,6 @@ import jax
 import pytest
 import yaml
 from interpreters import python
-from profiles import few
 
 import jaxpar as jp
 from benchmarks.planning import gallery as measured
@@ -26,12 +25,28 @@ from jaxpar.sharding.hardware.topology import Topology
 
 RECIPES = gallery.read_recipes()
 SMALLEST = "vit_v5e"
-LONG = ("deepseek_v3_671b_v5p", "seed_70b_v5p", "unet_sliced_v5e", "pretrain_70b_h100", "long_1m_v5p", "long_32k_v5e")
-"""Recipes whose step takes seconds to trace."""
+LONG = ("unet_sliced_v5e", "seed_70b_v5p", "long_1m_v5p")
+"""Recipes whose step takes long to trace."""
 
 
-@pytest.mark.parametrize("recipe", few(RECIPES, 1), ids=lambda recipe: recipe.name)
-def test_a_recipe_is_traced_and_explained_on_its_chips(recipe: gallery.Recipe) -> None:
+TRACED = ("vit_v5e", "unet_sliced_v5e", "seed_70b_v5p", "pretrain_8b_h100", "mixtral_v5e", "lora_8b_v5e", "long_1m_v5p")
+"""One of each kind; a trace takes seconds to minutes."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", [r for r in RECIPES if r.name not in TRACED], ids=lambda recipe: recipe.name)
+def test_a_recipe_fits_the_mesh_of_its_chips(recipe: gallery.Recipe) -> None:
+    topology = Topology.parse(recipe.chips)
+    job = make_job(load_run(recipe.file))
+    report = jp.explain(aim(job.layout(topology.devices), topology), job.make_model, job.tx, batch=job.batch_spec())
+    assert report.problems == () and report.rows and job.step_options()
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == SMALLEST else pytest.mark.slow) for name in TRACED]
+)
+def test_a_recipe_is_traced_and_explained_on_its_chips(name: str) -> None:
+    recipe = gallery.find_recipe(name, RECIPES)
     topology = Topology.parse(recipe.chips)
     job = make_job(load_run(recipe.file))
     layout = aim(job.layout(topology.devices), topology)

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from profiles import few
 from rich.console import Console
 from run_keys import BOTH, CONFIGS, LLAMA_16
 
@@ -221,14 +220,32 @@ PIPELINES = {"1b_pp4_fsdp4": 2802, "8b_pp4_fsdp4_m8": 12937}
 """Peak memory in MiB of the program for v5e:4x4, as the compiler reports it (docs/measured/pipeline.md)."""
 
 
-@pytest.mark.parametrize("name", few(sorted(file.stem for file in (CONFIGS / "bench").glob("*.yaml")), 1))
-def test_every_bench_configuration_has_no_problem(name: str) -> None:
-    job, devices = (
-        make_job(load_run(CONFIGS / "bench" / f"{name}.yaml")),
-        64 if name == "8b_1m_hybrid" or name.startswith("70b_") else 16,
-    )
+BENCH = sorted(file.stem for file in (CONFIGS / "bench").glob("*.yaml"))
+TRACED = (*PIPELINES, "1b_fsdp16", *("1b_cp4_hybrid", "1b_fsdp16_int8", "1b_hsdp4x4_sharded", "70b_tp64_3d"))
+TRACED += ("8b_1m_hybrid", "8b_fsdp4_tp4_matmuls", "ds_ep4_matmuls", "mix_ep4_capacity", "mix_ep8", "1b_fsdp16_offload")
+"""One of each kind of step; a trace takes seconds."""
+
+
+def devices_of(name: str) -> int:
+    return 64 if name == "8b_1m_hybrid" or name.startswith("70b_") else 16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted({*BENCH} - {*TRACED}))
+def test_every_bench_configuration_fits_its_layout(name: str) -> None:
+    job = make_job(load_run(CONFIGS / "bench" / f"{name}.yaml"))
+    job.step_options()
+    report = jp.explain(job.layout(devices_of(name)), job.make_model, job.tx, batch=job.batch_spec())
+    assert report.problems == ()
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "1b_fsdp16" else pytest.mark.slow) for name in TRACED]
+)
+def test_a_bench_configuration_of_each_kind_has_no_problem(name: str) -> None:
+    job = make_job(load_run(CONFIGS / "bench" / f"{name}.yaml"))
     report = jp.explain(
-        job.layout(Topology.parse("v5e:4x4").devices if name in PIPELINES else devices),
+        job.layout(Topology.parse("v5e:4x4").devices if name in PIPELINES else devices_of(name)),
         job.make_model,
         job.tx,
         batch=job.batch_spec(),

@@ -110,7 +110,7 @@ UNIT = {"mlp": "examples", "resnet": "examples", "encoder": "tokens", "gpt": "to
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", ["mlp", "resnet", "encoder"])  # text is resumed in tests/app/train/test_resume.py
 def test_a_run_of_any_kind_is_terminated_and_resumes_on_another_mesh(
     name: str, run: Callable[..., str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -129,7 +129,7 @@ def test_a_run_of_any_kind_is_terminated_and_resumes_on_another_mesh(
     assert len(losses) == 6 and min(losses[3:]) < losses[0]
     assert len(records(f"{unit}_per_second")) == 6 and f" {unit}/s (median step)" in screen
     assert not records("examples_per_second" if unit == "tokens" else "tokens_per_second")
-    assert ("nats per token" in screen) is (name == "gpt") and "MFU" not in screen
+    assert "nats per token" not in screen and "MFU" not in screen
     assert main(["verify-checkpoint", "out/checkpoints/6"]) == 0
     if name == "mlp":
         assert check(Path("out/checkpoints/6")).metadata["position"]["fingerprint"]["examples"] == 64
@@ -137,14 +137,14 @@ def test_a_run_of_any_kind_is_terminated_and_resumes_on_another_mesh(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", ["resnet", "encoder"])  # with statistics, and with dropout
 def test_a_run_of_any_kind_is_verified(name: str, run: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", run(name)]) == 0
     assert "verified            within 1e-05" in capsys.readouterr().out
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*list(RUNS)[:2], *(pytest.param(n, marks=pytest.mark.slow) for n in list(RUNS)[2:])])
+@pytest.mark.parametrize("name", ["mlp", "resnet", "gpt"])
 def test_a_run_of_any_kind_is_explained_and_checked(
     name: str, run: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -156,7 +156,6 @@ def test_a_run_of_any_kind_is_explained_and_checked(
     want = {
         "mlp": {"batch/x": "batch, features  data, ·", "batch/label": "batch            data"},
         "resnet": {"batch/pixels/image": image, "batch/label": "batch           data"},
-        "encoder": {"batch/tokens": tokens},
         "gpt": {"batch/tokens": tokens, "batch/targets": tokens},
     }[name]
     assert rows.keys() == want.keys() and all(text in rows[path] for path, text in want.items()), rows

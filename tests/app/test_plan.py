@@ -104,8 +104,7 @@ def test_an_own_model_is_planned_with_recomputed_layers(own: Path) -> None:
 
 
 OWN_PLANS = [
-    Plan(data=4, model=2, tensor=("mlp",), zero=3, remat="dots"),
-    Plan(data=2, context=2, ulysses=2, zero=3, remat="full"),
+    Plan(data=2, context=2, ulysses=2, zero=3, remat="dots"),
     Plan(data=2, context=2, model=2, tensor=("heads", "mlp", "vocab"), sequence_parallel=True, zero=3, remat="none"),
 ]
 
@@ -235,7 +234,6 @@ def test_layouts_of_experts_are_plans(name: str, expert: int, data: int) -> None
 
 
 MOE_PLANS = [
-    ("mixtral", Plan(data=2, expert=4, zero=3, remat="full")),
     (
         "mixtral",
         Plan(
@@ -244,7 +242,6 @@ MOE_PLANS = [
     ),
     ("mixtral", Plan(pipeline=2, data=2, expert=2, zero=3, remat="dots", microbatches=2, virtual_stages=2)),
     ("deepseek_v3", Plan(data=2, expert=2, ulysses=2, zero=3, remat="dots")),
-    ("deepseek_v3", Plan(expert=8, zero=1, remat="none")),
 ]
 
 
