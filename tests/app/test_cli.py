@@ -18,7 +18,6 @@ from jaxpar.analysis.compare import Verdict
 from jaxpar.analysis.layout import explain as layout_report
 from jaxpar.app.cli import COMMANDS, main
 from jaxpar.app.train import verify
-from jaxpar.models.llama.layers import SwiGLU
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 SMALL = ["model.layers=2", "model.embed=32", "model.heads=2", "model.head_dim=16", "model.mlp=48", "data.batch=8"]
@@ -156,24 +155,34 @@ def test_an_open_axis_needs_a_number_of_devices(tmp_path: Path, capsys: pytest.C
     )
 
 
-def test_verify_says_what_is_proved(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The comparison itself is tested in tests/analysis/test_compare.py."""
+@pytest.mark.parametrize(
+    ("first", "status", "text"),
+    [
+        (None, 0, "verified            within 1e-04"),
+        ("loss (m.py:3), step 2", 1, "NOT verified        beyond 1e-04; first module that diverges: loss (m.py:3), step 2"),
+    ],
+)  # fmt: skip
+def test_verify_says_what_is_proved(
+    first: str | None, status: int, text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The comparison itself is tested in tests/analysis: test_compare.py, test_divergence.py."""
     asked: dict[str, Any] = {}
 
-    def compare(*run: Any, **options: Any) -> Verdict:
-        asked.update(options, steps=len(run[5]), one=run[0].mesh.size, all=run[1].mesh.size)
-        return Verdict(loss=1e-7, gradients=2e-7, worst="head, step 2", updates=3e-7, bound=options["bound"],
-                       parameters_equal=True, first=None)  # fmt: skip
+    def compare(one: Any, layout: Any, make_model: Any, tx: Any, loss_fn: Any, data: Any, dims: Any, **how: Any) -> Any:
+        dtypes = {str(x.dtype) for x in jax.tree.leaves(jp.abstract_state(one, make_model, tx).params)}
+        asked.update(steps=len(data), bound=how["bound"], devices=(one.mesh.size, layout.mesh.size), dtypes=dtypes)
+        return Verdict(1e-7, 2e-7, "head, step 2", 3e-7, how["bound"], parameters_equal=first is None, first=first)
 
     monkeypatch.setattr(verify, "compare", compare)
-    assert main(["verify", str(QUICKSTART), "--steps", "2", "--bound", "1e-4", *settings()]) == 0
-    assert (asked["steps"], asked["bound"], asked["one"], asked["all"]) == (2, 1e-4, 1, 8)
-    assert capsys.readouterr().out.splitlines()[1:] == [
-        "initial parameters  bitwise equal",
+    options = ["--steps", "2", "--bound", "1e-4", *settings("precision=bf16")]
+    assert main(["verify", str(QUICKSTART), *options]) == status
+    assert asked == {"steps": 2, "bound": 1e-4, "devices": (1, 8), "dtypes": {"float32"}}
+    assert capsys.readouterr().out.splitlines()[-5:] == [
+        f"initial parameters  {'bitwise equal' if first is None else 'DIFFER'}",
         "loss                largest relative difference 1.00e-07 over 2 steps",
         "gradients           largest relative difference 2.00e-07 (head, step 2)",
         "updates             largest relative difference 3.00e-07",
-        "verified            within 1e-04",
+        text,
     ]
 
 
@@ -190,18 +199,13 @@ def wrong(right: Any) -> Any:
     return lambda *args, **more: right(*args, **more) * (1 + 1e-3 * (jp.current_layout().sizes["model"] - 1))
 
 
-@pytest.mark.parametrize("model", ["three matrices", pytest.param("llama", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_verify_names_the_first_module_that_diverges(
-    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if model == "llama":
-        monkeypatch.setattr(SwiGLU, "__call__", wrong(SwiGLU.__call__))
-        first, dims = "Block.__call__ (layers.py:", "batch, residual_seq, embed"
-    else:
-        small_model.use(monkeypatch)
-        monkeypatch.setattr(small_model, "up", wrong(small_model.up))
-        first, dims = "loss (small_model.py:", "batch, seq, mlp"
+    small_model.use(monkeypatch)
+    monkeypatch.setattr(small_model, "up", wrong(small_model.up))
     assert main(["verify", str(QUICKSTART), "--steps", "1", *settings("model.layers=1")]) == 1
     screen = capsys.readouterr().out
-    assert "NOT verified" in screen and f"first module that diverges: {first}" in screen
-    assert f"({dims}), call 1: its activation differs by 1.0" in screen
+    assert "NOT verified" in screen and "first module that diverges: loss (small_model.py:" in screen
+    assert "(batch, seq, mlp), call 1: its activation differs by 1.0" in screen

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
 import small_model
 import yaml
@@ -50,8 +51,23 @@ def records(config: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (config.parent / "out" / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_run_learns_writes_its_metrics_and_draws_its_curve(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", str(config)]) == 0
+def table(key: jax.Array) -> dict[str, Any]:
+    return {"table": jp.tag(jax.random.normal(key, (256, 256)) / 100, "vocab", "embed")}
+
+
+def bigram_loss(model: Any, batch: Any) -> jax.Array:
+    logits = jp.hint(jax.nn.one_hot(batch["tokens"], 256) @ model["table"], "batch", "seq", "embed")
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
+
+
+def test_a_run_learns_writes_its_metrics_and_draws_its_curve(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A table of bigrams; ``test_resume`` trains a Llama."""
+    monkeypatch.setattr(small_model, "make_model", table)
+    monkeypatch.setattr(small_model, "loss", bigram_loss)
+    small_model.use(monkeypatch)
+    assert main(["train", str(config), "--set=optimizer.learning_rate=0.3"]) == 0
     screen, lines = capsys.readouterr().out, records(config)
     steps = [line for line in lines if "loss" in line]
     evals = [(line["step"], line["heldout_loss"]) for line in lines if "heldout_loss" in line]
