@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,10 +33,14 @@ type Arrows = Mapping[str, frozenset[str]]
 
 @dataclass(frozen=True)
 class Package:
-    """A package's files: ``modules`` by dotted name below the package (``""`` is the package), and their imports."""
+    """A package's files: ``modules`` by dotted name below the package (``""`` is the package).
+
+    ``arrows`` are their imports, and ``types`` the names of the classes and type aliases that each defines.
+    """
 
     modules: Modules
     arrows: Arrows
+    types: Mapping[str, Sequence[str]]
 
 
 def read(root: Path, name: str = "jaxpar") -> Package:
@@ -45,12 +49,24 @@ def read(root: Path, name: str = "jaxpar") -> Package:
     for file in sorted(root.rglob("*.py")):
         parts = file.relative_to(root).with_suffix("").parts
         modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
-    arrows = {module: frozenset(_imports(file, modules, name)) - {module} for module, file in modules.items()}
-    return Package(modules, arrows)
+    arrows, types = {}, {}
+    for module, file in modules.items():  # reading a file as syntax takes most of the time
+        nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+        arrows[module] = frozenset(_imports(nodes, modules, name)) - {module}
+        types[module] = list(_types(nodes))
+    return Package(modules, arrows, types)
 
 
-def _imports(file: Path, modules: Modules, name: str) -> Iterator[str]:
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+def _types(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    for node in nodes:
+        if isinstance(node, ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.TypeAlias) and isinstance(node.name, ast.Name):
+            yield node.name.id
+
+
+def _imports(nodes: Iterable[ast.AST], modules: Modules, name: str) -> Iterator[str]:
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name[len(name) + 1 :] for alias in node.names if alias.name.split(".")[0] == name)
         elif isinstance(node, ast.ImportFrom) and node.level:
@@ -156,12 +172,9 @@ def purposeless(root: Path) -> list[str]:
 def types_twice(package: Package) -> dict[str, list[str]]:
     """Names of types (classes, type aliases) that are defined more than once, and where."""
     places: dict[str, list[str]] = defaultdict(list)
-    for module, file in package.modules.items():
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ClassDef):
-                places[node.name].append(module)
-            elif isinstance(node, ast.TypeAlias) and isinstance(node.name, ast.Name):
-                places[node.name.id].append(module)
+    for module, names in package.types.items():
+        for name in names:
+            places[name].append(module)
     return {name: sorted(modules) for name, modules in places.items() if len(modules) > 1}
 
 

@@ -58,6 +58,18 @@ def initial(shapes: Any, make: Any, rules: jp.Rules, tx: Any = SGD) -> Any:
     return jax.tree.unflatten(jax.tree.structure(shapes), leaves_of(make, rules, tx))
 
 
+def drawn(shapes: Any, seed: int = 0) -> Any:
+    """Random values for the leaves of ``abstract_state``, placed as they are; ``init`` would compile a program."""
+    rng = np.random.default_rng(seed)
+
+    def value(like: Any) -> jax.Array:
+        if jax.dtypes.issubdtype(like.dtype, jax.dtypes.prng_key):
+            return jax.device_put(jax.random.key(seed), like.sharding)
+        return jax.device_put(np.asarray(rng.normal(size=like.shape)).astype(like.dtype), like.sharding)
+
+    return jax.tree.map(value, shapes)
+
+
 def one_step(layout: jp.Layout, loss: Any, make: Any, batch: Any, first: Any = None, **options: Any) -> Any:
     """Metrics, host gradients and the program of one step; ``first`` makes the same parameters as ``make``."""
     with jax.default_matmul_precision("highest"), layout:

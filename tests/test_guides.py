@@ -36,17 +36,22 @@ def blocks(page: str) -> list[str]:
 @pytest.fixture(scope="module")
 def start() -> dict[str, Any]:
     names: dict[str, Any] = {"__name__": "start"}
-    with contextlib.redirect_stdout(io.StringIO()):
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
         exec(blocks("docs/start.md")[0], names)  # noqa: S102 (our own page)
     x = np.ones((64, 64), np.float32)
     loss_fn = lambda model, batch: ((model(batch["x"]) - batch["y"]) ** 2).mean()
-    return names | {"loss_fn": loss_fn, "tx": optax.adamw(1e-3), "batch": {"x": x, "y": x}}
+    batch = {"x": x, "y": x}
+    return names | {"loss_fn": loss_fn, "tx": optax.adamw(1e-3), "batch": batch, "printed": printed.getvalue()}
 
 
 def run(code: str, names: dict[str, Any]) -> dict[str, Any]:
     names = dict(names)
     exec(code, names)  # noqa: S102 (our own guides)
     return names
+
+
+def test_the_first_program_trains(start: dict[str, Any]) -> None:
+    assert "params/up/kernel" in start["printed"] and np.isfinite(start["metrics"]["loss"])
 
 
 @pytest.mark.slow

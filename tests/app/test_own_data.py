@@ -16,6 +16,7 @@ import numpy as np
 import optax
 import pytest
 import yaml
+from run_processes import TrainProcess
 
 import jaxpar as jp
 from jaxpar.app.cli import main
@@ -104,6 +105,22 @@ def end_at_three(monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> Non
             signal.raise_signal(number)
 
     monkeypatch.setattr(MetricsWriter, "write", terminating)
+
+
+def test_a_killed_run_goes_on_from_its_last_checkpoint(
+    run: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """tests/app/test_finetune.py compares with a run that was never killed, tests/app/train/test_resume.py its bytes."""
+    run("mlp", train={"steps": 10**6, "eval_every": 10**6}, checkpoint={"save_interval_steps": 2})
+    process = TrainProcess(tmp_path, yaml.safe_load(Path("run.yaml").read_text()))
+    process.wait_for(lambda: process.reached(5))
+    process.process.kill()
+    assert process.process.wait() == -signal.SIGKILL
+    last, before = max(steps_in(tmp_path / "run/checkpoints")), process.losses()
+    assert main(["train", "run.yaml", f"--set=train.steps={last + 2}"]) == 0
+    assert f"resumed from step {last} " in capsys.readouterr().out
+    after = process.losses()
+    assert after.keys() >= {*range(1, last + 3)} and all(after[step] == before[step] for step in range(1, last + 1))
 
 
 UNIT = {"mlp": "examples", "resnet": "examples", "encoder": "tokens", "gpt": "tokens"}

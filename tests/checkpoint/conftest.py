@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
+from one_step import drawn
 from placed_arrays import TX
 
 import jaxpar as jp
@@ -13,9 +17,9 @@ import jaxpar as jp
 
 @pytest.fixture(scope="session")
 def state(mlp: Any) -> jp.TrainState:
-    """A training state after one step, fully sharded over eight devices."""
-    step = jp.train_step(mlp.layout(), mlp.loss)
-    return step(jp.init(mlp.layout(), mlp.make, TX), mlp.batch())[0]
+    """A training state of step 1, fully sharded over eight devices."""
+    shapes = jp.abstract_state(mlp.layout(), mlp.make, TX)
+    return dataclasses.replace(drawn(shapes), step=jax.device_put(jnp.int32(1), shapes.step.sharding))
 
 
 @pytest.fixture(scope="session")

@@ -80,8 +80,8 @@ def check_logits(case: str, layout: jp.Layout, rows: int) -> None:
     np.testing.assert_allclose(found, np.tile(wanted["logits"], (rows, 1, 1)), atol=1e-4, rtol=0)
 
 
-QUICK = {"deepseek_v3": "fsdp_tp_context", "gemma3": "dp", "llama3": "dp"}
-"""Parity of layouts is tested elsewhere too, and a program for one device compiles in half the time."""
+QUICK = {"deepseek_v3": "dp", "gemma3": "dp", "llama3": "dp"}
+"""tests/training/test_parity.py compares layouts, and a program for one device compiles in half the time."""
 
 
 @pytest.mark.parametrize(

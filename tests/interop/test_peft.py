@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from one_step import drawn
 
 import jaxpar as jp
 from jaxpar.errors import CheckpointError, ConfigError
@@ -51,16 +52,8 @@ def layout_of(data: int = 1, model: int = 1) -> jp.Layout:
 
 
 def state_of(layout: jp.Layout, lora: LoraConfig = LORA) -> Any:
-    """A state with random weights and adapters, both matrices; ``init`` would compile a program for each layout."""
-    state = jp.abstract_state(layout, adapt(make_decoder(CONFIG), lora), optax.identity())
-    rng = np.random.default_rng(0)
-
-    def drawn(like: Any) -> Any:
-        if jax.dtypes.issubdtype(like.dtype, jax.dtypes.prng_key):
-            return jax.device_put(jax.random.key(0), like.sharding)
-        return jax.device_put(np.asarray(rng.normal(size=like.shape)).astype(like.dtype), like.sharding)
-
-    return jax.tree.map(drawn, state)
+    """A state with random weights and adapters, both matrices."""
+    return drawn(jp.abstract_state(layout, adapt(make_decoder(CONFIG), lora), optax.identity()))
 
 
 def expected_shapes() -> dict[str, tuple[int, ...]]:

@@ -13,7 +13,7 @@ import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from server_cases import mortal, named, nnx_program, run, same
+from server_cases import mortal, named, nnx_program, run, same, table_program
 
 import jaxpar as jp
 from jaxpar.errors import ConfigError
@@ -114,7 +114,7 @@ def _by_hand(program: Any, ends: list[int]) -> dict[str, np.ndarray]:
 
 
 def test_a_growing_schedule_is_what_one_device_computes_and_counts_its_bytes(tmp_path: Path) -> None:
-    program = nnx_program(ADAMW)
+    program = dataclasses.replace(table_program(12, 12, sparse=False), tx=ADAMW)
     config = ServerConfig("local_sgd", servers=2, workers=2, sync_every={0: 1, 3: 2, 5: 4}, **MEAN)
     result = run(program, config, 13, tmp_path / "run")  # rounds end after 1, 2, 3, 5, 9 and 13 steps
     assert same(result.params, _by_hand(program, [1, 2, 3, 5, 9, 13]))
