@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 from one_step import LLAMA_RULES
 
@@ -38,10 +39,15 @@ def one_device() -> Any:
 
 
 def parameters(model: jp.Generator, config: LlamaConfig = CONFIG) -> Any:
-    """Parameters with enlarged layers: initial ones hardly change the embedding, and the head would repeat it."""
-    params = jp.init(model.layout, make_llama(config), optax.identity()).params
-    params["blocks"] = jax.tree.map(lambda w: w * 3, params["blocks"])
-    return params
+    """Random parameters with large layers: initial ones hardly change the embedding, and the head would repeat it."""
+    shapes = jp.abstract_state(model.layout, make_llama(config), optax.identity()).params
+    rng = np.random.default_rng(0)
+
+    def drawn(path: Any, like: Any) -> jax.Array:
+        value = (rng.normal(size=like.shape) / 2 + ("scale" in str(path[-1]))).astype("f4")
+        return jax.make_array_from_callback(like.shape, like.sharding, lambda at: value[at])
+
+    return jax.tree_util.tree_map_with_path(drawn, shapes)
 
 
 def work(address: str, rank: str, folder: str) -> None:

@@ -58,14 +58,14 @@ def initial(shapes: Any, make: Any, rules: jp.Rules, tx: Any = SGD) -> Any:
     return jax.tree.unflatten(jax.tree.structure(shapes), leaves_of(make, rules, tx))
 
 
-def drawn(shapes: Any, seed: int = 0) -> Any:
+def drawn(shapes: Any, seed: int = 0, scale: float = 1.0) -> Any:
     """Random values for the leaves of ``abstract_state``, placed as they are; ``init`` would compile a program."""
     rng = np.random.default_rng(seed)
 
     def value(like: Any) -> jax.Array:
         if jax.dtypes.issubdtype(like.dtype, jax.dtypes.prng_key):
             return jax.device_put(jax.random.key(seed), like.sharding)
-        return jax.device_put(np.asarray(rng.normal(size=like.shape)).astype(like.dtype), like.sharding)
+        return jax.device_put(np.asarray(scale * rng.normal(size=like.shape)).astype(like.dtype), like.sharding)
 
     return jax.tree.map(value, shapes)
 

@@ -41,6 +41,19 @@ def loss(model: Any, batch: Any) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
 
 
+def make_words(key: jax.Array, width: int = EMBED) -> dict[str, Any]:
+    """Two matrices that learn bigrams, for ``model: {factory: small_model:make_words, loss: small_model:bigrams}``."""
+    return {
+        "words": jp.tag(jax.random.normal(key, (VOCAB, width)), "vocab", "embed"),
+        "head": jp.tag(jnp.zeros((width, VOCAB)), "embed", "vocab"),
+    }
+
+
+def bigrams(model: Any, batch: Any) -> jax.Array:
+    x = jp.hint(jax.nn.one_hot(batch["tokens"], VOCAB) @ model["words"], "batch", "seq", "embed")
+    return optax.softmax_cross_entropy_with_integer_labels(x @ model["head"], batch["targets"]).mean()
+
+
 def use(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every later command runs its configuration with this model."""
     for module, name in ((job, "make_job"), (verify, "in_fp32")):

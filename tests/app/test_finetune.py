@@ -17,6 +17,7 @@ import optax
 import pytest
 import yaml
 from llama_numpy import logits_of
+from one_step import drawn
 from run_processes import TrainProcess
 from small_tokenizer import save_tokenizer, sentences, write_jsonl
 
@@ -39,7 +40,7 @@ TOKENS = np.random.default_rng(0).integers(0, CONFIG.vocab, (2, 16))
 
 def pretrained(folder: Path) -> None:
     """Write ``source``, a random Hugging Face checkpoint with a tokenizer, and ``out``, its import."""
-    state = jp.init(spread(CONFIG), make_decoder(CONFIG), optax.identity(), seed=3)
+    state = drawn(jp.abstract_state(spread(CONFIG), make_decoder(CONFIG), optax.identity()), scale=0.2)
     huggingface.export(folder / "source", state.params, CONFIG, family="llama")
     save_tokenizer(folder / "source")
     assert main(["import", str(folder / "source"), str(folder / "out")]) == 0

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from one_step import drawn
 from small_tokenizer import EOS, save_tokenizer
 
 import jaxpar as jp
@@ -36,7 +37,7 @@ WITHOUT_TOKENIZER = ["--set", "data.tokenizer=null"]
 def imported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with ``source``, a Hugging Face checkpoint, and ``out``, what ``jaxpar import`` made of it."""
     folder = tmp_path_factory.mktemp("imported")
-    state = jp.init(spread(CONFIG), make_decoder(CONFIG), optax.identity())
+    state = drawn(jp.abstract_state(spread(CONFIG), make_decoder(CONFIG), optax.identity()), scale=0.2)
     huggingface.export(folder / "source", state.params, CONFIG, fields={"eos_token_id": 7})
     (folder / "source" / "tokenizer.json").write_text("{}")  # an import only names it
     assert main(["import", str(folder / "source"), str(folder / "out")]) == 0
@@ -115,7 +116,7 @@ def test_an_import_is_trained_generated_from_and_exported(
 
 def test_an_import_with_a_chat_template_is_asked_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, out, config = tmp_path / "source", tmp_path / "out", replace(CONFIG, vocab=304, layers=1)
-    state = jp.init(spread(config), make_decoder(config), optax.identity())
+    state = drawn(jp.abstract_state(spread(config), make_decoder(config), optax.identity()), scale=0.2)
     huggingface.export(source, state.params, config)
     save_tokenizer(source)
     (source / "tokenizer_config.json").write_text(json.dumps({"eos_token": EOS}))

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from one_step import drawn
 
 import jaxpar as jp
 from jaxpar.app.adapted import DIGEST, check_digest, merged_params
@@ -39,7 +40,7 @@ CONFIG = LlamaConfig(**SIZES)
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with ``source``, a random Hugging Face checkpoint, and ``out``, what ``jaxpar import`` made of it."""
     folder = tmp_path_factory.mktemp("base")
-    state = jp.init(spread(CONFIG), make_decoder(CONFIG), optax.identity(), seed=7)
+    state = drawn(jp.abstract_state(spread(CONFIG), make_decoder(CONFIG), optax.identity()), seed=7, scale=0.2)
     huggingface.export(folder / "source", state.params, CONFIG, family="llama", fields={"eos_token_id": 7})
     assert main(["import", str(folder / "source"), str(folder / "out")]) == 0
     return folder
@@ -119,7 +120,7 @@ def test_adapters_of_imported_weights_are_merged_and_written(
     again = StepPrograms(from_peft, layout).first_state()
     chex.assert_trees_all_equal(again.params, state.params)
 
-    other = jp.init(spread(CONFIG), make_decoder(CONFIG), optax.identity(), seed=8).params
+    other = drawn(jp.abstract_state(spread(CONFIG), make_decoder(CONFIG), optax.identity()), seed=8, scale=0.2).params
     jp.save(tmp_path / "other", {"params": other}, layout=spread(CONFIG))
     digest = jp.lora.digest_of(other)
     text = (
@@ -231,7 +232,7 @@ def test_a_run_in_stages_and_one_with_weights_on_the_host_train_the_same_adapter
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     two = dataclasses.replace(CONFIG, layers=2)
-    weights = jp.init(spread(two), make_decoder(two), optax.identity(), seed=7).params
+    weights = drawn(jp.abstract_state(spread(two), make_decoder(two), optax.identity()), seed=7, scale=0.2).params
     jp.save(tmp_path / "weights", {"params": weights}, layout=spread(two))
     shared = {"model.layers": 2, "train.init_from": tmp_path / "weights", "optimizer.learning_rate": 1e-3}
     found = {}

@@ -19,7 +19,6 @@ from jaxpar.app.config import load_run
 from jaxpar.app.job import make_job
 from jaxpar.app.train.run_data import open_data
 from jaxpar.data import load_tokenizer
-from jaxpar.data.sources import is_heldout
 from jaxpar.errors import ConfigError, DataError
 
 LAYOUT = Path(__file__).parents[2] / "configs/layouts/fsdp_tp.yaml"
@@ -88,38 +87,6 @@ def test_a_token_file_is_read_as_its_text_and_generates_with_its_tokenizer(
     own = ["--set", "data.source=a.tokens", "--set", "data.tokenizer=null"]
     assert main(["generate", str(config), "--prompt", "a", *own]) == 2
     assert "was written with the tokenizer tokenizer.json (sha256:" in capsys.readouterr().err
-
-
-def losses(folder: str) -> tuple[list[float], list[float]]:
-    """The training losses of a run, and its held-out losses."""
-    records = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
-    return tuple([record[name] for record in records if name in record] for name in ("loss", "heldout_loss"))
-
-
-@pytest.mark.slow  # tests/models/test_packed_documents.py compares document by document
-def test_packed_and_padded_runs_have_the_same_losses(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each step of both runs takes all documents: 40 rows of one, or 20 rows of two. The last has no end."""
-    seq, texts, trained = 32, list[str](), 0
-    random = np.random.default_rng(0)
-    while trained < 40:
-        length = 5 + trained // 2
-        texts.append("".join(random.choice(list("abcdefgh"), seq - length if trained % 2 else length)))
-        trained += not is_heldout(f"pairs.jsonl:{len(texts)}", 0.2, 0)
-    write_jsonl(Path("pairs.jsonl"), texts)
-    model = {**MODEL, "vocab": 256, "dtype": "float32"}
-    data = {"source": "pairs.jsonl", "seq": seq, "heldout_fraction": 0.2}
-    run = yaml.safe_load(config.read_text()) | {"model": model, "checkpoint": None}
-    run["train"] = {"steps": 3, "eval_every": 3, "eval_batches": 1}
-    for packing, batch in (("documents", 20), ("padded", 40)):
-        changes = {"data": {**data, "packing": packing, "batch": batch}, "output": packing}
-        Path(f"{packing}.yaml").write_text(yaml.safe_dump(run | changes))
-        assert main(["train", f"{packing}.yaml"]) == 0
-    screen = capsys.readouterr().out
-    assert "20 rows, 99.8% full" in screen and "40 rows, 49.9% full" in screen
-    packed, padded = losses("documents"), losses("padded")
-    assert len(packed[0]) == 3 and len(packed[1]) == 2 and packed[0][2] < packed[0][0]
-    np.testing.assert_allclose(packed[0], padded[0], rtol=0, atol=1e-5)
-    np.testing.assert_allclose(packed[1], padded[1], rtol=0, atol=1e-5)
 
 
 def blended(config: Path, *settings: str) -> tuple[Path, str]:

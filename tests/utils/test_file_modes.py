@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from one_step import drawn
 
 import jaxpar as jp
 from jaxpar.app.train.metrics import MetricsWriter
@@ -27,7 +28,9 @@ CONFIG = LlamaConfig(vocab=16, embed=8, layers=1, heads=2, kv_heads=2, head_dim=
 def state_of(make_model: Any) -> Any:
     dims = ("embed", "norm", "heads", "kv_heads", "head_dim", "mlp", "vocab", "layers")
     mesh = jp.MeshSpec(data=1).build(jax.devices()[:1])
-    return jp.init(jp.Layout(mesh, jp.Rules(batch="data", **dict.fromkeys(dims))), make_model, optax.identity())
+    return drawn(
+        jp.abstract_state(jp.Layout(mesh, jp.Rules(batch="data", **dict.fromkeys(dims))), make_model, optax.identity())
+    )
 
 
 def write_model(folder: Path) -> None:

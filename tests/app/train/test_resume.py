@@ -40,7 +40,7 @@ from jaxpar.errors import CheckpointError, ConfigError, DataError
 
 LAYOUTS = Path(__file__).parents[3] / "configs" / "layouts"
 RUN: dict[str, Any] = {
-    "model": {"family": "llama", "preset": "tiny", "layers": 1, "embed": 16, "heads": 2, "head_dim": 8, "mlp": 24},
+    "model": {"factory": "small_model:make_words", "loss": "small_model:bigrams"},
     "layout": str(LAYOUTS / "fsdp_tp.yaml"),
     "cpu_devices": 8,
     "precision": {"compute": "bfloat16", "scale": {"initial": 65536, "interval": 2}},
@@ -242,8 +242,8 @@ def test_what_keeps_a_run_from_going_on_is_said(whole: Path, tmp_path: Path) -> 
         f"{file}: checkpoint: keep must be from 1 to 2,147,483,647, got 0. Remedy: use a number in this range, or "
         "leave the key out."
     )
-    other = refused(CheckpointError, at, "model.mlp=40")
-    assert "does not match the state to restore:" in other and "blocks/mlp/gate" in other
+    other = refused(CheckpointError, at, "model.args={width: 16}")
+    assert "does not match the state to restore:" in other and "params/words is float32[256, 8] in the" in other
     with jp.CheckpointManager(copy):
         assert f"{copy} is in use by another run (process {os.getpid()}" in refused(CheckpointError, at)
     with saver(file, at, "train.steps=9") as one:
