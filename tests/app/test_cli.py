@@ -159,9 +159,9 @@ def test_an_open_axis_needs_a_number_of_devices(tmp_path: Path, capsys: pytest.C
     ("first", "status", "text"),
     [
         (None, 0, "verified            within 1e-04"),
-        ("loss (m.py:3), step 2", 1, "NOT verified        beyond 1e-04; first module that diverges: loss (m.py:3), step 2"),
+        ("up (m.py:3)", 1, "NOT verified        beyond 1e-04; first module that diverges: up (m.py:3)"),
     ],
-)  # fmt: skip
+)
 def test_verify_says_what_is_proved(
     first: str | None, status: int, text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -110,7 +110,7 @@ def end_at_three(monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> Non
 def test_a_killed_run_goes_on_from_its_last_checkpoint(
     run: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """tests/app/test_finetune.py compares with a run that was never killed, tests/app/train/test_resume.py its bytes."""
+    """tests/app/test_finetune.py compares with a run that was never killed, and test_resume.py the bytes."""
     run("mlp", train={"steps": 10**6, "eval_every": 10**6}, checkpoint={"save_interval_steps": 2})
     process = TrainProcess(tmp_path, yaml.safe_load(Path("run.yaml").read_text()))
     process.wait_for(lambda: process.reached(5))

@@ -82,7 +82,7 @@ def without_cache(family: str) -> list[list[int]]:
 
 
 def in_turn(first: int) -> list[tuple[str, str]]:
-    """Every mesh once, and every family in each third mesh; with two values of ``first``, each mesh has two families."""
+    """Every mesh once, and every family in each third mesh; two values of ``first`` give each mesh two families."""
     families = [*CONFIGS]
     return [(families[(first + number) % len(families)], name) for number, name in enumerate(MESHES)]
 

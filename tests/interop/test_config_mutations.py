@@ -198,7 +198,7 @@ def others(case: str) -> list[Mutation]:
 
 
 def chosen(case: str) -> list[Mutation]:
-    """Of the changes of this family, six of each set of fields; ``tests/interop/test_rope_fields.py`` has the values."""
+    """Of the changes of this family, six of each set of fields; ``test_rope_fields.py`` has their values."""
     fields: dict[tuple[str, ...], list[Mutation]] = {}
     for one in in_turn(case):
         fields.setdefault(tuple(sorted({*one.changes, *one.removed})), []).append(one)
