@@ -161,7 +161,7 @@ def test_after_steps_that_were_not_finite_a_run_is_one_that_never_saw_the_batche
     assert steps_in(folder / "checkpoints") == steps_in(never / "checkpoints") == [6, 8, 10]
     for step in (6, 8, 10):
         assert state(folder, step) == state(never, step)
-    what = "2 steps in a row, up to step 7, were not finite, first in the loss; every activation is finite."
+    what = "2 steps in a row, up to step 7, were not finite, first in the loss; the parameters are finite."
     assert f"rolled back from step 7 to 4: {what} Batches 5 to 7 are skipped." in screen
     assert "rollbacks         1; batches 5 to 7 were skipped" in screen
     (told,) = [record for record in records(folder) if "rollback_to" in record]
@@ -230,7 +230,7 @@ def test_a_pipeline_that_is_not_emptied_goes_back_with_all_that_is_on_its_way(ra
 
 @pytest.mark.slow
 def test_a_run_that_went_back_too_often_or_has_nowhere_to_go_says_so(ran: Any, tmp_path: Path) -> None:
-    what = "step 5 was not finite, first in the loss; every activation is finite. No update was applied, and"
+    what = "step 5 was not finite, first in the loss; the parameters are finite. No update was applied, and"
     text = (
         f"{what} the run was rolled back 1 time, as often as train.max_rollbacks=1 allows. Remedy: a smaller "
         f"optimizer.learning_rate"
