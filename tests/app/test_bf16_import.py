@@ -73,6 +73,7 @@ def test_thirty_steps_of_an_import_move_most_weights(imported: Path) -> None:
     assert share > 0.95 and metrics == []
 
 
+@pytest.mark.slow  # tests/training/test_weight_changes.py has the metric
 def test_weights_in_bf16_hardly_move_and_the_step_says_so(imported: Path) -> None:
     share, metrics = trained(imported, "model.param_dtype=bfloat16")
     assert share < 0.1

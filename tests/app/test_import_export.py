@@ -18,6 +18,7 @@ from small_tokenizer import EOS, save_tokenizer
 import jaxpar as jp
 from jaxpar.app.cli import main
 from jaxpar.app.config import load_run
+from jaxpar.app.generate.chat import chat_prompts
 from jaxpar.app.huggingface import spread
 from jaxpar.app.job import make_job
 from jaxpar.app.train.programs import StepPrograms
@@ -114,7 +115,8 @@ def test_an_import_is_trained_generated_from_and_exported(
     assert {dtype for dtype, _, _ in values(tmp_path / "trained").values()} == {"BF16"}
 
 
-def test_an_import_with_a_chat_template_is_asked_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def imported_chat(tmp_path: Path) -> Path:
+    """The folder that ``jaxpar import`` makes of a checkpoint with a chat template."""
     source, out, config = tmp_path / "source", tmp_path / "out", replace(CONFIG, vocab=304, layers=1)
     state = drawn(jp.abstract_state(spread(config), make_decoder(config), optax.identity()), scale=0.2)
     huggingface.export(source, state.params, config)
@@ -125,6 +127,17 @@ def test_an_import_with_a_chat_template_is_asked_at_once(tmp_path: Path, capsys:
         "{% if add_generation_prompt %}assistant: {% endif %}"
     )
     assert main(["import", str(source), str(out)]) == 0
+    return out
+
+
+def test_an_import_with_a_chat_template_knows_how_it_is_asked(tmp_path: Path) -> None:
+    job = make_job(load_run(imported_chat(tmp_path) / "run.yaml"), training=False)
+    assert chat_prompts(["hi"], job).texts == (f"user: hi{EOS}assistant: ",)
+
+
+@pytest.mark.slow
+def test_an_import_with_a_chat_template_is_asked_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = imported_chat(tmp_path)
     asked = ["--prompt", "hi", "--chat", "--max-new-tokens", "1", "--checkpoint", str(out / "checkpoint")]
     assert main(["generate", str(out / "run.yaml"), *asked]) == 0
     assert f"user: hi{EOS}assistant: " in capsys.readouterr().out

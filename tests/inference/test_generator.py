@@ -70,17 +70,8 @@ def test_tokens_are_those_of_one_device(mesh: dict[str, int], reference: Referen
     assert model.generate(params, PROMPTS, most=MOST) == reference.made
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "tp_3d",  # the batch is sharded over other axes next to heads than alone
-        *(
-            # The others have a part of these axes and rules.
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("4d", "hybrid", "tp_25d")
-        ),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["4d", "hybrid", "tp_25d", "tp_3d"])  # the others have a part of these axes and rules
 def test_each_layout_of_the_repository_gives_the_tokens_of_one_device(name: str, reference: Reference) -> None:
     layout = jp.Layout.from_yaml(Path(__file__).parents[2] / f"configs/layouts/{name}.yaml")
     model = generator(layout.mesh, layout.rules)
@@ -237,7 +228,6 @@ def test_what_is_drawn_from() -> None:
             drawn = draw(jp.inference.Sampling(**how), many, keys, at)
         return np.bincount(np.asarray(drawn), minlength=5) / 4000
 
-    np.testing.assert_allclose(shares(temperature=1.0), [0.02, 0.5, 0.08, 0.3, 0.1], atol=0.03)
     np.testing.assert_allclose(shares(temperature=1.0, top_p=0.85), [0, 5 / 9, 0, 3 / 9, 1 / 9], atol=0.03)
     np.testing.assert_allclose(shares(temperature=0.5, top_k=2), [0, 25 / 34, 0, 9 / 34, 0], atol=0.03)
     assert shares()[1] == shares(temperature=1e-40)[1] == shares(temperature=1.0, top_k=1)[1] == 1

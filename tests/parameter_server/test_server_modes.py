@@ -25,11 +25,11 @@ ADAMW, MOMENTUM = optax.adamw(1e-2), optax.sgd(optax.cosine_decay_schedule(0.3, 
 
 
 def test_synchronous_is_bitwise_one_device(tmp_path: Path) -> None:
-    program, config = nnx_program(ADAMW), ServerConfig(servers=3, workers=3, piece_bytes=40)
+    program, config = nnx_program(ADAMW), ServerConfig(servers=3, workers=2, piece_bytes=40)
     assert len(program.pieces(config)) > 6  # matrices are cut by rows
     result = run(program, config, 12, tmp_path)
-    assert same(result.params, one_process(program, 12, lambda step: [0, 1, 2]))
-    assert result.reports[2].traffic.pushed == 12 * sum(x.nbytes for x in result.params.values())
+    assert same(result.params, one_process(program, 12, lambda step: [0, 1]))
+    assert result.reports[1].traffic.pushed == 12 * sum(x.nbytes for x in result.params.values())
     assert result.staleness.keys() == {0}
 
 
