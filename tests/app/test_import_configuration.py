@@ -179,6 +179,7 @@ def test_a_base_needs_a_built_in_model(tmp_path: Path, capsys: pytest.CaptureFix
     )
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_a_deepspeed_file_builds_a_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base, source, out = tmp_path / "base.yaml", tmp_path / "ds.json", tmp_path / "run.yaml"
     base.write_text(
@@ -209,6 +210,7 @@ torchrun --nproc_per_node 8 --nnodes $NODES pretrain_gpt.py ${ARGS[@]}
 """
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_a_launch_script_builds_a_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script, out = tmp_path / "run.sh", tmp_path / "run.yaml"
     script.write_text(SCRIPT)

@@ -80,8 +80,7 @@ class _Lossy(ThreadTransport):
 @pytest.mark.parametrize(
     ("mode", "compression"),
     [
-        ("synchronous", None),
-        pytest.param("local_sgd", None, marks=pytest.mark.slow),
+        pytest.param("synchronous", None, marks=pytest.mark.slow),
         ("local_sgd", "int8"),
     ],
 )
