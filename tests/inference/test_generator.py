@@ -118,7 +118,7 @@ def test_a_request_is_alone_beside_others(reference: Reference) -> None:
 
 @pytest.mark.slow
 def test_drawn_with_each_requests_own_key_until_a_stop(reference: Reference) -> None:
-    stop = range(0, 64, 8)
+    stop = range(0, 64, 16)
     model, params = (
         generator(one_device(), stop=stop, sampling=jp.inference.Sampling(temperature=1.5, top_k=20, top_p=0.9)),
         reference.params,
