@@ -47,6 +47,20 @@ def test_records_come_back_with_their_dtypes(tmp_path: Path) -> None:
     assert kinds[2][1] == {"a": ("bfloat16", [1, 1]), "s": ("float32", 3)}
 
 
+def test_of_two_logs_that_a_kill_leaves_the_newer_is_read(tmp_path: Path) -> None:
+    """The old log is deleted after the new one has its name; a log without its name is not read."""
+    old = _write(tmp_path)
+    log = UpdateLog(tmp_path)
+    assert len(list(log.records())) == 3
+    log.replace([LogRecord("snapshot")])
+    log.close()
+    (tmp_path / "log-000000").write_bytes(old)
+    (tmp_path / "log-000002.new").write_bytes(old)
+    assert [kind for kind, _ in _read(tmp_path)] == ["snapshot"]
+    assert not (tmp_path / "log-000000").exists()
+    assert [kind for kind, _ in _read(tmp_path)] == ["snapshot", "more"]
+
+
 def test_what_a_kill_cuts_off_is_forgotten_at_every_byte(tmp_path: Path) -> None:
     data = _write(tmp_path)
     edges = [0]

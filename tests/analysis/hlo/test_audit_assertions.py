@@ -51,6 +51,11 @@ def test_wire_bytes_differ(program, line_mesh):
         assert_wire_bytes(program, line_mesh, 44_100)
 
 
+def test_no_number_of_bytes_is_nan(program, line_mesh):
+    with pytest.raises(VerificationError, match="expected nan"):
+        assert_wire_bytes(program, line_mesh, float("nan"))
+
+
 def test_wire_bytes_of_an_unknown_axis(program, line_mesh):
     with pytest.raises(AuditError, match="the mesh has no axis 'datum'"):
         assert_wire_bytes(program, line_mesh, 0, axis="datum")

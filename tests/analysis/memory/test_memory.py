@@ -83,6 +83,16 @@ def test_two_matmuls_by_hand() -> None:
     assert memory.total is not None and 6 * MIB <= memory.total <= 7.1 * MIB
 
 
+def test_state_in_host_memory_takes_none_of_the_devices() -> None:
+    loss = lambda model, batch: jnp.mean((batch @ model["w"]) ** 2)
+    tx = jp.offload.to_host(optax.sgd(0.1, momentum=0.9), min_bytes=0)
+    hosted = jp.explain(LAYOUT, square, tx, batch=rows(2048, 512), loss_fn=loss).memory
+    on_device = explained(square, loss, rows(2048, 512))
+    assert hosted is not None and hosted.unknown == on_device.unknown == ()
+    assert (hosted.parts["optimizer"], on_device.parts["optimizer"]) == (0, MIB)
+    assert hosted.parts["parameters"] == on_device.parts["parameters"] == MIB
+
+
 def test_a_scan_saves_what_its_backward_pass_reads_and_remat_saves_the_carry() -> None:
     def loss(model: Any, batch: jax.Array, remat: bool) -> jax.Array:
         def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:

@@ -113,6 +113,15 @@ def test_a_run_that_was_stopped_goes_on_byte_for_byte(
         ]
 
 
+def test_a_rollback_deletes_the_steps_after_the_one_that_it_restores(whole: Path, tmp_path: Path) -> None:
+    config, folder = write(tmp_path, "run"), tmp_path / "run/checkpoints"
+    shutil.copytree(whole, folder)
+    with saver(config) as checkpoints:
+        restored = checkpoints.roll_back(None, 6)
+        assert restored is not None and restored.step == 4 and steps_in(folder) == [2, 4]
+        assert checkpoints.roll_back(None, 2) is None and steps_in(folder) == [2, 4]
+
+
 def test_a_signal_in_the_compile_ends_the_run_at_once(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import Any
 
@@ -44,6 +45,23 @@ def test_tiles_that_are_left_out_have_nothing_and_unmasked_ones_everything(
             assert tile.all() and tile.shape == (block, block)
         elif number not in numbers[1]:
             assert not tile.any()
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, (2, 0), (0, 2), (None, 1)])
+def test_the_bounds_of_a_block_are_those_of_its_scores(window: Any) -> None:
+    """For every pair of blocks: whether every query sees every key, and whether some may see some."""
+    x, blocks = np.arange(9), [(low, high) for low in range(9) for high in range(low, min(low + 4, 9))]
+    for causal, chunk, prefix in itertools.product((True, False), (None, 3, 4), (None, 2)):
+        if causal and isinstance(window, tuple) and window[1]:
+            continue
+        mask = jp.Mask(causal=causal, window=window, prefix=prefix, chunk=chunk)
+        seen = np.broadcast_to(mask.visible(x[:, None], x[None]), (9, 9))
+        for q, k in itertools.product(blocks, blocks):
+            some, every = mask.bounds(q, k)
+            scores = seen[q[0] : q[1] + 1, k[0] : k[1] + 1]
+            # A block that a prefix completes may count as one of which a part is hidden.
+            assert scores.all() if every else (prefix is not None or not scores.all()), (mask, q, k)
+            assert some or not scores.any(), (mask, q, k)
 
 
 def test_of_a_causal_sequence_half_the_tiles_are_visited() -> None:

@@ -18,6 +18,7 @@ from jaxpar.errors import LayoutError
 from jaxpar.inference.kv_cache import cached_attention
 from jaxpar.parallel.attention.kernels.select import find
 from jaxpar.parallel.attention.options import read
+from jaxpar.parallel.attention.tiled.padding import FILL, pad_segments
 
 SEQ = 12
 POISONS = (np.nan, np.inf, -np.inf)
@@ -257,3 +258,9 @@ def test_work_of_ids_of_any_size_is_counted() -> None:
         for each in (ids, small, np.where(ids < 0, 0, ids).astype(np.uint64))
     ]
     assert kinds[0] == kinds[1] and sorted(kinds[2]) == list(range(12))
+
+
+def test_the_filler_of_a_block_is_of_no_document_and_no_padding_of_the_caller() -> None:
+    ids = pad_segments(jnp.array([[0, 7, -1, -5], [3, 3, 3, 3]], jnp.int32), 6)
+    assert ids.tolist() == [[0, 7, -1, -1, FILL, FILL], [3, 3, 3, 3, FILL, FILL]] and FILL < -1
+    assert pad_segments(ids[:, :4], 4).tolist() == ids[:, :4].tolist()
