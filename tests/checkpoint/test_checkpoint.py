@@ -19,7 +19,7 @@ from placed_arrays import TX, like, mesh, numbers, put, same
 import jaxpar as jp
 from jaxpar.checkpoint.manifest import read
 from jaxpar.checkpoint.verify import check, problems_of
-from jaxpar.errors import CheckpointError
+from jaxpar.errors import CheckpointError, DamagedError
 
 
 def test_a_manifest_says_what_a_checkpoint_holds_and_vouches_for_it(saved: Path, state: jp.TrainState) -> None:
@@ -33,6 +33,15 @@ def test_a_manifest_says_what_a_checkpoint_holds_and_vouches_for_it(saved: Path,
     assert up.chunk == (2, 24) and len(up.sums) == 8
     assert found.bytes == sum(numbers(x).nbytes for x in jax.tree.leaves(state))
     assert [p.name for p in saved.parent.iterdir()] == ["one"]
+
+
+def test_a_checkpoint_is_of_its_step_wherever_a_step_is_given(saved: Path) -> None:
+    assert check(saved, 1).step == 1 and problems_of(saved, step=1) == []
+    text = f"{saved}/manifest.json is of step 1, but its folder is that of step 2: "
+    assert [problem.startswith(text) for problem in problems_of(saved, step=2)] == [True]
+    for read_it in (lambda: check(saved, 2), lambda: jp.restore(saved, {}, step=2)):
+        with pytest.raises(DamagedError, match=f"^{re.escape(text)}"):
+            read_it()
 
 
 @pytest.mark.parametrize("count", [8, 4, 2, 1])

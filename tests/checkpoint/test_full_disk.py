@@ -20,7 +20,6 @@ import pytest
 
 import jaxpar as jp
 from jaxpar.checkpoint import manager as manager_module
-from jaxpar.checkpoint.leftovers import UNFINISHED
 from jaxpar.errors import CheckpointError
 
 LIKE = {"w": jax.ShapeDtypeStruct((4096,), "float32")}
@@ -224,23 +223,3 @@ def test_steps_that_cannot_be_deleted_are_told_and_end_no_run(tmp_path: Path, mo
         assert saving is not None
         saving[1].wait()
         assert not manager.due(4) and manager._saving is None and manager.steps() == [4]
-
-
-def test_a_save_that_fails_at_its_end_keeps_the_checkpoint_that_it_replaces(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target, rename = tmp_path / "one", os.rename
-    jp.save(target, state(1.0))
-
-    def refused(source: str | Path, name: str | Path) -> None:
-        if (Path(source).name, Path(name)) == (f"one{UNFINISHED}", target):
-            raise OSError(errno.EIO, "Input/output error")
-        rename(source, name)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "rename", refused)
-        with pytest.raises(CheckpointError, match=r"cannot write: Input/output error\.$"):
-            jp.save(target, state(2.0))
-    assert jp.restore(target, LIKE)["w"].tolist() == [1.0] * 4096 and os.listdir(tmp_path) == ["one"]
-    jp.save(target, state(3.0))
-    assert jp.restore(target, LIKE)["w"][0] == 3.0 and os.listdir(tmp_path) == ["one"]

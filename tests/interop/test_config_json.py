@@ -179,6 +179,25 @@ def test_what_cannot_be_exported_is_an_error(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("family", "folder", "names"),
+    [
+        ("mixtral", "block_sparse_moe.", ("w1", "w3", "w2")),
+        ("qwen3_moe", "mlp.", ("gate_proj", "up_proj", "down_proj")),
+        ("deepseek_v3", "mlp.", ("gate_proj", "up_proj", "down_proj")),
+    ],
+)
+def test_experts_have_the_names_of_transformers(family: str, folder: str, names: tuple[str, ...]) -> None:
+    """All of them compute ``down(silu(gate(x)) * up(x))``; in Mixtral, ``w2(silu(w1(x)) * w3(x))``."""
+    rules = {rule.path: (rule.name, rule.pattern) for rule in tensor_rules(preset(family, "tiny"))}
+    for ours, theirs, pattern in zip(
+        ("gate", "up", "down"), names, ("f e -> e f", "f e -> e f", "e f -> f e"), strict=True
+    ):
+        name = f"model.layers.{{layer}}.{folder}experts.{{expert}}.{theirs}.weight"
+        assert rules[f"blocks/mixture/{ours}"] == (name, pattern)
+    assert rules["blocks/mixture/router"] == (f"model.layers.{{layer}}.{folder}gate.weight", "x e -> e x")
+
+
 def test_layers_of_further_tokens_have_the_names_of_deepseek() -> None:
     """``model.layers.N`` after the model's own, with an embedding and a head of their own that are copies."""
     config = preset("deepseek_v3", "tiny", mtp_depth=1, tie_embeddings=False)

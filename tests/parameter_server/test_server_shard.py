@@ -142,6 +142,19 @@ def test_means_are_sums_in_worker_order() -> None:
     assert isinstance(rows, RowGrads) and rows.ids.tolist() == [1, 4] and rows.values.tolist() == [[0.5], [4]]
 
 
+@pytest.mark.parametrize("weights", [(1.0, 1.0, 1.0), (3.0, 1.0, 0.5), (2.0, 0.0, 2.0)])
+def test_the_mean_of_rows_is_that_of_whole_tables(weights: tuple[float, ...]) -> None:
+    rng = np.random.default_rng(0)
+    pushes = [RowGrads(np.sort(rng.choice(9, 5, False)), rng.normal(size=(5, 2)).astype(np.float32)) for _ in weights]
+    tables = [np.zeros((9, 2), np.float32) for _ in weights]
+    for table, push in zip(tables, pushes, strict=True):
+        table[push.ids] = push.values
+    rows, whole = (mean([*zip(weights, grads, strict=True)]) for grads in (pushes, tables))
+    assert isinstance(rows, RowGrads) and isinstance(whole, np.ndarray)
+    np.testing.assert_allclose(rows.values, whole[rows.ids], rtol=1e-6)
+    assert not np.delete(whole, rows.ids, 0).any()
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [

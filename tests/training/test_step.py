@@ -110,6 +110,16 @@ def test_where_a_step_stops_to_be_finite(change: Any, batch: float, where: str, 
     assert re.fullmatch(where, found), found
 
 
+def test_an_overflow_of_the_compute_dtype_is_looked_for_in_it(state: Any, mlp: Any) -> None:
+    """The output of the layer is some 1e6, beyond fp16 and within fp32, like all that follows."""
+    large = replace(state, params=state.params | {"square": state.params["square"] * 1e6})
+    wide, narrow = (
+        first_nonfinite(mlp.layout(), large, mlp.batch(), mlp.loss, jp.Precision.of(name)) for name in ("fp32", "fp16")
+    )
+    assert wide == "the norm of the gradients, which overflows; each of them is finite"
+    assert re.fullmatch(r"Mlp.loss \(conftest.py:\d+\) \(batch, embed\), call 1", narrow), narrow
+
+
 def test_a_gradient_that_is_not_finite_is_named(state: Any, mlp: Any) -> None:
     loss = lambda model, batch: jnp.sqrt(jnp.sum(model["square"] * 0)) + mlp.loss(model, batch)
     assert first_nonfinite(mlp.layout(), state, mlp.batch(), loss) == (

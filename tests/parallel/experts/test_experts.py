@@ -183,6 +183,22 @@ def test_every_routing_is_exact(options: dict[str, Any]) -> None:
                     assert jnp.abs(a - b).max() <= 1e-12 * max(jnp.abs(b).max(), 1e-3), name
 
 
+@pytest.mark.parametrize("rows_over", [("data", "expert"), ("data",)], ids=["all axes", "replicated over experts"])
+def test_every_dispatch_reaches_the_experts_beside_one_without_rows(rows_over: tuple[str, ...]) -> None:
+    """The values alone, in one program; where tokens are replicated over the experts, only a gather is possible."""
+    w, x = problem(2, np.float32)
+    chosen = routings(2)["random"]
+    chosen = jnp.asarray(np.where(chosen == 2, 3, chosen), jnp.int32)
+    routing = Chosen(jnp.asarray(np.random.default_rng(1).uniform(0.1, 1, chosen.shape), jnp.float32), chosen)
+    arrays = ((w["gate"], IN), (w["up"], IN), (w["down"], OUT))
+    options = [DISPATCHES[i] for i in ((1, 4) if "expert" in rows_over else (4,))]
+    with layout({"data": 2, "expert": 4}, batch=rows_over):
+        run = lambda x: [jp.experts(x, routing, *arrays, x_dims=X, **words)[0] for words in options]
+        results = jax.jit(run)(x)
+    for words, y in zip(options, results, strict=True):
+        np.testing.assert_allclose(y, dense_of(w, x, *routing), atol=2e-6, err_msg=str(words))
+
+
 @pytest.mark.slow
 def test_a_permutation_of_the_experts_changes_no_bit() -> None:
     w, x = problem(2, np.float32)

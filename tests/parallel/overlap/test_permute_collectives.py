@@ -85,10 +85,11 @@ def test_every_hop_is_to_a_neighbour_and_both_ways_are_used_alike(rings: tuple[i
     assert sent == hops and sum(sent.values()) == 2 * 7 * 6
 
 
-def test_sums_are_made_in_fp32() -> None:
+@pytest.mark.parametrize("rings", [(), (3,)])
+def test_sums_are_made_in_fp32(rings: tuple[int, ...]) -> None:
     """In bf16, 1 + 2^-8 rounds to 1, so only a sum in fp32 counts both small shares."""
     x = jnp.repeat(jnp.array([1, 2**-8, 2**-8], jnp.bfloat16), 3)
-    got = over(1, 3, lambda x: ppermute_reduce_scatter(x, AXES, dim=0, rings=(3,)), P(AXES), P(AXES))(x)
+    got = over(1, 3, lambda x: ppermute_reduce_scatter(x, AXES, dim=0, rings=rings), P(AXES), P(AXES))(x)
     assert got.dtype == jnp.bfloat16 and got.tolist() == [1 + 2**-7] * 3
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -92,3 +94,16 @@ def test_a_ring_across_slices_runs_at_the_speed_of_the_network() -> None:
 def test_one_slice_sends_nothing_through_the_network() -> None:
     cost = CostModel(WORKLOAD, Topology.parse("v5e:4x8")).cost(Plan(replica=2, data=16, zero=3, remat="full"))
     assert (cost.network_bytes, cost.network_seconds) == (0, 0)
+
+
+def test_an_estimate_does_not_depend_on_those_before_it() -> None:
+    """A model keeps what several plans share; each of a pair differs in one field that a figure may depend on."""
+    made = found(V5E)[0][::97]
+    changes: list[dict[str, Any]] = [{"remat": "none"}, {"offload": True}, {"zero": 0}, {"zero": 3}]
+    pairs = [[plan, replace(plan, **change)] for plan in made for change in changes]
+    pairs += [[plan, replace(plan, sequence_parallel=not plan.sequence_parallel)] for plan in made if plan.model > 1]
+    assert len(pairs) > 40 and any(plan.sequence_parallel for pair in pairs for plan in pair)
+    for pair in pairs:
+        shared = CostModel(WORKLOAD, V5E)
+        for plan in (*pair, *pair[::-1]):
+            assert shared.cost(plan) == CostModel(WORKLOAD, V5E).cost(plan), plan
