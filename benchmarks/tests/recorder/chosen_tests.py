@@ -1,4 +1,4 @@
-"""The pytest plugin that runs the tests which the file ``JAXPAR_TESTS`` names, in its order, and reports each outcome."""
+"""The pytest plugin that runs the tests of the file ``JAXPAR_TESTS`` in its order, and writes each outcome down."""
 
 from __future__ import annotations
 
