@@ -188,21 +188,3 @@ def test_the_key_of_an_evaluation_is_that_of_the_step() -> None:
             seen.append(float(step(state, batch_of())["loss"]))
     want = float(one_device("`PipelineLoss(keys=True)`")[0])
     assert seen == pytest.approx([want, want], rel=1e-5)
-
-
-def test_every_step_draws_for_itself_and_a_resume_draws_the_same() -> None:
-    layout = jp.Layout(jp.MeshSpec().build(jax.devices()[:1]), jp.Rules(batch="data", embed=None))
-
-    def loss(model: Any, batch: jax.Array, key: jax.Array) -> Any:
-        draw = jax.random.uniform(key)
-        return jnp.sum(model["w"]) * jnp.sum(batch) * draw, {"draw": draw}
-
-    with layout:
-        states = [jp.init(layout, lambda key: {"w": jp.tag(jnp.ones(2), "embed")}, optax.sgd(0.1))]
-    step, draws = jp.train_step(layout, loss, donate=False), []
-    for _ in range(4):
-        state, metrics = step(states[-1], jnp.ones((2, 2)))
-        states.append(state)
-        draws.append(float(metrics["draw"]))
-    assert len(set(draws)) == 4
-    assert float(step(states[2], jnp.ones((2, 2)))[1]["draw"]) == draws[2]
