@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from sitecustomize import RECORDER
+from sitecustomize import RECORDER  # type: ignore[import-not-found, unused-ignore]
 
 
 def _cpu_seconds() -> float:
