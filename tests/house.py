@@ -231,3 +231,42 @@ def _described(root: Path, entry: str, depth: int) -> Iterator[str]:
     if folder.is_dir() and depth < 1:
         for inner in sorted(f.name for f in folder.iterdir() if (f / "__init__.py").is_file()):
             yield from _described(root, f"{entry}/{inner}", depth + 1)
+
+
+MOST_WORDS = 3
+"""The most words of a name. A test outside of ``tests/errors`` that expects more of an error pins its wording."""
+
+
+def pins(files: Iterable[Path]) -> list[str]:
+    """Places of tests that pin the wording of an error: a ``match`` of a sentence, or ``str(error.value)``."""
+    places = set()
+    for file in files:
+        nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+        looks = {
+            f"str({item.optional_vars.id}.value)"
+            for node in nodes
+            if isinstance(node, ast.With)
+            for item in node.items
+            if isinstance(item.optional_vars, ast.Name) and _called(item.context_expr) in ("raises", "warns")
+        }
+        named = {  # "name" in str(error.value)
+            id(node.comparators[0])
+            for node in nodes
+            if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn) and _is_name(node.left)
+        }
+        for node in nodes:
+            if isinstance(node, ast.Call) and _called(node) in ("raises", "warns"):
+                if not all(_is_name(option.value) for option in node.keywords if option.arg == "match"):
+                    places.add(f"{file}:{node.lineno}")
+            elif _called(node) == "str" and ast.unparse(node) in looks and id(node) not in named:
+                places.add(f"{file}:{node.lineno}")
+    return sorted(places)
+
+
+def _called(node: ast.AST) -> str:
+    name = node.func if isinstance(node, ast.Call) else node
+    return name.attr if isinstance(name, ast.Attribute) else name.id if isinstance(name, ast.Name) else ""
+
+
+def _is_name(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value.split()) <= MOST_WORDS

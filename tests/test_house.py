@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 import subprocess
 import sys
@@ -10,8 +11,11 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import error_texts
 import house
 import pytest
+
+from jaxpar.errors import MeshError, RulesError
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "jaxpar").rglob("*.py"))
@@ -199,3 +203,62 @@ def test_the_sharding_layer_stays_small() -> None:
     """All of ``sharding/`` but ``hardware/``, and nothing of it is left out of the count."""
     sizes = {file.stem: code_lines(file) for file in sorted((ROOT / "jaxpar" / "sharding").glob("*.py"))}
     assert sum(sizes.values()) <= 600, sizes
+
+
+def test_the_wording_of_an_error_is_pinned_in_the_tables_alone() -> None:
+    assert house.pins(SCRIPTS) == []
+
+
+def test_each_text_of_an_error_stands_once() -> None:
+    tables = {file.name: file.read_text(encoding="utf-8").splitlines() for file in error_texts.TEXTS.iterdir()}
+    assert {name: lines == sorted(lines) for name, lines in tables.items()} == dict.fromkeys(tables, True)
+    assert {name: len(lines) for name, lines in tables.items() if len(lines) > 300} == {}
+    assert [line for line, count in Counter(itertools.chain(*tables.values())).items() if count > 1] == []
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        'with pytest.raises(E, match="a text of four"): f()',
+        "with pytest.raises(E, match=text): f()",
+        'with pytest.raises(E, match=f"{text} is"): f()',
+        "with pytest.raises(E) as error: f()\nassert str(error.value) == text",
+        "with raises(E, name) as error: f()\nassert str(error.value).startswith(text)",
+        'with raises(E, name) as error: f()\nassert "a text of four" in str(error.value)',
+        "def said():\n    with raises(E, name) as error: f()\n    return str(error.value)",
+    ],
+)
+def test_a_pinned_sentence_is_found(test: str, tmp_path: Path) -> None:
+    file = tmp_path / "test_it.py"
+    file.write_text(f'{test}\n\nwith raises(E, "a") as other, pytest.raises(E, match="up to three"): f()\n')
+    assert len(house.pins([file])) == 1
+    file.write_text('with raises(E, name) as error: f()\nassert "name" not in str(error.value)\n')
+    assert house.pins([file]) == []
+
+
+WORDED = "the mesh axes 'data', 'model' are -1, but only one can be. Remedy: give the others a size."
+
+
+@pytest.mark.parametrize(
+    ("error", "names"),
+    [
+        (MeshError(WORDED.replace("give", "Give")), ["'data'"]),
+        (RulesError(WORDED), ["'data'"]),
+        (MeshError(WORDED), ["'data'", "'context'"]),
+        (MeshError(WORDED), ["the others a size"]),
+        (MeshError(WORDED), []),
+        (MeshError(f"{WORDED}\n"), ["'data'"]),
+    ],
+    ids=["words", "class", "name", "sentence", "no name", "end"],
+)
+def test_an_error_of_another_text_class_or_name_is_found(error: Exception, names: list[str]) -> None:
+    error_texts.check(MeshError(WORDED), "'data'", "'model'")
+    with pytest.raises((AssertionError, pytest.fail.Exception)):
+        error_texts.check(error, *names)
+
+
+def test_a_marker_stands_for_its_part_alone() -> None:
+    line = error_texts.pattern("E: <tmp>/a has <number> bytes (<rest>). Remedy: copy it.")
+    assert line.fullmatch("E: /tmp/x-0/test_it0/a has 1,024 bytes (gone). Remedy: copy it.")
+    assert not line.fullmatch("E: /tmp/x-0/test_it0/a has no bytes (gone). Remedy: copy it.")
+    assert not line.fullmatch("E: /tmp/x-0/test_it0/a has 1,024 bytes (gone). Remedy: copy it again.")

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from error_texts import raises
 from flax import linen as nn
 from flax import struct
 from jax.sharding import PartitionSpec as P
@@ -169,50 +170,28 @@ class Nameless(nn.meta.AxisMetadata[Any]):
 
 
 @pytest.mark.parametrize(
-    ("make", "kind", "text"),
+    ("make", "kind", "name"),
     [
-        (
-            lambda key: dense(6, NORMAL),
-            ModelError,
-            (
-                "make_model returned the Linen module Dense, which holds no arrays. Remedy: return its variables, as "
-                "in make_model = lambda key: module.init(key, example_input)."
-            ),
-        ),
-        (
-            lambda key: {"params": {"kernel": Nameless(jnp.ones((8, 6)))}},
-            AnnotationError,
-            (
-                "params/kernel: the metadata box Nameless names no dims. Remedy: annotate with jaxpar.linen.axes or "
-                "nn.with_logical_partitioning."
-            ),
-        ),
+        (lambda key: dense(6, NORMAL), ModelError, "make_model"),
+        (lambda key: {"params": {"kernel": Nameless(jnp.ones((8, 6)))}}, AnnotationError, "Nameless"),
         (
             lambda key: dense(6, nn.with_partitioning(NORMAL, (("embed", "mlp"), None))).init(key, EXAMPLE),
             AnnotationError,
-            (
-                "params/kernel: the logical dims must be a string or None for each dim, such as ('embed', 'mlp'), got "
-                "(('embed', 'mlp'), None)."
-            ),
+            "embed",
         ),
     ],
     ids=["a module", "a nameless box", "no name"],
 )
-def test_variables_that_cannot_be_laid_out_are_refused(make: Any, kind: Any, text: str, layout: jp.Layout) -> None:
-    with pytest.raises(kind) as error:
+def test_variables_that_cannot_be_laid_out_are_refused(make: Any, kind: Any, name: str, layout: jp.Layout) -> None:
+    with raises(kind, name):
         jp.init(layout, make, TX)
-    assert str(error.value) == text
 
 
-@pytest.mark.parametrize(("updates", "what"), [({"cache": {}}, "a dict of 'cache'"), (1.0, "float")])
+@pytest.mark.parametrize(("updates", "what"), [({"cache": {}}, "cache"), (1.0, "float")])
 def test_updates_of_no_carried_collection_are_refused(updates: Any, what: str, layout: jp.Layout) -> None:
     state = jp.init(layout, lambda key: Normed().init(key, EXAMPLE), TX)
-    with pytest.raises(ModelError) as error:
+    with raises(ModelError, what):
         jp.train_step(layout, lambda v, x: (jnp.mean(Normed().apply(v, x)), {}, updates))(state, batch())
-    assert str(error.value) == (
-        "the third value that loss_fn returns must be a dict of the carried collections ('batch_stats', 'constants'), "
-        f"got {what}. Remedy: return the collections that apply(..., mutable=[...]) returns in addition to the output."
-    )
 
 
 @pytest.mark.parametrize("impl", ["auto", "dense", "flash", "gather", "ring", "ulysses", "hybrid", "split_kv"])

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from error_texts import raises
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
@@ -167,93 +168,44 @@ def fewer(model: Any, batch: jax.Array) -> jax.Array:
     return squares(model.linear, batch)
 
 
-NO_STACK = (
-    "params/kernel [2, 8, 6] (embed, mlp): the tensor has rank 3, but 2 dim names. Remedy: give each dim a name or "
-    "None. For stacked layers, see jaxpar.nnx.stacked() or, in Linen, nn.PARTITION_NAME."
-)
+NO_STACK = "[2"
 
 
 @pytest.mark.parametrize(
-    ("make", "kind", "text"),
+    ("make", "kind", "name"),
     [
-        (
-            lambda key: nnx.Dropout(0.5, rngs=nnx.Rngs(key)),
-            ModelError,
-            "make_model returned Dropout, which holds no nnx.Param. Remedy: return the whole module.",
-        ),
-        (
-            linear(nnx.Rngs(0)),
-            ModelError,
-            (
-                "make_model must be a function of a PRNG key, so that the model can be built in place, got Linear. "
-                "Remedy: make_model = lambda key: Model(rngs=nnx.Rngs(key))."
-            ),
-        ),
-        (
-            lambda key: linear(nnx.Rngs(key), NORMAL),
-            LayoutError,
-            (
-                "params/kernel [8, 6] has no logical dims. Remedy: annotate it (jaxpar.nnx.axes, jaxpar.linen.axes, "
-                "jp.tag), or allow replication with unannotated='replicate' in the rules; over(axis) and jp.Zero then "
-                "still shard it."
-            ),
-        ),
+        (lambda key: nnx.Dropout(0.5, rngs=nnx.Rngs(key)), ModelError, "nnx.Param"),
+        (linear(nnx.Rngs(0)), ModelError, "PRNG"),
+        (lambda key: linear(nnx.Rngs(key), NORMAL), LayoutError, "[8"),
         (
             lambda key: linear(nnx.Rngs(key), nnx.with_metadata(NORMAL, out_sharding="embed")),
             AnnotationError,
-            (
-                "params/kernel: out_sharding must be a tuple of logical dims such as ('embed', 'mlp'), got 'embed'. "
-                "Remedy: annotate with jaxpar.nnx.axes or nnx.with_partitioning."
-            ),
+            "params/kernel: out_sharding",
         ),
         (
             lambda key: linear(nnx.Rngs(key), nnx.with_partitioning(NORMAL, (("embed", "mlp"), None))),
             AnnotationError,
-            (
-                "params/kernel: the logical dims must be a string or None for each dim, such as ('embed', 'mlp'), got "
-                "(('embed', 'mlp'), None)."
-            ),
+            "(('embed'",
         ),
         (lambda key: Stack(nnx.Rngs(key), {}).blocks, LayoutError, NO_STACK),
     ],
     ids=["no parameters", "a module", "not annotated", "no tuple", "no name", "not stacked"],
 )
-def test_a_model_that_cannot_be_laid_out_is_refused(make: Any, kind: Any, text: str, layout: jp.Layout) -> None:
-    with pytest.raises(kind) as error:
+def test_a_model_that_cannot_be_laid_out_is_refused(make: Any, kind: Any, name: str, layout: jp.Layout) -> None:
+    with raises(kind, name):
         jp.init(layout, make, TX)
-    assert str(error.value) == text
 
 
 @pytest.mark.parametrize(
-    ("loss_fn", "text"),
+    ("loss_fn", "name"),
     [
-        (
-            lambda model, batch: (squares(model, batch), {}, {"norm": {}}),
-            (
-                "loss_fn returned a third value (updates), but an NNX module carries its own state. Remedy: return "
-                "(loss, aux), and assign to the module's variables instead."
-            ),
-        ),
-        (
-            more,
-            (
-                "loss_fn added 'seen', but an NNX module must keep the variables that its constructor created. "
-                "Remedy: create every variable in the constructor; return intermediate values from loss_fn."
-            ),
-        ),
-        (
-            fewer,
-            (
-                "loss_fn removed 'dropout/rngs/count', 'dropout/rngs/key', but an NNX module must keep the variables "
-                "that its constructor created. Remedy: create every variable in the constructor; return intermediate "
-                "values from loss_fn."
-            ),
-        ),
+        (lambda model, batch: (squares(model, batch), {}, {"norm": {}}), "loss_fn returned"),
+        (more, "seen"),
+        (fewer, "dropout/rngs/count"),
     ],
     ids=["updates", "more", "fewer"],
 )
-def test_a_loss_that_changes_what_is_carried_is_refused(loss_fn: Any, text: str, layout: jp.Layout) -> None:
+def test_a_loss_that_changes_what_is_carried_is_refused(loss_fn: Any, name: str, layout: jp.Layout) -> None:
     state = jp.abstract_state(layout, lambda key: Noisy(nnx.Rngs(key)), TX)
-    with pytest.raises(ModelError) as error:
+    with raises(ModelError, name):
         jax.eval_shape(jp.train_step(layout, loss_fn), state, jax.ShapeDtypeStruct((8, 8), np.float32))
-    assert str(error.value) == text

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from error_texts import raises
 from flax import nnx
 
 import jaxpar as jp
@@ -59,7 +60,7 @@ def test_parameters_without_names_are_one_problem_and_zero_splits_them(page: dic
         "shard them."
     )
     for ask in (jp.check, jp.abstract_state):
-        with pytest.raises(LayoutError, match=f"^{re.escape(text)}$"):
+        with raises(LayoutError, "params/key/kernel"):
             ask(jp.Layout(mesh, jp.Rules(batch="data")), bare, page["tx"])
     report = jp.explain(jp.Layout(mesh, jp.Rules(batch="data")), bare, page["tx"])
     assert report.problems == (text,)
@@ -74,12 +75,7 @@ def test_a_model_that_carries_keys_does_not_generate(page: dict[str, Any]) -> No
         model.dropout = nnx.Dropout(0.1, rngs=nnx.Rngs(key))
         return model
 
-    text = (
-        "Generator: the model has variables other than its parameters (variables/dropout/rngs/count, "
-        "variables/dropout/rngs/key), and generation does not support them. Remedy: use a make_model without "
-        "counters and statistics, such as nnx.Dropout without rngs; the checkpoint's parameters still fit it."
-    )
-    with pytest.raises(ModelError, match=f"^{re.escape(text)}$"):
+    with raises(ModelError, "variables/dropout/rngs/count"):
         jp.Generator(page["layout"], dropping, page["cached"], batch=2, slots=32)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from by_hand import audited, collective
+from error_texts import raises
 from hypothesis import given
 from hypothesis import strategies as st
 from profiles import few
@@ -175,28 +176,15 @@ def test_stored_programs_keep_the_books(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("topology", "error", "text"),
+    ("topology", "error", "name"),
     [
-        (
-            "v5e:4x8",
-            MeshError,
-            "the audited program runs on 16 devices (data=16), but v5e:4x8 has 32. Remedy: audit a program "
-            "compiled for " + "32 devices, or use a topology of 16.",
-        ),
-        (
-            "v5e:1x512",
-            PlanError,
-            (
-                "v5e:1x512 has 512 chips in one slice, but TPU v5e has at most 256. Remedy: use more slices of fewer "
-                "chips."
-            ),
-        ),
+        ("v5e:4x8", MeshError, "data=16"),
+        ("v5e:1x512", PlanError, "TPU"),
     ],
 )
-def test_a_mesh_that_does_not_fit_is_refused(topology: str, error: type[Exception], text: str) -> None:
-    with pytest.raises(error) as caught:
+def test_a_mesh_that_does_not_fit_is_refused(topology: str, error: type[Exception], name: str) -> None:
+    with raises(error, name):
         roofline(audited({"data": 512 if "512" in topology else 16}), topology)
-    assert type(caught.value) is error and str(caught.value) == text
 
 
 sizes = st.integers(0, 10**12)

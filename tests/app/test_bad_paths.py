@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from error_texts import raises
 
 from jaxpar.app.cli import main
 from jaxpar.app.generate.prompts import read_prompts
@@ -198,9 +199,9 @@ def test_a_folder_of_a_run_that_can_never_be_written(
 ) -> None:
     before = prepared(tmp_path, monkeypatch)
     folder = str(BAD_FOLDERS[name](tmp_path))
-    with pytest.raises(ConfigError, match="^output: .* Remedy: --set output=FOLDER, a folder that can be written to"):
+    with raises(ConfigError, "output"):
         OutputFolder(folder)
-    with pytest.raises(CheckpointError, match="^checkpoint: .* Remedy: a directory that can be written to"):
+    with raises(CheckpointError, "checkpoint", "directory"):
         CheckpointManager(folder)
     assert content(tmp_path) == before
 
@@ -212,13 +213,12 @@ def test_a_run_without_permission_to_write_its_output_does_not_start(
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr("jaxpar.app.train.output_folder.Lock", refuse)
-    with pytest.raises(ConfigError, match="^output: .*: Permission denied. Remedy: --set output=FOLDER"):
+    with raises(ConfigError, "output", "Permission"):
         OutputFolder(str(tmp_path))
 
 
 def test_two_runs_cannot_share_an_output(tmp_path: Path) -> None:
-    text = rf"^{tmp_path} is in use by another run \(process {os.getpid()} on "
-    with OutputFolder(str(tmp_path)), pytest.raises(LaunchError, match=text) as caught:
+    with OutputFolder(str(tmp_path)), raises(LaunchError, "in use") as caught:
         OutputFolder(str(tmp_path))
     assert exit_code(caught.value) == ExitCode.RETRYABLE  # the other run may be ending
     with OutputFolder(str(tmp_path)):
@@ -232,7 +232,7 @@ def test_a_kill_releases_the_output(tmp_path: Path) -> None:
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as run:
         assert run.stdout is not None and run.stdout.readline() == b"locked\n"
-        with pytest.raises(LaunchError, match=rf"in use by another run \(process {run.pid} on "):
+        with raises(LaunchError, f"process {run.pid} on"):
             OutputFolder(str(tmp_path))
         run.kill()
     with OutputFolder(str(tmp_path)):

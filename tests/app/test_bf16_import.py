@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 import yaml
+from error_texts import raises
 from one_step import drawn
 
 import jaxpar as jp
@@ -103,7 +104,7 @@ def test_a_cast_that_loses_bits_is_named_and_one_that_overflows_refused(tmp_path
     values = {"third": np.float32([1 / 3, 2]), "two": np.float32([1, 2]), "large": np.float32([1e9])}
     jp.save(tmp_path / "one", jax.tree.map(jax.numpy.asarray, values))
     like = lambda dtype, names: {name: jax.ShapeDtypeStruct(values[name].shape, dtype) for name in names}
-    with pytest.raises(CheckpointError, match="of another shape or dtype: large is float32"):
+    with raises(CheckpointError, "large"):
         jp.restore(tmp_path / "one", like("bfloat16", values))
     with pytest.warns(UserWarning) as caught:
         restored = jp.restore(tmp_path / "one", like("bfloat16", values), cast=True)
@@ -117,14 +118,10 @@ def test_a_cast_that_loses_bits_is_named_and_one_that_overflows_refused(tmp_path
             "Remedy: a wider dtype in the state (in a run, model.param_dtype: float32), if the lost bits matter."
         )
     ]
-    with pytest.raises(CheckpointError) as error:
+    with raises(CheckpointError, "/one", "1e+09"):
         jp.restore(tmp_path / "one", like("float16", values), cast=True)
-    assert str(error.value) == (
-        f"{tmp_path / 'one'}: large holds 1e+09, which float16 cannot represent. Remedy: a dtype of a larger range, "
-        "such as bfloat16."
-    )
     integers: Any = {**like("bfloat16", ["third", "two"]), "large": jax.ShapeDtypeStruct((1,), "int32")}
-    with pytest.raises(CheckpointError, match="of another shape or dtype: large is float32"):
+    with raises(CheckpointError, "large"):
         jp.restore(tmp_path / "one", integers, cast=True)
 
 

@@ -11,6 +11,7 @@ import jax
 import pytest
 import small_model
 import yaml
+from error_texts import raises
 from interpreters import python
 
 import jaxpar as jp
@@ -45,7 +46,7 @@ def test_every_public_name_loads(package: Any) -> None:
     for name in package.__all__:
         assert getattr(package, name) is not None
     assert set(package.__all__) <= set(dir(package))
-    with pytest.raises(AttributeError, match=f"module '{package.__name__}' has no attribute 'shard'"):
+    with pytest.raises(AttributeError, match="attribute 'shard'"):
         _ = package.shard
 
 
@@ -64,12 +65,8 @@ def test_devices_are_simulated_only_where_there_is_no_accelerator() -> None:
 
 def test_too_late_to_simulate() -> None:
     jax.devices()
-    with pytest.raises(jp.errors.MeshError) as caught:
+    with raises(jp.errors.MeshError, "simulate_devices(5)"):
         jp.simulate_devices(5)
-    assert str(caught.value) == (
-        "jax already runs on 8 cpu device(s), so 5 cannot be simulated. Remedy: call simulate_devices(5) first, or set "
-        "XLA_FLAGS=--xla_force_host_platform_device_count=5 before jax starts."
-    )
 
 
 def test_the_version_and_unknown_commands(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import pytest
 import yaml
+from error_texts import raises
 from interpreters import python
 
 import jaxpar as jp
@@ -120,17 +121,15 @@ def test_what_is_no_recipe_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["gallery", "pretrain_8b_v5"]) != 0
     assert "unknown recipe 'pretrain_8b_v5'. Did you mean 'pretrain_8b_v5" in capsys.readouterr().err
     (tmp_path / "own.yaml").write_text("model: {family: llama}\n")
-    with pytest.raises(ConfigError, match=r"own\.yaml: a recipe begins with a sentence and its chips\. Remedy: "):
+    with raises(ConfigError, "own.yaml"):
         gallery.read_recipes(tmp_path)
-    with pytest.raises(ConfigError, match=r"none: no such folder\. Remedy: install jaxpar with its configurations\."):
+    with raises(ConfigError, "/none"):
         gallery.read_recipes(tmp_path / "none")
     (tmp_path / gallery.FIGURES).write_text('{"own": {"fits": true}}')
-    with pytest.raises(
-        ConfigError, match=r"figures\.json: own must have the keys fits, .*\. Remedy: measure it again\."
-    ):
+    with raises(ConfigError, "figures.json", "memory_bytes"):
         gallery.read_recipes(tmp_path)
     (tmp_path / gallery.FIGURES).write_text("[1]")
-    with pytest.raises(ConfigError, match=r"figures\.json: no figures of recipes: .*\. Remedy: measure them again\."):
+    with raises(ConfigError, "figures.json", "list"):
         gallery.read_recipes(tmp_path)
 
 

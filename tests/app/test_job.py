@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from error_texts import raises
 from rich.console import Console
 from run_keys import BOTH, CONFIGS, LLAMA_16
 
@@ -48,10 +48,9 @@ def test_an_unknown_key_of_the_layout_is_named_at_every_stage(stage: int, job_of
 def test_a_mesh_beyond_any_machine_is_refused(job_of: Any) -> None:
     """XLA raises ``std::bad_cast`` for such a mesh."""
     job = job_of(mesh={"data": 2**20, "model": 2})
-    text = r"^a mesh of 2,097,152 devices exceeds 1,048,576\. Remedy: use smaller sizes\.$"
-    with pytest.raises(MeshError, match=text):
+    with raises(MeshError, "2,097,152 devices"):
         job.abstract_devices()
-    with pytest.raises(MeshError, match=text.replace("2,097,152", "1,000,000,000,000").replace("^", "")):
+    with raises(MeshError, "layout", "1,000,000,000,000"):
         job_of().layout(10**12)
 
 
@@ -60,7 +59,7 @@ def test_a_mesh_beyond_any_machine_is_refused(job_of: Any) -> None:
 )
 def test_no_error_shows_what_stands_in_a_file_that_is_no_layout(text: str, job_of: Any, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text(text)
-    with pytest.raises(ConfigError, match=f"^{tmp_path}/secret") as error:
+    with raises(ConfigError, "/secret") as error:
         job_of(layout="secret")
     assert "hunter2" not in str(error.value)
 
@@ -84,7 +83,7 @@ def test_packed_documents_come_in_an_order_that_suits_the_ring(job_of: Any) -> N
         "but data.seq=12 is not a multiple of 8. Remedy: set data.seq to a multiple of 8."
     )
     short = job_of(**keys, data={"packing": True, "batch": 2, "seq": 12})
-    with pytest.raises(ConfigError, match=f"^{re.escape(text)}$"):
+    with raises(ConfigError, "parallel.context", "data.seq"):
         short.reading(short.layout())
 
 
@@ -100,11 +99,8 @@ def test_weights_are_gathered_as_the_model_computes_unless_told_otherwise(job_of
 def test_precision_is_the_models_too(job_of: Any) -> None:
     job = job_of(precision="bf16")
     assert (job.model.dtype, job.model.param_dtype) == ("bfloat16", "float32")
-    with pytest.raises(ConfigError) as error:
+    with raises(ConfigError, "model: dtype", "dtype is 'float32'"):
         job_of(model={"family": "llama", "dtype": "float32"}, precision="bf16")
-    assert str(error.value) == (
-        "model: dtype is 'float32', but precision sets compute: bfloat16. Remedy: leave model.dtype out."
-    )
 
 
 def test_weights_that_are_kept_are_the_models_matter(job_of: Any) -> None:
@@ -165,31 +161,15 @@ def test_a_pipeline_that_is_not_emptied_has_its_name(job_of: Any) -> None:
     )
     pipeline = jp.pipeline.Asynchronous("pipedream_2bw", stages=2, microbatches=4, layers_per_stage=(9, 7))
     assert job.step_options()["pipeline"] == pipeline and isinstance(job.loss_fn, jp.pipeline.PipelineLoss)
-    text = (
-        "verify: parallel.pipeline.schedule is 'pipedream_2bw', whose gradients are computed with weights of earlier "
-        "steps, so no step equals that of one device. Remedy: --set parallel.pipeline.schedule=1f1b."
-    )
-    with pytest.raises(ConfigError, match=f"^{re.escape(text)}$"):
+    with raises(ConfigError, "verify: parallel.pipeline.schedule"):
         verify(job, steps=1, bound=1e-5, console=Console())
-    for asked, text in (
-        (
-            {"virtual_stages": 2},
-            "parallel.pipeline: virtual_stages is 2, but under 'pipedream' each stage has one piece of the model",
-        ),
-        ({"executor": "independent"}, "parallel.pipeline: executor is 'independent', but under 'pipedream' each stage"),
-        (
-            {"embedding": "per_microbatch"},
-            (
-                "parallel.pipeline: embedding is 'per_microbatch', but under 'pipedream' each stage has one piece of "
-                "the model"
-            ),
-        ),
-        (
-            {"microbatches": 1},
-            "parallel.pipeline: schedule 'pipedream': 1 microbatches are fewer than 2: with 2 stages",
-        ),
+    for asked, name in (
+        ({"virtual_stages": 2}, "virtual_stages"),
+        ({"executor": "independent"}, "executor"),
+        ({"embedding": "per_microbatch"}, "embedding"),
+        ({"microbatches": 1}, "1 microbatches"),
     ):
-        with pytest.raises(ConfigError, match=f"^{re.escape(text)}"):
+        with raises(ConfigError, "parallel.pipeline", name):
             job_of(**keys, parallel={"pipeline": {"schedule": "pipedream", "microbatches": 4, **asked}})
 
 
@@ -210,9 +190,7 @@ def test_what_layers_keep_is_split_over_model_unless_a_rule_says_otherwise(job_o
 
 def test_a_group_that_does_not_divide_is_found_where_the_devices_are_known(job_of: Any) -> None:
     job = job_of(parallel={"optimizer": {"stage": 1, "fsdp_group_size": 3}})
-    with pytest.raises(
-        MeshError, match=r"fsdp_group_size=3 does not divide the axis data of size 16 \(on 16 devices\)"
-    ):
+    with raises(MeshError, "fsdp_group_size=3", "size 16"):
         job.layout(16)
 
 

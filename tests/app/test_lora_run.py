@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from error_texts import raises
 from one_step import drawn
 
 import jaxpar as jp
@@ -130,9 +131,8 @@ def test_adapters_of_imported_weights_are_merged_and_written(
     assert main(["export", str(tmp_path / "one"), str(tmp_path / "no"), "--base", str(tmp_path / "other")]) == 2
     assert text in capsys.readouterr().err
     wrong = job_of(base, tmp_path / "run", **{"train.init_from": tmp_path / "other"})
-    with pytest.raises(CheckpointError) as error:
+    with raises(CheckpointError, "/one", "/other"):
         merged_params(wrong, layout, like, state.params, tmp_path / "one")
-    assert str(error.value) == text
 
 
 @pytest.mark.slow
@@ -171,29 +171,18 @@ def test_a_run_is_resumed_bitwise_generated_from_and_exported(
 
 
 def test_settings_that_exclude_adapters_are_errors(base: Path, tmp_path: Path) -> None:
-    pattern = "lora: targets: no weight matches 'attention/quary'. The nearest are "
-    versions = (
-        "model.lora does not support parallel.pipeline.schedule: pipedream: it keeps several versions of all weights, "
-        "also of those that are frozen. Remedy: schedule: 1f1b."
-    )
-    small = (
-        "model.lora does not support parallel.offload.path: the optimizer state of adapters is small. Remedy: leave "
-        "parallel.offload.path out."
-    )
     cases = {
-        "model.lora.rank=0": "model.lora: rank must be an integer of at least 1, got 0. Remedy: rank: 8.",
-        "model.lora=8": "model.lora must be a mapping, got 8. Remedy: model.lora: {rank: 8}.",
-        "parallel.pipeline={schedule: pipedream, microbatches: 2}": versions,
-        "parallel.offload={optimizer: disk, path: moments}": small,
+        "model.lora.rank=0": "model.lora: rank",
+        "model.lora=8": "got 8",
+        "parallel.pipeline={schedule: pipedream, microbatches: 2}": "parallel.pipeline.schedule: pipedream",
+        "parallel.offload={optimizer: disk, path: moments}": "parallel.offload.path",
     }
-    for change, text in cases.items():
-        with pytest.raises(ConfigError) as error:
+    for change, name in cases.items():
+        with raises(ConfigError, name):
             make_job(load_run(RECIPE, [*settings(base, tmp_path), change]))
-        assert str(error.value) == text
     job = job_of(base, tmp_path, **{"model.lora.targets": "[attention/quary]"})
-    with pytest.raises(ConfigError) as error:
+    with raises(ConfigError, "attention/quary", "blocks/attention/v"):
         jp.abstract_state(job.layout(8), job.make_model, job.tx)
-    assert str(error.value).startswith(pattern)
 
 
 def test_options_of_an_export_that_need_adapters_are_errors(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -207,13 +196,9 @@ def test_options_of_an_export_that_need_adapters_are_errors(base: Path, capsys: 
 def test_adapters_of_other_weights_are_an_error() -> None:
     check_digest({}, {DIGEST: "a" * 12}, "run/4", None)
     check_digest({DIGEST: "a" * 12}, {DIGEST: "a" * 12}, "run/4", None)
-    for weights, named in (("base", "base"), (None, "this run, which are random,")):
-        with pytest.raises(CheckpointError) as error:
+    for weights, named in (("base", "base"), (None, "this run")):
+        with raises(CheckpointError, "run/4", named):
             check_digest({DIGEST: "a" * 12}, {DIGEST: "b" * 12}, "run/4", weights)
-        assert str(error.value) == (
-            f"run/4 has adapters of other weights: theirs have the digest aaaaaaaaaaaa, those of {named} have "
-            "bbbbbbbbbbbb. Remedy: the train.init_from with which the adapters were trained."
-        )
 
 
 PLACES = {

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from error_texts import raises
 
 import jaxpar as jp
 from jaxpar.app.config import MuonSettings, OptimizerConfig, PruneSettings
@@ -73,32 +74,15 @@ def test_muon_has_a_rate_for_matrices_and_one_for_all_other_parameters() -> None
 @pytest.mark.parametrize(
     ("config", "text"),
     [
-        (
-            OptimizerConfig("adamw", muon=MuonSettings()),
-            "optimizer.muon is for name: muon, but optimizer.name is 'adamw'. Remedy: leave one of them out.",
-        ),
-        (
-            OptimizerConfig("muon", muon=MuonSettings(targets=("v",))),
-            "optimizer.muon: targets: no weight matches 'v'. The nearest are 'head', 'w'. Remedy: one of these.",
-        ),
-        (
-            OptimizerConfig("muon", options={"b2": 0.9}),
-            (
-                "optimizer: muon has no option 'b2'. Options: ns_coeffs, ns_steps, beta, eps, "
-                "weight_decay, mu_dtype, nesterov, adaptive, preconditioning, adam_b1, adam_b2, adam_eps_root, "
-                "adam_weight_decay, consistent_rms."
-            ),
-        ),
-        (
-            OptimizerConfig("muon", options={"preconditioning": "x"}),
-            ("optimizer: options: preconditioning must be 'frobenius' or 'spectral' or 'aol' or 'schatten', got 'x'."),
-        ),
+        (OptimizerConfig("adamw", muon=MuonSettings()), "optimizer.name"),
+        (OptimizerConfig("muon", muon=MuonSettings(targets=("v",))), "head"),
+        (OptimizerConfig("muon", options={"b2": 0.9}), "optimizer: muon"),
+        (OptimizerConfig("muon", options={"preconditioning": "x"}), "frobenius"),
     ],
 )
 def test_wrong_keys_of_muon_are_named(config: OptimizerConfig, text: str) -> None:
-    with pytest.raises(ConfigError) as error:
+    with raises(ConfigError, text):
         make_optimizer(config, 6, make_model)
-    assert str(error.value) == text
 
 
 def test_an_optimizer_prunes_as_configured() -> None:
@@ -107,13 +91,9 @@ def test_an_optimizer_prunes_as_configured() -> None:
         {"w": np.ones((3, 4)), "v": np.ones((2, 2))}
     )
     assert isinstance(state, PruneState) and state.masks["w"].shape == (3, 4)
-    for config, text in (
-        (OptimizerConfig(prune=PruneSettings()), "optimizer.prune: give either sparsity or pattern. Remedy: "),
-        (
-            OptimizerConfig("one_bit_adam", options={"warmup": 2}, prune=settings),
-            "optimizer: one_bit_adam does not support prune. Remedy: another optimizer.",
-        ),
+    for config, name in (
+        (OptimizerConfig(prune=PruneSettings()), "optimizer.prune"),
+        (OptimizerConfig("one_bit_adam", options={"warmup": 2}, prune=settings), "optimizer: one_bit_adam"),
     ):
-        with pytest.raises(ConfigError) as error:
+        with raises(ConfigError, name):
             make_optimizer(config, 6, make_model)
-        assert str(error.value).startswith(text)

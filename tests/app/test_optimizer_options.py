@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from error_texts import raises
 
 import jaxpar as jp
 from jaxpar.app.config import DecaySettings, OptimizerConfig
@@ -100,40 +101,33 @@ def test_every_optimizer_with_weight_decay_leaves_out_what_is_excluded(name: str
     [
         (
             {"options": {"mask": "*norm*"}},
-            ("optimizer: options: mask of adamw is a function or a tree in Python, which no YAML value is, got "
-            "'*norm*'. Remedy: optimizer.decay: {exclude: [norm, bias, embed]}."),
+            "*norm*"
         ),
         (
             {"options": {"b2": 7}},
-            ("optimizer: options: b2 must be from 0, below 1, got 7. Remedy: use a number in this range, or leave the "
-            "key out."),
+            "b2"
         ),
         (
             {"name": "sgd", "decay": DecaySettings(("norm",))},
-            ("optimizer: sgd does not support decay, because it has no weight decay of single parameters. Remedy: "
-            "leave decay out, or one of adadelta, adafactor, adamaxw, adamw, adan, lamb, lars, lion, muon."),
+            "optimizer: sgd"
         ),
         (
             {"name": "lamb", "decay": DecaySettings(("norm",))},
-            ("optimizer.decay says which parameters decay, but weight_decay of lamb is 0.0, so none does. Remedy: "
-            "options: {weight_decay: 0.1}, or leave decay out."),
+            "weight_decay"
         ),
         (
             {"decay": DecaySettings(("bias",))},
-            ("optimizer.decay: exclude: no weight matches 'bias'. The nearest are 'head', 'norm', 'w'. Remedy: one of "
-            "these."),
+            "head"
         ),
         (
             {"name": "rprop", "warmup": 3},
-            ("optimizer: rprop takes no schedule of its learning rate, but schedule is constant and warmup is 3. "
-            "Remedy: schedule: constant, warmup: 0."),
+            "optimizer: rprop"
         ),
     ],
 )  # fmt: skip
 def test_options_without_an_effect_are_errors(keys: dict[str, Any], text: str) -> None:
-    with pytest.raises(ConfigError) as error:
+    with raises(ConfigError, text):
         optimizer(keys.pop("name", "adamw"), **keys)
-    assert str(error.value) == text
 
 
 def test_explain_says_which_parameters_decay() -> None:

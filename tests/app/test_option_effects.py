@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import re
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from error_texts import raises
 
 import jaxpar as jp
 from jaxpar.app.cli import COMMANDS, main
@@ -118,10 +118,10 @@ def test_a_number_out_of_its_range_is_refused(command: str, option: str) -> None
     if float in kinds_of(command, option):
         wrong += [math.nan, math.inf, -math.inf]
     for value in wrong:
-        with pytest.raises(
-            ConfigError, match=f"^{command}: --{option.replace('_', '-')} must be .*, got {value!r}. Remedy: "
-        ):
+        with pytest.raises(ConfigError) as error:
             check_options(command, made(command, **{option: value}))
+        (text,) = error.value.args
+        assert f"{command}: --{option.replace('_', '-')} " in text and f" {value!r}. " in text
 
 
 CONDITIONAL = [
@@ -220,11 +220,10 @@ def test_a_bound_that_nothing_exceeds_or_everything_is_refused_in_python(bound: 
     layout = jp.Layout(jp.MeshSpec().build(jax.devices()[:1]), jp.Rules())
     make, batch = lambda key: {"w": jnp.ones(2)}, {"x": np.ones((2, 2))}
     loss = lambda model, batch: (batch["x"] @ model["w"]).sum()
-    text = f"bound must be above 0, at most 1, got {bound}. Remedy: use a number in this range."
-    with pytest.raises(ConfigError, match=f"^{re.escape(text)}$"):
+    with raises(ConfigError, "bound"):
         jp.testing.assert_matches_single_device(layout, make, optax.sgd(0.1), loss, [batch], bound=bound)
     if bound != 0:
-        with pytest.raises(ConfigError, match="^max_replicated must be from 0 to 1, got "):
+        with raises(ConfigError, "max_replicated"):
             jp.check(layout, make, optax.sgd(0.1), max_replicated=bound)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from error_texts import raises
 
 from jaxpar.app.cli import main
 from jaxpar.app.config import RunConfig, load_run
@@ -179,7 +180,7 @@ def test_a_run_with_half_batches_in_a_pipeline_is_traced_without_its_mesh() -> N
 
 
 def test_a_maximum_below_the_batch(planner: RunPlanner) -> None:
-    with pytest.raises(PlanError, match=r"^--max-batch 4 is less than data.batch 16. Remedy: a larger --max-batch.$"):
+    with raises(PlanError, "--max-batch"):
         planner.space(4)
 
 

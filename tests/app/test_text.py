@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from error_texts import raises
 from megatron_files import write_megatron
 from rich.console import Console
 from small_tokenizer import save_tokenizer, write_jsonl
@@ -127,12 +128,8 @@ def test_settings_of_a_blend_that_do_not_go_together(config: Path, capsys: pytes
     assert capsys.readouterr().err == (
         "ConfigError: tokenize: data.blend has several sources. Remedy: tokenize each, and blend the files.\n"
     )
-    with pytest.raises(DataError) as caught:
+    with raises(DataError, "blend: more"):
         blended(config, "data.tokenizer=null")
-    assert str(caught.value) == (
-        "blend: more has 301 tokens, of which 0 ends a document, but corpus has 256 and 0. Remedy: one tokenizer for "
-        "all sources."
-    )
 
 
 def test_megatrons_files_need_no_tokenizer_to_train(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -143,22 +140,14 @@ def test_megatrons_files_need_no_tokenizer_to_train(config: Path, capsys: pytest
     data = open_data(job, job.layout())
     assert data.line.startswith("pile: 2,") and "held out (15 of 300 documents); batch 8 × 16 tokens; " in data.line
     assert next(data.stream)["targets"].max() > 255
-    with pytest.raises(ConfigError) as caught:
+    with raises(ConfigError, "pile", "data"):
         job.tokenizer  # noqa: B018 (it is loaded when it is read)
-    assert str(caught.value) == "data: pile does not hold its tokenizer. Remedy: data.tokenizer."
     windows = make_job(load_run(config, [*settings[:2], "data.packing=true"]))
-    with pytest.raises(DataError) as error:
+    with raises(DataError, "data.packing"):
         open_data(windows, windows.layout())
-    assert str(error.value) == (
-        "data.packing: true finds documents by the token that ends them, which pile does not say. Remedy: packing: "
-        "documents, or data.tokenizer."
-    )
-    with pytest.raises(ConfigError) as caught:
+    with raises(ConfigError, "model: vocab"):
         small = make_job(load_run(config, [*settings, "model.vocab=64"]))
         open_data(small, small.layout())
-    assert str(caught.value) == (
-        "model: vocab must be at least 305, the number of tokens of the text, got 64. Remedy: model: {vocab: 305}."
-    )
 
 
 def test_tokenize_shows_its_progress_in_a_terminal(

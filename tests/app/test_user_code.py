@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from error_texts import raises
 
 from jaxpar.app.user_code import load_function
 from jaxpar.errors import ConfigError
@@ -31,37 +32,21 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("reference", "text"),
+    ("reference", "name"),
     [
-        ("user_whole", "model.loss must be module:function, got 'user_whole'. Remedy: such as my_module:make_model."),
-        (
-            "user_whole:make_modle",
-            (
-                "model.loss: user_whole ({folder}/user_whole.py) has no function 'make_modle'. Did you mean "
-                "'make_model'?"
-            ),
-        ),
-        ("user_whole:WIDTH", "model.loss: user_whole ({folder}/user_whole.py) has no function 'WIDTH'."),
-        (
-            "user_helper_missing:f",
-            "model.loss: user_helper_missing imports user_helper_that_is_not_there, which is not installed.",
-        ),
-        ("user_broken:f", "model.loss: user_broken cannot be imported: RuntimeError: no licence"),
-        (
-            "user_nowhere:f",
-            (
-                "model.loss: there is no module 'user_nowhere' in {folder} or on Python's path. Remedy: run in the "
-                "folder of user_nowhere.py, or install it."
-            ),
-        ),
+        ("user_whole", "'user_whole'"),
+        ("user_whole:make_modle", "'make_modle'"),
+        ("user_whole:WIDTH", "'WIDTH'"),
+        ("user_helper_missing:f", "user_helper_that_is_not_there"),
+        ("user_broken:f", "model.loss: user_broken"),
+        ("user_nowhere:f", "'user_nowhere'"),
     ],
 )
-def test_functions_that_cannot_be_loaded(reference: str, text: str, tmp_path: Path) -> None:
+def test_functions_that_cannot_be_loaded(reference: str, name: str, tmp_path: Path) -> None:
     """Again after it failed: a module that was imported halfway is forgotten."""
     for _ in range(2):
-        with pytest.raises(ConfigError) as error:
+        with raises(ConfigError, name):
             load_function(reference, "model.loss")
-        assert str(error.value) == text.format(folder=tmp_path)
 
 
 def test_a_function_of_the_working_directory_is_found() -> None:

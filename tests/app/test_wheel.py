@@ -9,6 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from error_texts import raises
 
 from jaxpar.app.config import load_run
 from jaxpar.app.shipped_configs import find_config, shipped_folder, shipped_names
@@ -31,13 +32,8 @@ def test_a_path_is_no_name(given: str) -> None:
 
 
 def test_an_unknown_name() -> None:
-    with pytest.raises(ConfigError) as caught:
+    with raises(ConfigError, "quickstart", "quickstrt"):
         find_config(Path("quickstrt"))
-    assert str(caught.value) == (
-        "quickstrt: no such file, and no configuration of this name comes with jaxpar. Did you mean 'quickstart'? "
-        "Remedy: give the path of a YAML file, or one of these names: llama3_1_70b_seed, quickstart, bench/..., "
-        "gallery/..., recipes/...."
-    )
 
 
 @pytest.mark.slow

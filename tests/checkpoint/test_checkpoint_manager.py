@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from error_texts import raises
 
 import jaxpar as jp
 from jaxpar.checkpoint import manager as manager_module
@@ -56,13 +57,13 @@ def test_a_damaged_newest_step_falls_back_and_says_so(tmp_path: Path) -> None:
         assert manager.restore_latest(LIKE).state["w"].tolist() == [0.0] * 4  # type: ignore[union-attr]
         shutil.rmtree(tmp_path / "20")
         shutil.copytree(tmp_path / "10", tmp_path / "20")
-        with pytest.raises(DamagedError, match=r"20/manifest.json is of step 10, but its folder is that of step 20"):
+        with raises(DamagedError, "manifest.json", "step 10"):
             manager.restore(20, LIKE)
-        with pytest.raises(CheckpointError, match=r"does not match the state to restore"):
+        with raises(CheckpointError, "/30", "params"):
             manager.restore_latest({"v": LIKE["w"]})
         for step in (10, 30):
             os.truncate(tmp_path / str(step) / "manifest.json", 40)
-        with pytest.raises(CheckpointError, match=r"all steps \[10, 20, 30, 40, 60\] are damaged"):
+        with raises(CheckpointError, "60]"):
             manager.restore_latest(LIKE)
 
 
@@ -90,20 +91,20 @@ def test_when_a_save_is_due(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert not manager.due(1)
         clock[0] = 120.0
         assert manager.due(1)
-    for options, text in (
-        ({"keep": 0}, "keep must be a number above 0, got 0"),
-        ({"save_interval_steps": 1, "save_interval_minutes": 1}, "are mutually exclusive"),
-        ({"keep_best": 0}, "keep_best must be a number above 0, got 0"),
-        ({"best": "loss"}, "best must be 'min' or 'max', got 'loss'"),
+    for options, name in (
+        ({"keep": 0}, "keep"),
+        ({"save_interval_steps": 1, "save_interval_minutes": 1}, "save_interval_minutes"),
+        ({"keep_best": 0}, "keep_best"),
+        ({"best": "loss"}, "max"),
     ):
-        with pytest.raises(ConfigError, match=text):
+        with raises(ConfigError, name):
             jp.CheckpointManager(tmp_path, **options)  # type: ignore[arg-type]
 
 
 def test_two_runs_cannot_write_one_folder(tmp_path: Path) -> None:
     with (
         jp.CheckpointManager(tmp_path),
-        pytest.raises(CheckpointError, match=rf"^{tmp_path} is in use by another run \(process {os.getpid()} on "),
+        raises(CheckpointError, "in use"),
     ):
         jp.CheckpointManager(tmp_path)
     jp.CheckpointManager(tmp_path).close()

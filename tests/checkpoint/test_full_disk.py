@@ -17,6 +17,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from error_texts import raises
 
 import jaxpar as jp
 from jaxpar.checkpoint import manager as manager_module
@@ -109,11 +110,8 @@ def test_a_folder_that_becomes_read_only_ends_no_run_and_is_tried_again(clock: l
                 )
             ]
             assert float(reader.restore_latest(LIKE).state["w"][0]) == 3  # type: ignore[union-attr]
-            text = (
-                f"{run} cannot be read: Permission denied. Remedy: grant read permission on it and on its step folders."
-            )
             for path in (run / "3", run):  # an unreadable folder must not look like a new run
-                with _chmod(path, 0), pytest.raises(CheckpointError, match=f"^{re.escape(text)}$"):
+                with _chmod(path, 0), raises(CheckpointError, str(run)):
                     reader.restore_latest(LIKE)
         run.chmod(0o755)
 
@@ -216,7 +214,7 @@ def test_steps_that_cannot_be_deleted_are_told_and_end_no_run(tmp_path: Path, mo
             patch.setattr(manager, "_clear", lambda step: (_ for _ in ()).throw(CheckpointError("x cannot be read.")))
             assert manager.save(2, state(2.0)) and manager.wait()
         assert told[1:] == ["checkpoint: x cannot be read."] and manager.saved == 2 and manager.steps() == [1, 2]
-        with pytest.raises(CheckpointError, match=r"^'a.tb': its path must be printable"):
+        with raises(CheckpointError, r"a\tb"):
             manager.save(3, {"a\tb": jnp.ones(1)})
         manager.save(4, state(4.0))
         saving = manager._saving

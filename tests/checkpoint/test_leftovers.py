@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from error_texts import raises
 
 import jaxpar as jp
 from jaxpar.app.doctor.checkpoints import examine
@@ -89,7 +89,7 @@ def test_a_step_that_is_passed_over_is_reported(saved: Path, run: Path, name: st
     reason = reason.format(away=saved)
     assert opened(run) == (20, 20.0, [f"checkpoint: falling back to step 20, the newest intact step: {reason}"])
     assert steps_in(run) == [10, 20]
-    with jp.CheckpointManager(run) as manager, pytest.raises(CheckpointError, match=rf"^{run}/30[ /]"):
+    with jp.CheckpointManager(run) as manager, raises(CheckpointError, "/30"):
         manager.restore(30, LIKE)
     checks = {check.name: (check.status, check.finding, check.remedy) for check in examine(run)}
     assert checks["step 30"] == ("bad", f"{run}/{reason}", "delete it; a restart resumes from step 20")
@@ -100,12 +100,9 @@ def test_damage_in_a_file_without_values_is_found_by_a_restore(run: Path, name: 
     file = Path(os.path.normpath(run / "30/arrays/w" / name.split(maxsplit=1)[0]))
     data = file.read_bytes()
     file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    with pytest.raises(DamagedError) as error:
+    with raises(DamagedError, str(file)) as error:
         jp.restore(run / "30", LIKE, only=["w"] if name.endswith("only") else [])
-    assert [str(error.value)] == problems_of(run / "30")
-    assert re.fullmatch(
-        rf"{file} was changed after it was written: its checksum is \w{{8}}, expected \w{{8}}\.", str(error.value)
-    )
+    assert [*error.value.args] == problems_of(run / "30")
     assert opened(run)[:2] == (20, 20.0)
 
 
@@ -196,11 +193,7 @@ def test_a_folder_without_a_step_says_why_and_one_with_damaged_steps_only_does_n
     assert opened(tmp_path) == (None, 0.0, [f"checkpoint: {tmp_path} has no step to restore: {reason}"])
     assert [(check.status, check.finding) for check in examine(tmp_path)] == [("warn", f"{tmp_path}/{reason}")]
     (tmp_path / "4").mkdir()
-    text = (
-        f"{tmp_path}: all steps [4] are damaged: {tmp_path}/{reason} {tmp_path}/4 is incomplete: manifest.json is "
-        "missing. Remedy: restore them from a copy, or delete them to start anew."
-    )
-    with jp.CheckpointManager(tmp_path) as manager, pytest.raises(DamagedError, match=f"^{re.escape(text)}$") as error:
+    with jp.CheckpointManager(tmp_path) as manager, raises(DamagedError, "[4]") as error:
         manager.restore_latest(LIKE)
     assert exit_code(error.value) is ExitCode.FAILED  # a scheduler must not start it again
 
@@ -213,7 +206,7 @@ def test_the_only_copy_of_a_checkpoint_outlives_a_save_that_fails(run: Path, mon
         raise full
 
     monkeypatch.setattr(writing, "write_arrays", fail)
-    with pytest.raises(CheckpointError, match=rf"^{run}/30: cannot write: No space left on device"):
+    with raises(CheckpointError, "/30", "cannot"):
         jp.save(run / "30", state(31))
     assert problems_of(run / "30", step=30) == [] and leftovers_in(run) == []
     monkeypatch.undo()
@@ -227,7 +220,7 @@ def test_the_only_copy_of_a_checkpoint_outlives_a_save_that_fails(run: Path, mon
         rename(old, new)
 
     monkeypatch.setattr(os, "rename", fail_second)
-    with pytest.raises(CheckpointError, match=rf"^{run}/30: cannot write: No space left on device"):
+    with raises(CheckpointError, "/30", "cannot"):
         jp.save(run / "30", state(31))
     assert renamed == [("30", "30.replaced"), ("30.unfinished", "30"), ("30.replaced", "30")]
     assert problems_of(run / "30", step=30) == [] and leftovers_in(run) == []
@@ -251,9 +244,7 @@ def test_all_data_reach_the_disk_before_the_manifest(tmp_path: Path, monkeypatch
 
 def test_what_is_not_a_folder_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "notes").write_text("dear")
-    with pytest.raises(
-        CheckpointError, match=r"notes: cannot create the folder: it exists and is not a folder; delete"
-    ):
+    with raises(CheckpointError, "/notes"):
         jp.save(tmp_path / "notes", state(1))
     assert (tmp_path / "notes").read_text() == "dear"
 
@@ -281,8 +272,7 @@ def test_a_lock_that_is_a_link_is_an_error_before_the_run_begins(run: Path, tmp_
     (tmp_path / "dear").write_text("dear")
     (run / "lock").unlink()
     (run / "lock").symlink_to(tmp_path / "dear")
-    text = f"{run}/lock cannot be locked: it is a symbolic link to '{tmp_path}/dear'. Remedy: delete it."
-    with pytest.raises(DamagedError, match=f"^{re.escape(text)}$") as error:
+    with raises(DamagedError, "run/lock") as error:
         jp.CheckpointManager(run)
     assert exit_code(error.value) is ExitCode.FAILED and (tmp_path / "dear").read_text() == "dear"
 

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from error_texts import raises
 from one_step import layout_of
 from profiles import few
 from small_moe import FOLDED, FSDP, RULES, TP
@@ -61,17 +62,6 @@ def test_experts_move_to_any_number_of_devices(name: str, saved: tuple[Path, Any
 def test_another_number_of_experts_is_rejected_with_both_sizes(saved: tuple[Path, Any]) -> None:
     config = replace(CONFIG, experts=16)
     like = jp.abstract_state(layout("ep 8"), make_moe(config), optax.adam(0.1))
-    with pytest.raises(CheckpointError) as error:
+    names = (f"params/blocks/mixture/{name}" for name in ("down", "gate", "router", "router_bias", "up"))
+    with raises(CheckpointError, *names):
         jp.restore(saved[0], like)
-    lines = str(error.value).splitlines()
-    assert lines[0] == f"{saved[0]} does not match the state to restore:"
-    assert lines[1] == (
-        "- of another shape or dtype: params/blocks/mixture/down is float32[1, 8, 24, 32] in the checkpoint, but "
-        "float32[1, 16, 24, 32] in the state"
-    )
-    assert lines[-1] == (
-        "Remedy: use the model and optimizer of the checkpoint, rename= for other names, or only= for a part, such as "
-        "only=['params']."
-    )
-    named = {line.split(" ")[6].split("/")[-1] for line in lines[1:-1]}
-    assert named == {"down", "gate", "router", "router_bias", "up"}

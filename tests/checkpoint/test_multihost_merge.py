@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from error_texts import raises
 
 from jaxpar.checkpoint import multihost_merge
 from jaxpar.checkpoint.manifest import TensorRecord
@@ -31,7 +32,7 @@ def test_a_part_that_is_a_link_is_neither_written_nor_read_through(
     monkeypatch.setattr(jax, "process_index", lambda: 0)
     (here / "part.1").rename(dear)
     (here / "part.1").symlink_to(dear)
-    with pytest.raises(OSError, match=f"it is a symbolic link to '{dear}'"):
+    with pytest.raises(OSError, match="symbolic link"):
         gather(here, TENSOR, {})
     (here / "part.1").unlink()
     dear.rename(here / "part.1")
@@ -39,15 +40,12 @@ def test_a_part_that_is_a_link_is_neither_written_nor_read_through(
     assert tensors["w"].sums == (1, 2) and files == {"arrays/w/0": (8, 1)}
 
 
-@pytest.mark.parametrize(
-    ("rank", "text"), [(0, "process 1 did not finish its part"), (1, "process 0 did not finish the checkpoint")]
-)
+@pytest.mark.parametrize(("rank", "text"), [(0, "process 1"), (1, "process 0")])
 def test_a_process_that_does_not_finish_is_named(
     rank: int, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(jax, "process_index", lambda: rank)
     monkeypatch.setattr(multihost_merge, "_TIMEOUT", 0.03)
-    with pytest.raises(CheckpointError) as error:
+    with raises(CheckpointError, text):
         gather(tmp_path, TENSOR, {})
-    assert str(error.value) == f"{tmp_path}: {text} within 0.03 s after this process did."

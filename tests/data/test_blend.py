@@ -7,6 +7,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from error_texts import raises
 from profiles import few
 
 from jaxpar.data.blend import Blend, BlendOrder, deal, permuted
@@ -94,9 +95,9 @@ def test_a_position_continues_exactly_and_fits_only_its_own_blend() -> None:
     other.set_state(state)
     for x, y in zip(after, taken(other, 5), strict=True):
         np.testing.assert_array_equal(x, y)
-    with pytest.raises(DataError, match="another run: shares was .*, is now .*Remedy: rebuild"):
+    with raises(DataError, "shares", "314573"):
         stream_of(blend_of((0.5, 0.4, 0.1))).set_state(state)
-    with pytest.raises(DataError, match="another run: source 2 tokens was 70, is now 71; source 2 content was"):
+    with raises(DataError, "sha256:eefcdec04ddc52d6"):
         stream_of(blend_of(sizes=(900, 500, 71))).set_state(state)
 
 
@@ -105,24 +106,15 @@ def test_held_out_batches_have_the_shares_and_no_row_twice() -> None:
     rows = np.concatenate([batch["tokens"] for batch in found])
     assert len(np.unique(rows[:, 0])) == len(rows) == 32  # 18 or more rows of the first, which has 22
     assert np.bincount(rows[:, 0] // 1000).tolist() == [20, 9, 3]
-    with pytest.raises(DataError) as caught:
+    with raises(DataError, "seq=4", "batch=8"):
         plan_eval_batches(EpochPlan(blend_of(sizes=(9, 50, 70)), 8, heldout=True), 2)
-    assert str(caught.value) == (
-        "the held-out text is too short for one batch: the sources have too few rows of seq=4 in the shares of the "
-        "blend (source 0 2, source 1 12, source 2 17) for batch=8. Remedy: a smaller batch or seq, or a larger "
-        "heldout_fraction."
-    )
 
 
 def test_sources_that_cannot_be_blended() -> None:
-    with pytest.raises(DataError) as caught:
+    with raises(DataError, "blend", "2 must"):
         blend_of((1, 1, 0))
-    assert str(caught.value) == "blend: the weight of source 2 must be above 0, got 0. Remedy: leave it out."
-    with pytest.raises(DataError) as caught:
+    with raises(DataError, "seq=4", "blend: source 2"):
         blend_of(sizes=(900, 500, 4))
-    assert str(caught.value) == (
-        "blend: source 2 has no row of seq=4. Remedy: a smaller seq, more text, or leave it out."
-    )
 
 
 def test_packed_sources_tell_their_documents_apart() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from error_texts import raises
 from small_tokenizer import BEGIN, EOS, save_tokenizer
 
 from jaxpar.data import (
@@ -105,32 +106,17 @@ def test_a_prompt_has_the_tokens_before_the_answer_in_training(
 def test_messages_that_ask_for_no_answer_are_errors(tokenizer: Tokenizer) -> None:
     special = tokenizer.special_tokens[0]
     cases: list[tuple[str, list[dict[str, str]]]] = [
-        ("messages must be a list with at least one, got []. Remedy: correct the messages.", []),
-        (
-            "message 0 must have role and content as text, got {'role': 'user'}. Remedy: correct the messages.",
-            [{"role": "user"}],
-        ),
-        (
-            "message 0 has '\\ud800' at character 1, which is not valid text. Remedy: correct the messages.",
-            [{"role": "user", "content": "a\ud800"}],
-        ),
-        ("the last message has the role 'assistant'. Remedy: end with the message to be answered.", CHAT[:3]),
-        (
-            f"a message contains the special token {special!r}. Remedy: remove it from the message.",
-            [{"role": "user", "content": f"a{special}b"}],
-        ),
+        ("messages", []),
+        ("user", [{"role": "user"}]),
+        ("\\ud800", [{"role": "user", "content": "a\ud800"}]),
+        ("assistant", CHAT[:3]),
+        ("a message", [{"role": "user", "content": f"a{special}b"}]),
     ]
-    for text, messages in cases:
-        with pytest.raises(DataError) as error:
+    for name, messages in cases:
+        with raises(DataError, name):
             conversation_prompt(messages, tokenizer, template())
-        assert str(error.value) == text
-    with pytest.raises(DataError) as error:
+    with raises(DataError, "turns.jinja", "which"):
         template(TURNS.replace("assistant: {% endif %}", "bot: {% endif %}")).prompt(CHAT[:2])
-    assert str(error.value) == (
-        "turns.jinja: what it writes for an answer does not begin with its prompt for one, which ends in "
-        f"{f'cat?{EOS}{chr(10)}bot: '[-20:]!r}. Remedy: a template that writes the beginning of an answer if "
-        "add_generation_prompt."
-    )
 
 
 def test_packed_rows_hold_each_conversation_once_and_apart(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -180,54 +166,34 @@ def test_a_template_writes_prompts_and_its_answers_are_found() -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "text"),
+    ("source", "name"),
     [
-        ("{{ raise_exception('no system') }}", "turns.jinja: TemplateError: no system."),
-        (
-            "{{ ''.__class__.__mro__ }}",
-            "turns.jinja: SecurityError: access to attribute '__class__' of 'str' object is ",
-        ),
-        (
-            "{{ messages.append(1) }}",
-            "turns.jinja: SecurityError: access to attribute 'append' of 'list' object is unsafe.",
-        ),
-        ("{% for %}", "turns.jinja is not a jinja2 template: "),
-        (
-            "{{ messages[-1].content }}",
-            "turns.jinja: what it writes for the answer in message 2 depends on later messages, ",
-        ),
+        ("{{ raise_exception('no system') }}", "TemplateError"),
+        ("{{ ''.__class__.__mro__ }}", "class__"),
+        ("{{ messages.append(1) }}", "append"),
+        ("{% for %}", "jinja2"),
+        ("{{ messages[-1].content }}", "turns.jinja: what"),
     ],
 )
-def test_a_template_that_fails_or_reaches_out_is_an_error(source: str, text: str) -> None:
-    with pytest.raises(DataError) as error:
+def test_a_template_that_fails_or_reaches_out_is_an_error(source: str, name: str) -> None:
+    with raises(DataError, name):
         template(source).render(CHAT)
-    assert str(error.value).startswith(text)
 
 
 def test_rows_without_an_answer_are_errors_or_counted(tmp_path: Path) -> None:
-    tokenizer, turn = load_tokenizer(save_tokenizer(tmp_path)), lambda role, text: {"role": role, "content": text}
+    tokenizer, turn = load_tokenizer(save_tokenizer(tmp_path)), lambda role, name: {"role": role, "content": name}
     bad = {
-        "it has neither messages nor prompt and completion, but 'text'. Remedy: correct the row": {"text": "a"},
-        "message 0 must have role and content as text, got {'role': 'user'}. Remedy: correct the row": {
-            "messages": [{"role": "user"}]
-        },
-        "message 1 has '\\udfff' at character 0, which is not valid text. Remedy: correct the row": {
-            "messages": [turn("user", "a"), turn("assistant", "\udfff")]
-        },
-        "no message has the role 'assistant'. Remedy: correct the row": {"messages": [turn("user", "a")]},
-        f"a message contains the special token {EOS!r}. Remedy: remove it from the message": {
-            "messages": [turn("user", f"a{EOS}"), turn("assistant", "b")]
-        },
-        "no answer begins in its first 40 tokens. Remedy: a larger data.seq": {
-            "messages": [turn("user", "the cat " * 100), turn("assistant", "b")]
-        },
+        "'text'": {"text": "a"},
+        "user": {"messages": [{"role": "user"}]},
+        "\\udfff": {"messages": [turn("user", "a"), turn("assistant", "\udfff")]},
+        "assistant": {"messages": [turn("user", "a")]},
+        "'<|endoftext|>'": {"messages": [turn("user", f"a{EOS}"), turn("assistant", "b")]},
+        "40": {"messages": [turn("user", "the cat " * 100), turn("assistant", "b")]},
     }
-    for number, (text, row) in enumerate(bad.items()):
+    for number, (name, row) in enumerate(bad.items()):
         file = write(tmp_path / f"{number}.jsonl", [{"messages": CHAT[1:3]}, row])
-        with pytest.raises(DataError) as error:
+        with raises(DataError, name):
             load_conversations(file, tokenizer, template(), seq=40)
-        tail = "; or bad_rows: skip, which counts and reports such rows."
-        assert str(error.value) == f"{file} row 2: {text}{tail}"
     rows = [{"prompt": f"Where sat cat {i}?", "completion": "On the mat."} for i in range(60)]
     file = write(tmp_path / "all.jsonl", [*bad.values(), *rows, {"messages": CHAT[1:]}])
     found = load_conversations(file, tokenizer, template(), seq=40, bad_rows="skip")
@@ -238,12 +204,8 @@ def test_rows_without_an_answer_are_errors_or_counted(tmp_path: Path) -> None:
 
 def test_a_template_is_found_beside_the_tokenizer(tmp_path: Path) -> None:
     file = save_tokenizer(tmp_path)
-    with pytest.raises(DataError) as error:
+    with raises(DataError, "chat_template.jinja"):
         load_chat_template(file)
-    assert str(error.value) == (
-        f"{tmp_path} has no chat template: neither chat_template.jinja, nor a chat_template in tokenizer_config.json. "
-        "Remedy: name the file of a template."
-    )
     config = {"bos_token": {"content": BEGIN}, "eos_token": EOS, "chat_template": TURNS}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     for place in (file, tmp_path, tmp_path / "tokenizer_config.json"):
@@ -255,41 +217,32 @@ def test_a_template_is_found_beside_the_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("{{ eos_token }}")
     assert load_chat_template(file).render([]).text == EOS
     assert load_chat_template(tmp_path / "chat_template.jinja").name == str(tmp_path / "chat_template.jinja")
-    with pytest.raises(DataError) as error:
+    with raises(DataError, "none.jinja"):
         load_chat_template(tmp_path / "none.jinja")
-    assert str(error.value) == (
-        f"chat template {str(tmp_path / 'none.jinja')!r} cannot be read: No such file or directory. Remedy: its path."
-    )
 
 
 def test_files_that_are_no_template_are_errors(tmp_path: Path) -> None:
     config, file = tmp_path / "tokenizer_config.json", tmp_path / "own.jinja"
     config.write_text('{"chat_template": 3}')
-    with pytest.raises(DataError) as error:
+    with raises(DataError, "tokenizer_config.json", "chat_template must"):
         load_chat_template(tmp_path)
-    assert str(error.value) == f"{config}: chat_template must be a text, got 3."
     config.write_text("{")
-    with pytest.raises(DataError) as error:
+    with raises(DataError, "tokenizer_config.json", "JSON"):
         load_chat_template(tmp_path)
-    assert str(error.value).startswith(f"{config} must be JSON: Expecting property name")
     config.unlink()
     file.write_bytes(b"abc\xff")
-    with pytest.raises(DataError) as error:
+    with raises(DataError, "own.jinja", "UTF"):
         load_chat_template(file)
-    assert str(error.value) == f"chat template {str(file)!r} is not valid UTF-8 at byte 3."
     with file.open("wb") as opened:
         opened.truncate(_MOST_BYTES + 1)
-    with pytest.raises(DataError) as error:
+    with raises(DataError, "own.jinja", "bytes"):
         load_chat_template(file)
-    assert str(error.value) == f"{file} must have at most {_MOST_BYTES:,} bytes, got {_MOST_BYTES + 1:,}."
 
 
 def test_a_template_that_refuses_a_row_is_an_error_with_its_place(tmp_path: Path) -> None:
     file = write(tmp_path / "chat.jsonl", [{"messages": CHAT[1:3]}])
-    with pytest.raises(DataError) as error:
+    with raises(DataError, "chat.jsonl", "turns.jinja"):
         load_conversations(file, load_tokenizer(None), template("{{ raise_exception('no cats') }}"), seq=40)
-    tail = "or bad_rows: skip, which counts and reports such rows."
-    assert str(error.value) == f"{file} row 1: turns.jinja: TemplateError: no cats. Remedy: correct the row; {tail}"
 
 
 @pytest.mark.parametrize(
@@ -315,7 +268,7 @@ def test_a_row_that_its_template_refuses_is_skipped_and_counted(body: str, reaso
     found = load(bad_rows="skip")
     assert sum(found.conversations) == len(texts) - 1
     assert found.bad.startswith(f"1 bad row skipped: {file} row 2: turns.jinja: {reason}")
-    with pytest.raises(DataError, match=f"^{file} row 2: turns.jinja: {reason}.* Remedy: .*; or bad_rows: skip"):
+    with raises(DataError, "row 2", "bad_rows: skip"):
         load()
 
 

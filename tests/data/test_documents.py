@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import gzip
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from error_texts import raises
 from small_tokenizer import save_tokenizer, sentences, write_jsonl
 
 from jaxpar.data import ReadOptions, load_text, load_tokenizer, rows
@@ -37,13 +37,9 @@ BAD = {
 def test_a_bad_row_is_an_error_or_counted(line: bytes, tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_bytes(b'{"text": "one"}\n\n' + line + b'\n{"text": "two"}')
-    remedy = "text_field: id" if line == b'{"id": 1}' else "correct the row"
-    with pytest.raises(DataError) as caught:
+    with raises(DataError, "a.jsonl", "row 3"):
         list(find_documents(file, ReadOptions()).read(BadRows()))
     reason = BAD[line]
-    assert str(caught.value) == (
-        f"{file} row 3: {reason}. Remedy: {remedy}; or bad_rows: skip, which counts and reports such rows."
-    )
     bad = BadRows("skip")
     found = list(find_documents(file, ReadOptions()).read(bad))
     assert [(one.key, one.content) for one in found] == [("a.jsonl:1", b"one"), ("a.jsonl:4", b"two")]
@@ -91,9 +87,7 @@ def test_a_folder_of_rows_with_a_readme(tmp_path: Path) -> None:
 def test_a_damaged_archive_is_an_error(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl.gz"
     file.write_bytes(gzip.compress(b'{"text": "x"}\n' * 1000)[:-12])
-    with pytest.raises(
-        DataError, match=r"a\.jsonl\.gz: the compressed data is damaged after line \d+: .* Remedy: copy"
-    ):
+    with raises(DataError, "a.jsonl.gz"):
         list(find_documents(file, ReadOptions()).read(BadRows()))
 
 
@@ -119,49 +113,29 @@ def test_a_file_that_is_not_utf8_is_bad_for_a_tokenizer(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(save_tokenizer(tmp_path))
     for i in range(40):
         (tmp_path / f"{i}.txt").write_bytes(b"\xffabc" if i == 7 else b"text")
-    with pytest.raises(DataError) as caught:
+    with raises(DataError, "UTF", "/7.txt"):
         load_text(tmp_path, tokenizer=tokenizer, heldout_fraction=0.3)
-    assert str(caught.value) == (
-        f"{tmp_path / '7.txt'}: byte 0 is not valid UTF-8. Remedy: save the file as UTF-8; or bad_rows: skip, which "
-        "counts and reports such rows."
-    )
     text = load_text(tmp_path, tokenizer=tokenizer, heldout_fraction=0.3, options=ReadOptions(bad_rows="skip"))
     assert text.documents == 39 and text.bad == f"1 bad row skipped: {tmp_path / '7.txt'}: byte 0 is not valid UTF-8"
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "text"),
+    ("name", "options", "key"),
     [
-        (
-            "a.txt",
-            {"text_field": "body"},
-            "text_field 'body' has no effect, because the files are plain text, without ",
-        ),
-        (
-            "folder",
-            {"text_field": "body"},
-            "text_field 'body' has no effect, because the files are plain text, without ",
-        ),
-        ("synthetic", {"text_field": "body"}, "text_field 'body' has no effect, because the files are plain text, "),
-        (
-            "a.txt",
-            {"patterns": ("*.txt",)},
-            "patterns have no effect, because it is no folder. Remedy: leave patterns ",
-        ),
-        (
-            "stdlib",
-            {"patterns": ("*.txt",)},
-            "patterns have no effect, because it is no folder. Remedy: leave patterns ",
-        ),
-        ("stdlib", {"format": "jsonl"}, "format 'jsonl' has no effect on it. Remedy: leave format out."),
+        ("a.txt", {"text_field": "body"}, "text_field 'body'"),
+        ("folder", {"text_field": "body"}, "text_field 'body'"),
+        ("synthetic", {"text_field": "body"}, "text_field 'body'"),
+        ("a.txt", {"patterns": ("*.txt",)}, "patterns"),
+        ("stdlib", {"patterns": ("*.txt",)}, "patterns"),
+        ("stdlib", {"format": "jsonl"}, "format 'jsonl'"),
     ],
 )
 def test_an_option_without_effect_on_the_source_is_refused(
-    name: str, options: dict[str, Any], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, options: dict[str, Any], key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
     for file in ("a.txt", "folder/b.txt"):
         Path(file).write_text("words")
-    with pytest.raises(DataError, match=f"^text source '{name}': {re.escape(text)}"):
+    with raises(DataError, repr(name), key):
         find_documents(name, ReadOptions(**options))

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from error_texts import raises
 
 from jaxpar.data import Ellipses, Gratings
 from jaxpar.errors import DataError
@@ -18,15 +19,11 @@ def test_examples_are_repeatable_and_splits_differ(space: int) -> None:
 
 
 def test_sizes_out_of_range() -> None:
-    with pytest.raises(DataError, match=r"Ellipses: space must be 2 or 3, and size.*size=0.*Remedy"):
+    with raises(DataError, "Ellipses: space"):
         Ellipses(size=0)
 
 
 def test_gratings_out_of_range() -> None:
-    with pytest.raises(DataError) as error:
+    with raises(DataError, "train", "size=16"):
         Gratings(size=16, classes=0)
-    assert str(error.value) == (
-        "Gratings: size, channels, classes and examples must be at least 1, got Gratings(split='train', size=16, "
-        "channels=3, classes=0, examples=4096, noise=0.5). Remedy: such as size=64, channels=3, classes=16."
-    )
     assert len(Gratings(examples=7)) == 7

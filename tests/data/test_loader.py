@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
 import sys
 from typing import Any
 
 import numpy as np
 import pytest
+from error_texts import raises
 from hypothesis import given
 from hypothesis import strategies as st
 from profiles import examples, few
@@ -59,7 +59,7 @@ def test_documents_are_told_apart_and_every_process_gets_the_order_of_all_rows()
 
 def test_a_position_in_packed_documents_is_none_in_others() -> None:
     packed, plain = (batches(TOKENS, batch=4, seq=8, **how) for how in ({"separator": 0}, {}))
-    with pytest.raises(DataError, match=re.escape("separator was 0, is now 'absent'")):
+    with raises(DataError, "separator", "absent"):
         plain.set_state(packed.get_state())
 
 
@@ -155,28 +155,24 @@ def test_a_restored_position_continues_exactly(steps: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "differences"),
+    ("change", "names"),
     [
-        ({"batch": 8}, ["batch was 4, is now 8"]),
-        ({"seq": 5}, ["seq was 8, is now 5"]),
-        ({"seed": 2}, ["seed was 1, is now 2"]),
-        ({"shuffle": False}, ["shuffle was True, is now False"]),
-        ({"process_index": 1}, ["process_index was 0, is now 1"]),
-        ({"process_count": 4}, ["process_count was 2, is now 4"]),
-        ({"tokens": TOKENS[:-1]}, ["tokens was 1000, is now 999", "content was HASH, is now HASH"]),
-        ({"tokens": TOKENS[::-1]}, ["content was HASH, is now HASH"]),
-        ({"seq": 2, "batch": 8, "seed": 3}, ["batch was 4, is now 8", "seq was 8, is now 2", "seed was 1, is now 3"]),
+        ({"batch": 8}, ["batch was"]),
+        ({"seq": 5}, ["seq was"]),
+        ({"seed": 2}, ["seed was"]),
+        ({"shuffle": False}, ["shuffle was"]),
+        ({"process_index": 1}, ["process_index was"]),
+        ({"process_count": 4}, ["process_count was"]),
+        ({"tokens": TOKENS[:-1]}, ["tokens was", "content was"]),
+        ({"tokens": TOKENS[::-1]}, ["content was"]),
+        ({"seq": 2, "batch": 8, "seed": 3}, ["batch was", "seq was", "seed was"]),
     ],
 )
-def test_a_position_of_another_run_is_refused_naming_every_difference(
-    change: dict[str, Any], differences: list[str]
-) -> None:
+def test_a_position_of_another_run_is_refused_naming_every_difference(change: dict[str, Any], names: list[str]) -> None:
     options: dict[str, Any] = {"tokens": TOKENS, "batch": 4, "seq": 8, "seed": 1, "process_count": 2}
     saved = batches(**options).get_state()
-    with pytest.raises(DataError, match="another run") as caught:
+    with raises(DataError, *names):
         batches(**(options | change)).set_state(saved)
-    message = re.sub(r"'sha256:[0-9a-f]{16}'", "HASH", str(caught.value))
-    assert f"another run: {'; '.join(differences)}. Remedy:" in message
 
 
 def test_a_position_of_another_version_is_refused() -> None:
@@ -184,9 +180,7 @@ def test_a_position_of_another_version_is_refused() -> None:
     saved = stream.get_state()
     saved["fingerprint"] |= {"version": 99, "colour": "red"}
     del saved["fingerprint"]["seed"]
-    with pytest.raises(
-        DataError, match=("version was 99, is now 1; seed was 'absent', is now 0; colour was 'red', is now 'absent'")
-    ):
+    with raises(DataError, "version", "seed", "colour"):
         stream.set_state(saved)
 
 
@@ -201,7 +195,7 @@ def test_the_integer_type_of_the_tokens_is_no_difference() -> None:
 
 @pytest.mark.parametrize("junk", [{}, {"fingerprint": {}}, {"fingerprint": 3, "position": {}}, None, "text"])
 def test_what_is_no_position_is_refused(junk: Any) -> None:
-    with pytest.raises(DataError, match="not a saved data position"):
+    with raises(DataError, "get_state()"):
         batches(TOKENS, batch=4, seq=8).set_state(junk)
 
 
@@ -209,7 +203,7 @@ def test_what_is_no_position_is_refused(junk: Any) -> None:
 def test_a_position_that_does_not_exist_leaves_the_stream_where_it_was(position: Any) -> None:
     stream = batches(TOKENS, batch=4, seq=8, shuffle=False, epochs=1)  # 31 batches
     next(stream)
-    with pytest.raises(DataError, match="does not exist in this stream of 31 global batches"):
+    with raises(DataError, "next_index", "31"):
         stream.set_state(stream.get_state() | {"position": position})
     assert windows_of([next(stream)], 8) == [[4, 5, 6, 7]]
 
@@ -256,41 +250,41 @@ def test_evaluation_shares_rows_between_processes() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"batch": 6, "process_count": 4}, "batch=6 .*process_count=4.*such as 8"),
-        ({"batch": 0}, "batch must be a positive integer, got 0"),
-        ({"batch": 2.0}, "batch must be a positive integer, got 2.0"),
-        ({"seq": -3}, "seq must be a positive integer, got -3"),
-        ({"process_count": 0}, "process_count must be a positive integer, got 0"),
-        ({"process_index": -1}, "process_index must be an integer >= 0, got -1"),
-        ({"process_index": 2, "process_count": 2}, "process_index=2 does not exist with process_count=2"),
-        ({"seq": 500, "batch": 2}, "1000 tokens hold 1 windows of seq=500, and batch=2 needs 2 windows, 1001 tokens"),
-        ({"tokens": np.zeros(0, int)}, "0 tokens hold 0 windows"),
-        ({"tokens": np.zeros((2, 600), int)}, r"shape \[n\], got dtype int64 and shape \(2, 600\)"),
+        ({"batch": 6, "process_count": 4}, "batch=6"),
+        ({"batch": 0}, "batch"),
+        ({"batch": 2.0}, "2.0"),
+        ({"seq": -3}, "-3"),
+        ({"process_count": 0}, "process_count must"),
+        ({"process_index": -1}, "-1"),
+        ({"process_index": 2, "process_count": 2}, "process_index=2"),
+        ({"seq": 500, "batch": 2}, "seq=500"),
+        ({"tokens": np.zeros(0, int)}, "hold 0"),
+        ({"tokens": np.zeros((2, 600), int)}, "(2"),
         ({"tokens": np.zeros(1000)}, "float64"),
-        ({"tokens": np.full(1000, 2**31)}, "fit int32, got int64 values from 2147483648"),
-        ({"arrange": np.argsort}, "separator is not given, so the text has no documents. Remedy: pass separator=0"),
+        ({"tokens": np.full(1000, 2**31)}, "int32"),
+        ({"arrange": np.argsort}, "arrange orders"),
     ],
 )
 def test_unusable_sizes_and_tokens_are_refused_by_both(options: dict[str, Any], words: str) -> None:
     arguments: dict[str, Any] = {"tokens": TOKENS, "batch": 4, "seq": 8, **options}
-    with pytest.raises(DataError, match=words):
+    with raises(DataError, words):
         batches(**arguments)
-    with pytest.raises(DataError, match=words):
+    with raises(DataError, words):
         eval_batches(**arguments, max_batches=1)
 
 
 def test_other_arguments_are_checked_too() -> None:
-    with pytest.raises(DataError, match="epochs must be a positive integer, got 0"):
+    with raises(DataError, "epochs", "got 0"):
         batches(TOKENS, batch=4, seq=8, epochs=0)
-    with pytest.raises(DataError, match="seed must be an integer, got 'x'"):
+    with raises(DataError, "seed", "'x'"):
         batches(TOKENS, batch=4, seq=8, seed="x")  # type: ignore[arg-type]
-    with pytest.raises(DataError, match="max_batches must be a positive integer, got 0"):
+    with raises(DataError, "max_batches"):
         eval_batches(TOKENS, batch=4, seq=8, max_batches=0)
 
 
 def test_without_grain_training_says_how_to_get_it_and_evaluation_works(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "grain", None)  # what an import finds when the package is missing
-    with pytest.raises(MissingExtraError, match=r"data pipeline needs the package 'grain'.*jaxpar\[train\]"):
+    with raises(MissingExtraError, "grain"):
         batches(TOKENS, batch=4, seq=8)
     assert len(eval_batches(TOKENS, batch=4, seq=8, max_batches=1)) == 1
 

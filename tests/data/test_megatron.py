@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from error_texts import raises
 from megatron_files import CODES, write_megatron
 
 from jaxpar.data import DocumentRows, load_text
@@ -55,42 +56,34 @@ def test_a_last_boundary_may_be_missing_and_a_document_empty(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("changes", "text"),
+    ("changes", "name"),
     [
-        ({"magic": b"TNTIDX\0\0\0"}, ".idx is not an index of Megatron. Remedy: tools/preprocess_data.py of"),
-        ({"version": 2}, ".idx has version 2, which cannot be read. Remedy: version 1, and integers."),
-        ({"code": 7}, ".idx has tokens of dtype code 7, which cannot be read. Remedy: version 1, and integers."),
-        ({"pointers": [0, 8, 12, 24, 30, 36]}, ".idx: its sequences do not follow one another. Remedy: preprocess"),
-        ({"lengths": [4, 2, 6, 3, 8, -1]}, ".idx: its sequences do not follow one another. Remedy: preprocess the"),
-        ({"boundaries": [0, 2, 1, 6]}, ".idx: its document boundaries are not in order. Remedy: preprocess the"),
-        ({"boundaries": [0, 7]}, ".idx: its document boundaries are not in order. Remedy: preprocess the text"),
-        ({"code": 1}, ".idx: its sequences do not follow one another. Remedy: preprocess the text again."),
+        ({"magic": b"TNTIDX\0\0\0"}, "Megatron"),
+        ({"version": 2}, "version 2"),
+        ({"code": 7}, "code 7"),
+        ({"pointers": [0, 8, 12, 24, 30, 36]}, ".idx"),
+        ({"lengths": [4, 2, 6, 3, 8, -1]}, ".idx"),
+        ({"boundaries": [0, 2, 1, 6]}, ".idx"),
+        ({"boundaries": [0, 7]}, ".idx"),
+        ({"code": 1}, ".idx"),
     ],
 )
-def test_files_that_contradict_themselves(changes: dict[str, Any], text: str, tmp_path: Path) -> None:
+def test_files_that_contradict_themselves(changes: dict[str, Any], name: str, tmp_path: Path) -> None:
     prefix = write_megatron(tmp_path / "a", DOCUMENTS, **changes)
-    with pytest.raises(DataError) as caught:
+    with raises(DataError, name):
         read_megatron(prefix)
-    assert str(caught.value).startswith(f"{prefix}{text}")
 
 
 def test_truncated_files(tmp_path: Path) -> None:
     prefix = write_megatron(tmp_path / "a", DOCUMENTS)
     index, tokens = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
     tokens.write_bytes(tokens.read_bytes()[:-2])
-    with pytest.raises(DataError) as caught:
+    with raises(DataError, "a.bin"):
         read_megatron(prefix)
-    assert str(caught.value) == (
-        f"{tokens} must have 44 bytes, as its index says, got 42. Remedy: copy it again, or preprocess the text again."
-    )
     index.write_bytes(index.read_bytes()[:-1])
-    with pytest.raises(DataError) as caught:
+    with raises(DataError, "a.idx", "162"):
         read_megatron(prefix)
-    assert str(caught.value) == (
-        f"{index} must have 162 bytes for 6 sequences and 7 document boundaries, got 161. Remedy: copy it again, or "
-        "preprocess the text again."
-    )
-    with pytest.raises(DataError, match=r"neither a folder or file here|there is no such folder"):
+    with raises(DataError, "/none", "source"):
         load_text(tmp_path / "none")
 
 
@@ -98,8 +91,5 @@ def test_the_vocabulary_is_the_tokenizers_or_the_largest_token(tmp_path: Path) -
     found = read_megatron(write_megatron(tmp_path / "a", DOCUMENTS))
     assert check_largest(found, 300) == 300 and check_largest(found, None) == 21
     wide = read_megatron(write_megatron(tmp_path / "b", [[2**31, 0]], "int64"))
-    with pytest.raises(DataError) as error:
+    with raises(DataError, "b.bin"):
         check_largest(wide, None)
-    assert (
-        str(error.value) == f"{tmp_path / 'b'}.bin: tokens must fit int32, got 2147483648. Remedy: preprocess it again."
-    )

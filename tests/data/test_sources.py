@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from error_texts import raises
 from interpreters import python
 
 from jaxpar.data import ReadOptions, Text, bigram_entropy, load_text, unigram_entropy
@@ -162,14 +163,14 @@ def test_texts_are_read_only() -> None:
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ("stdlb", "unknown text source 'stdlb'.*'stdlib', 'synthetic'.*Did you mean 'stdlib'"),
-        ("sinthetic", "Did you mean 'synthetic'"),
-        ("", "unknown text source ''"),
-        ("no/such/folder", "'no/such/folder': there is no such folder or file"),
+        ("stdlb", "stdlb"),
+        ("sinthetic", "mean 'synthetic'"),
+        ("", "''"),
+        ("no/such/folder", "no/such/folder"),
     ],
 )
 def test_an_unknown_source_is_named(source: str, words: str) -> None:
-    with pytest.raises(DataError, match=words):
+    with raises(DataError, words):
         load_text(source)
 
 
@@ -183,18 +184,18 @@ def test_a_single_file_of_text_is_cut_in_two_at_the_end_of_a_line(tmp_path: Path
 
 def test_no_matching_file_names_the_patterns(tmp_path: Path) -> None:
     write(tmp_path, {"a.bin": b"a"})
-    with pytest.raises(DataError, match=r"no file matches \(patterns: '\*\.txt', '\*\.md', '\*\.rst', '\*\.py'"):
+    with raises(DataError, "*.txt", "matches"):
         load_text(tmp_path)
     write(tmp_path, {"a.txt": b""})
-    with pytest.raises(DataError, match="every matching file is empty"):
+    with raises(DataError, "*.txt", "every"):
         load_text(tmp_path)
 
 
 def test_a_split_with_an_empty_part_says_which_and_how_to_fix_it(tmp_path: Path) -> None:
     write(tmp_path, numbered(3))
-    with pytest.raises(DataError, match=r"3 training and 0 held-out files of 3.*raise heldout_fraction"):
+    with raises(DataError, "heldout_fraction", "left 3"):
         load_text(tmp_path, heldout_fraction=1e-9)
-    with pytest.raises(DataError, match=r"0 training and 3 held-out files of 3.*lower heldout_fraction"):
+    with raises(DataError, "heldout_fraction", "left 0"):
         load_text(tmp_path, heldout_fraction=1 - 1e-9)
 
 

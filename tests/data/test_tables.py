@@ -8,6 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from error_texts import raises
 from small_tokenizer import sentences
 
 from jaxpar.data import ReadOptions, load_text
@@ -50,12 +51,8 @@ def test_every_row_is_a_document(name: str, kind: pa.DataType, tmp_path: Path) -
 @pytest.mark.parametrize("name", KINDS)
 def test_bad_rows(name: str, tmp_path: Path) -> None:
     file = write(tmp_path / name, ["a", None, "", "b"])
-    with pytest.raises(DataError) as caught:
+    with raises(DataError, "row 2", "field 'text'"):
         list(find_documents(file, ReadOptions()).read(BadRows()))
-    assert str(caught.value) == (
-        f"{file} row 2: its field 'text' is not text, but None. Remedy: correct the row; or bad_rows: skip, which "
-        "counts and reports such rows."
-    )
     bad = BadRows("skip")
     assert [one.key for one in find_documents(file, ReadOptions()).read(bad)] == [f"{name}:1", f"{name}:4"]
     assert bad.describe() == (
@@ -64,12 +61,8 @@ def test_bad_rows(name: str, tmp_path: Path) -> None:
     )
     numbers = BadRows("skip")
     assert not list(find_documents(file, ReadOptions(text_field="id")).read(numbers)) and numbers.count == 4
-    with pytest.raises(DataError) as caught:
+    with raises(DataError, "txt", "'id'"):
         list(find_documents(file, ReadOptions(text_field="txt")).read(bad))
-    assert str(caught.value) == (
-        f"{file}: it has no column 'txt', but 'id', 'text'. Did you mean 'text'? Remedy: text_field: the name of the "
-        "column that holds the text."
-    )
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -87,30 +80,20 @@ def test_a_damaged_file_is_an_error(name: str, tmp_path: Path) -> None:
     file, kind = write(tmp_path / name, sentences(40)), "parquet" if "parquet" in name else "arrow"
     for content in (b"no table", file.read_bytes()[: file.stat().st_size // 2]):
         file.write_bytes(content)
-        with pytest.raises(DataError) as caught:
+        with raises(DataError, f"as {kind} after"):
             list(find_documents(file, ReadOptions()).read(BadRows()))
-        assert str(caught.value).startswith(f"{file}: it cannot be read as {kind} after row ")
-        assert str(caught.value).endswith(". Remedy: copy or write it again.")
 
 
 def test_without_pyarrow_the_error_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = write(tmp_path / "a.parquet", ["a"])
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(MissingExtraError) as caught:
+    with raises(MissingExtraError, "a.parquet"):
         list(find_documents(file, ReadOptions()).read(BadRows()))
-    assert str(caught.value) == (
-        "the parquet file a.parquet needs the package 'pyarrow', which is not installed. Remedy: pip install "
-        "'jaxpar[text]'."
-    )
 
 
 def test_two_formats_in_a_folder_are_an_error(tmp_path: Path) -> None:
     write(tmp_path / "a.parquet", ["a"])
     write(tmp_path / "b.arrow", ["a"])
-    with pytest.raises(DataError) as caught:
+    with raises(DataError, "arrow", "parquet"):
         find_documents(tmp_path, ReadOptions())
-    assert str(caught.value) == (
-        f"text source {str(tmp_path)!r} has files of the formats 'arrow', 'parquet'. Remedy: format: arrow, or a "
-        "folder for each."
-    )
     assert find_documents(tmp_path, ReadOptions("parquet")).files[0][0] == "a.parquet"

@@ -8,6 +8,7 @@ from datetime import datetime
 from typing import Any
 
 import pytest
+from error_texts import raises
 
 from jaxpar.data import ChatTemplate, template_process
 from jaxpar.errors import DataError
@@ -51,22 +52,21 @@ def test_the_time_is_the_current_or_a_given_one() -> None:
 @pytest.mark.parametrize(
     ("source", "why"),
     [
-        (LOOPS, "it needs more than 0.5 seconds for one text"),
-        (DOUBLED, "it needs more than 268,435,456 bytes of memory for one text"),
-        ("{{ 'a'.ljust(10**11) }}", "it needs more than 2,147,483,648 bytes of memory for one text"),
-        ("{{ '%99999999999d' % messages[0].content | length }}", "it needs more than 2,147,483,648 bytes of memory"),
-        ("{% for a in range(99999) %}{{ 'a' * 9999 }}{% endfor %}", "it needs more than 67,108,864 characters in one"),
-        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError: maximum recursion depth exceeded"),
-        ("{{ '\\ud800' }}", "UnicodeEncodeError: 'utf-8' codec can't encode character"),
+        (LOOPS, "0.5"),
+        (DOUBLED, "268,435,456"),
+        ("{{ 'a'.ljust(10**11) }}", "2,147,483,648"),
+        ("{{ '%99999999999d' % messages[0].content | length }}", "2,147,483,648"),
+        ("{% for a in range(99999) %}{{ 'a' * 9999 }}{% endfor %}", "67,108,864"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError: maximum"),
+        ("{{ '\\ud800' }}", "utf-8"),
     ],
 )
 def test_a_template_that_needs_too_much_is_an_error(source: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template_process, "_MOST_SECONDS", 0.5 if source == LOOPS else 30.0)
     if source == DOUBLED:  # it fills what it may have, which takes seconds
         monkeypatch.setattr(template_process, "_MOST_MEMORY", 1 << 28)
-    with pytest.raises(DataError) as error:
+    with raises(DataError, why):
         text_of(source)
-    assert str(error.value).startswith(f"the chat template: {why}")
 
 
 def test_the_text_of_the_error_names_a_remedy_and_the_next_text_has_a_new_process(
@@ -75,18 +75,14 @@ def test_the_text_of_the_error_names_a_remedy_and_the_next_text_has_a_new_proces
     monkeypatch.setattr(template_process, "_MOST_SECONDS", 0.5)
     chat = ChatTemplate("{% if messages %}" + LOOPS + "{% endif %}a", "loops.jinja")
     for _ in range(2):
-        with pytest.raises(DataError) as error:
+        with raises(DataError, "loops.jinja"):
             chat.render([USER])
-        assert str(error.value) == (
-            "loops.jinja: it needs more than 0.5 seconds for one text. Remedy: another template, or shorter messages."
-        )
         assert chat.render([]).text == "a"
 
 
 def test_values_that_are_not_json_are_an_error() -> None:
-    with pytest.raises(DataError) as error:
+    with raises(DataError, "JSON", "template"):
         text_of("{{ tools }}", tools=[object()])
-    assert str(error.value) == "the chat template: messages must be JSON values: got a object."
 
 
 def test_random_choices_are_the_same_in_every_process() -> None:
@@ -135,9 +131,5 @@ def test_answers_of_weight_0_have_no_loss(source: str, texts: list[str], weights
 def test_weights_of_answers_that_are_not_marked_one_by_one_are_an_error() -> None:
     chat = ChatTemplate("{% generation %}{{ messages[1].content }}{% endgeneration %}")
     assert answers(chat, CHAT) == [" one "]
-    with pytest.raises(DataError) as error:
+    with raises(DataError, "weight: 0"):
         chat.render([*CHAT[:3], {**CHAT[3], "weight": 0}])
-    assert str(error.value) == (
-        "the chat template: it marks 1 answers of 2, so those with weight: 0 are not known. Remedy: a template that "
-        "marks every answer, or rows without weight."
-    )

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from error_texts import raises
 from small_tokenizer import BEGIN, EOS, save_tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
@@ -135,38 +135,22 @@ def test_eos_is_the_configured_the_files_or_a_usual_name(tmp_path: Path) -> None
 
 
 def test_errors_name_the_file(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def error(config: TokenizerConfig | Path, kind: type[Exception] = DataError) -> str:
-        with pytest.raises(kind) as caught:
+    def error(config: TokenizerConfig | Path, kind: type[Exception] = DataError, *, name: str) -> None:
+        with raises(kind, name):
             load_tokenizer(config)
-        return str(caught.value)
 
     none = tmp_path / "none.json"
-    assert error(none) == (
-        f"tokenizer {str(none)!r} cannot be read: No such file or directory. Remedy: the path of a tokenizer.json."
-    )
-    assert error(file.parent) == (
-        f"tokenizer {str(file.parent)!r} cannot be read: Is a directory. Remedy: pass {str(file)!r}."
-    )
+    error(none, name="none.json")
+    error(file.parent, name="tokenizer")
     for content in (b"", b"{}", b"[1]", b"\xff", b'{"version": "1.0", "model": null}'):
         none.write_bytes(content)
-        text = f"tokenizer {str(none)!r} is not a tokenizer.json: "
-        assert re.fullmatch(f"{re.escape(text)}.*transformers saves under this name.", error(none), re.DOTALL)
-    assert error(TokenizerConfig(str(file), eos="<|endoftxt|>")) == (
-        f"tokenizer {str(file)!r} has no token '<|endoftxt|>' to end a document. Did you mean '<|endoftext|>'? Remedy: "
-        "eos: the name of a token in its vocabulary."
-    )
+        error(none, name="none.json")
+    error(TokenizerConfig(str(file), eos="<|endoftxt|>"), name="tokenizer.json")
     plain = Tokenizer.from_file(str(file)).to_str().replace("endoftext", "finis")
     none.write_text(plain)
-    assert error(none) == (
-        f"tokenizer {str(none)!r} does not say which token ends a document, and has none of '<|endoftext|>', "
-        "'<|end_of_text|>', '</s>', '<eos>', '<|im_end|>', '<|eot_id|>'. Remedy: tokenizer: {file: tokenizer.json, "
-        "eos: '</s>'} with the name of its token."
-    )
+    error(none, name="none.json")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    assert error(file, MissingExtraError) == (
-        "the tokenizer tokenizer.json needs the package 'tokenizers', which is not installed. Remedy: pip install "
-        "'jaxpar[text]'."
-    )
+    error(file, MissingExtraError, name="tokenizer.json")
 
 
 @pytest.mark.parametrize(("largest", "fits"), [(2**31 - 2, True), (2**31 - 1, False), (2**32 - 1, False)])
@@ -177,9 +161,5 @@ def test_ids_fit_int32(largest: int, fits: bool, tmp_path: Path) -> None:
     if fits:
         assert load_tokenizer(file).vocab == 2**31 - 1
         return
-    with pytest.raises(DataError) as caught:
+    with raises(DataError, "tokenizer.json", "'b'"):
         load_tokenizer(file)
-    assert str(caught.value) == (
-        f"tokenizer {str(file)!r}: the token 'b' has the id {largest}, but ids are below 2147483647, because batches "
-        "hold them as int32. Remedy: a tokenizer whose ids are consecutive."
-    )

@@ -52,7 +52,7 @@ def test_the_defaults_are_the_simplest_case(name: str) -> None:
 
 
 def test_only_a_case_is_read_from_the_command_line() -> None:
-    with pytest.raises(ValueError, match=r"a number or Case\(name=value, \.\.\.\) is expected"):
+    with pytest.raises(ValueError, match="--case is"):
         parsed("attention", "[1, 2]")
     with pytest.raises(ValueError, match="malformed node"):
         parsed("attention", "Case(keys=__import__('os').getpid())")

@@ -4,7 +4,6 @@ decode step, and rejected requests."""
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from error_texts import raises
 from generators import CONFIG, MOST, PROMPTS, RULES, SLOTS, generator, one_device
 from interpreters import outputs_of, two_processes
 from jax.sharding import NamedSharding, PartitionSpec
@@ -246,183 +246,62 @@ def test_what_is_drawn_from() -> None:
 
 def test_logits_that_are_not_finite_end_it(reference: Reference) -> None:
     broken = {**reference.params, "norm": {"scale": reference.params["norm"]["scale"] * jnp.nan}}
-    text = (
-        "Generator: the logits of request 0 are not finite. Remedy: check the checkpoint's parameters and "
-        "the compute dtype."
-    )
-    with pytest.raises(DivergedError, match=f"^{re.escape(text)}$"):
+    with raises(DivergedError, "Generator", "request 0"):
         reference.model.generate(broken, PROMPTS, most=2)
-    with pytest.raises(DivergedError, match="the logits of request 4 are not finite"):
+    with raises(DivergedError, "Generator", "request 4"):
         list(reference.model.stream(broken, PROMPTS, most=2, first=4))
 
 
 @pytest.mark.parametrize(
-    ("prompts", "how", "text"),
+    ("prompts", "how", "name"),
     [
-        (
-            [[1], [2] * 20],
-            {"most": 16},
-            (
-                "generate: request 1 has 20 prompt tokens and requests 16 new tokens, 36 in total, but the cache "
-                "has 32 slots. Remedy: set slots=36 or more, shorten the prompt, or set most=12."
-            ),
-        ),
-        (
-            [[2] * 40],
-            {"most": 1},
-            (
-                "generate: request 0 has 40 prompt tokens and requests 1 new tokens, 41 in total, but the cache "
-                "has 32 slots. Remedy: set slots=41 or more, shorten the prompt."
-            ),
-        ),
-        (
-            [[1, 2, 64]],
-            {"most": 1},
-            (
-                "generate: request 0 has token 64 at position 2, but the model's vocabulary has 64 tokens (0 to "
-                "63). Remedy: use the tokenizer that the model was trained with."
-            ),
-        ),
-        (
-            [[1], []],
-            {"most": 1},
-            "generate: request 1 has 0 prompt tokens and requests 1 new tokens. Both must be at least 1.",
-        ),
-        ([], {"most": 1}, "generate: no prompts were given. Remedy: pass at least one."),
-        ([[1]], {"most": [1, 2]}, "generate: got 1 prompts, but 2 values of most. Remedy: pass one value per prompt."),
-        (
-            [[1]] * 5,
-            {"most": 1},
-            (
-                "Generator: stream() got 5 requests, but batch is 4. Remedy: call generate(), which runs a "
-                "batch at a time, or increase batch."
-            ),
-        ),
-        (
-            [1, 2],
-            {"most": 1},
-            (
-                "generate: request 0 must be a list of integer tokens, got 1. Remedy: pass a tokenizer's "
-                "output, such as [[1, 2, 3], [4]] for two requests."
-            ),
-        ),
-        (
-            [[1], [1.5]],
-            {"most": 1},
-            (
-                "generate: request 1 must be a list of integer tokens, got [1.5]. Remedy: pass a "
-                "tokenizer's output, such as [[1, 2, 3], [4]] for two requests."
-            ),
-        ),
-        ([[1]], {"most": 2.0}, "generate: most must be an integer or one integer per prompt, got 2.0."),
-        ([[1]], {"most": 1, "seeds": 3}, "generate: seeds must be one integer per prompt, got 3."),
-        ([[1]], {"most": 1, "seeds": [-1]}, "generate: request 0: seed must be from 0 to 4294967295, got -1."),
+        ([[1], [2] * 20], {"most": 16}, "20"),
+        ([[2] * 40], {"most": 1}, "40"),
+        ([[1, 2, 64]], {"most": 1}, "64"),
+        ([[1], []], {"most": 1}, "Both"),
+        ([], {"most": 1}, "generate"),
+        ([[1]], {"most": [1, 2]}, "generate: got 1"),
+        ([[1]] * 5, {"most": 1}, "Generator: stream"),
+        ([1, 2], {"most": 1}, "0 must"),
+        ([[1], [1.5]], {"most": 1}, "[1.5]"),
+        ([[1]], {"most": 2.0}, "generate: most"),
+        ([[1]], {"most": 1, "seeds": 3}, "generate: seeds"),
+        ([[1]], {"most": 1, "seeds": [-1]}, "4294967295"),
     ],
 )
-def test_requests_that_cannot_be(prompts: Any, how: Any, text: str, reference: Reference) -> None:
-    with pytest.raises(ConfigError, match=f"^{re.escape(text)}$"):
+def test_requests_that_cannot_be(prompts: Any, how: Any, name: str, reference: Reference) -> None:
+    with raises(ConfigError, name):
         reference.model.stream(reference.params, prompts, **how)
 
 
 @pytest.mark.parametrize(
-    ("make", "error", "text"),
+    ("make", "error", "name"),
     [
-        (
-            lambda: generator(jp.MeshSpec(context=8).abstract(8), slots=36),
-            LayoutError,
-            (
-                "2 problems, 1 cause:\n"
-                "1. the dim 'cache_seq' has size 36, which is not a multiple of context=8 (rule cache_seq = (context, "
-                "ulysses)). Remedy: change the size, the rule or the mesh, or leave such dims unsharded: "
-                "indivisible={'cache_seq': 'replicate'} (YAML: indivisible: {cache_seq: replicate}).\n"
-                "   2 tensors: cache/keys [2, 4, 2, 36, 8] (None, batch, kv_heads, cache_seq, head_dim); "
-                "cache/values [2, 4, 2, 36, 8] (None, batch, kv_heads, cache_seq, head_dim)"
-            ),
-        ),
-        (
-            lambda: generator(jp.MeshSpec(data=8).abstract(8), batch=3),
-            LayoutError,
-            (
-                "2 problems, 1 cause:\n"
-                "1. the dim 'batch' has size 3, which is not a multiple of data=8 (rule batch = data). Remedy: change "
-                "the size, the rule or the mesh, or leave such dims "
-                "unsharded: indivisible={'batch': 'replicate'} (YAML: "
-                "indivisible: {batch: replicate}).\n"
-                "   2 tensors: cache/keys [2, 3, 2, 32, 8] (None, batch, kv_heads, cache_seq, head_dim); "
-                "cache/values [2, 3, 2, 32, 8] (None, batch, kv_heads, cache_seq, head_dim)"
-            ),
-        ),
-        (
-            lambda: generator(one_device(), stop=[64]),
-            ConfigError,
-            "Generator: stop token 64 is not in the model's vocabulary of 64.",
-        ),
-        (
-            lambda: generator(jp.MeshSpec(pipeline=2, data=4).abstract(8), batch=7),
-            ConfigError,
-            (
-                "Generator: batch must be a multiple of pipeline=2, because the stages run 2 groups of "
-                "requests concurrently; got 7. Remedy: set batch=8, or remove the pipeline axis."
-            ),
-        ),
-        (lambda: generator(one_device(), slots=0), ConfigError, "Generator: slots must be at least 1, got 0."),
-        (
-            lambda: jp.inference.Sampling(temperature=-1),
-            ConfigError,
-            "sampling: temperature must be 0 (greedy) or a finite positive number, got -1.",
-        ),
+        (lambda: generator(jp.MeshSpec(context=8).abstract(8), slots=36), LayoutError, "context=8"),
+        (lambda: generator(jp.MeshSpec(data=8).abstract(8), batch=3), LayoutError, "data=8"),
+        (lambda: generator(one_device(), stop=[64]), ConfigError, "Generator: stop"),
+        (lambda: generator(jp.MeshSpec(pipeline=2, data=4).abstract(8), batch=7), ConfigError, "Generator: batch"),
+        (lambda: generator(one_device(), slots=0), ConfigError, "Generator: slots"),
+        (lambda: jp.inference.Sampling(temperature=-1), ConfigError, "number, got -1"),
         *(
-            (
-                lambda value=value: jp.inference.Sampling(1.0, top_k=value),
-                ConfigError,
-                (
-                    f"sampling: top_k must be an integer of at least 1, got {value}. Remedy: omit it to "
-                    "sample from all tokens."
-                ),
-            )
+            (lambda value=value: jp.inference.Sampling(1.0, top_k=value), ConfigError, "top_k must")
             for value in (0, -1, 2.5, float("nan"))
         ),
-        (
-            lambda: generator(one_device(), sampling=jp.inference.Sampling(1.0, top_k=65)),
-            ConfigError,
-            (
-                "sampling: top_k is 65, but the model's vocabulary has 64 tokens. Remedy: lower top_k, or "
-                "omit it to sample from all tokens."
-            ),
-        ),
+        (lambda: generator(one_device(), sampling=jp.inference.Sampling(1.0, top_k=65)), ConfigError, "65"),
         *(
-            (
-                lambda value=value: jp.inference.Sampling(1.0, top_p=value),
-                ConfigError,
-                (
-                    f"sampling: top_p must be above 0 and at most 1, got {value}. Remedy: omit it to sample "
-                    "from all tokens."
-                ),
-            )
+            (lambda value=value: jp.inference.Sampling(1.0, top_p=value), ConfigError, "sampling: top_p")
             for value in (0, -0.5, 1.5, float("nan"))
         ),
         *(
-            (
-                lambda value=value: jp.inference.Sampling(value),
-                ConfigError,
-                f"sampling: temperature must be 0 (greedy) or a finite positive number, got {value}.",
-            )
+            (lambda value=value: jp.inference.Sampling(value), ConfigError, "sampling: temperature")
             for value in (float("inf"), float("nan"))
         ),
-        (
-            lambda: jp.inference.Sampling(top_k=3),
-            ConfigError,
-            (
-                "sampling: top_k and top_p have no effect at temperature 0, which is greedy. Remedy: set a "
-                "positive temperature, such as 1.0."
-            ),
-        ),
+        (lambda: jp.inference.Sampling(top_k=3), ConfigError, "top_k and"),
     ],
 )
-def test_generators_that_cannot_be(make: Any, error: type[JaxparError], text: str) -> None:
-    with pytest.raises(error) as caught:
+def test_generators_that_cannot_be(make: Any, error: type[JaxparError], name: str) -> None:
+    with raises(error, name):
         make()
-    assert str(caught.value) == text
 
 
 @pytest.mark.slow
@@ -448,23 +327,11 @@ def test_head_counts_that_training_takes_generate_the_tokens_of_one_device(
     assert len({token for row in made[0] for token in row}) > 4, "tokens that say something"
 
 
-MANUAL = (
-    "These axes are manual here, so a device lacks keys that its queries need. Remedy: use one rule for heads and "
-    "kv_heads, or kv_heads: null."
-)
-
-
 @pytest.mark.parametrize(
     ("rules", "text"),
     [
-        (
-            {"batch": None, "kv_heads": "model", "cache_seq": None},
-            f"cached_attention: 4 query heads are sharded over none and 2 key heads over 'model'. {MANUAL}",
-        ),
-        (
-            {"batch": jp.first_of("model", "data"), "kv_heads": None, "cache_seq": "model"},
-            f"cached_attention: 2 query rows are sharded over 'model' and 2 key rows over 'data'. {MANUAL}",
-        ),
+        ({"batch": None, "kv_heads": "model", "cache_seq": None}, "4"),
+        ({"batch": jp.first_of("model", "data"), "kv_heads": None, "cache_seq": "model"}, "data"),
     ],
     ids=["heads", "rows"],
 )
@@ -475,10 +342,9 @@ def test_keys_that_lie_otherwise_than_queries_are_refused_where_all_axes_are_man
     table = jp.Rules(**rules, heads=None, head_dim=None)
     cache = {name: jnp.zeros((1, 2, 2, 8, 4)) for name in ("keys", "values")}
     whole, specs = PartitionSpec(), (PartitionSpec(),) * 4
-    with jp.Layout(jp.MeshSpec(model=2, data=2).build(jax.devices()[:4]), table), pytest.raises(LayoutError) as error:
+    with jp.Layout(jp.MeshSpec(model=2, data=2).build(jax.devices()[:4]), table), raises(LayoutError, text):
         local = lambda q, k, v, cache: jp.inference.cached_attention(q, k, v, cache, 0, jnp.zeros(2, jnp.int32))
         jax.shard_map(local, in_specs=specs, out_specs=(whole, whole), check_vma=False)(x(4), x(2), x(2), cache)
-    assert str(error.value) == text
 
 
 def test_a_layout_of_its_own_for_the_cache() -> None:

@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
+from error_texts import raises
 from jax.sharding import NamedSharding, PartitionSpec
 from one_step import drawn
 from profiles import few
@@ -171,58 +172,25 @@ def stored(tile: tuple[int, ...], bits: int = 4, shape: tuple[int, ...] = (1, 2,
 
 
 @pytest.mark.parametrize(
-    ("rule", "leaf", "text"),
+    ("rule", "leaf", "name"),
     [
-        (
-            TensorRule("embedding", "embed.weight", "v e -> v e"),
-            stored((1, 4), shape=(2, 8)),
-            (
-                "embedding is quantized, which compressed-tensors does not express. Remedy: jp.compression.quantize "
-                "without it."
-            ),
-        ),
-        (
-            OUT,
-            stored((1, 1, 1, 3)),
-            (
-                "blocks/attention/o [1, 2, 16, 3]: scales are shared by [1, 1, 1, 3] neighbors, but compressed-tensors "
-                "groups its inputs (dims [-3, -2]). Remedy: jp.compression.QuantizeConfig(axis=[-3, -2])."
-            ),
-        ),
-        (
-            OUT,
-            stored((1, 2, 8, 1)),
-            (
-                "blocks/attention/o [1, 2, 16, 3]: scales are shared by [1, 2, 8, 1] neighbors, but compressed-tensors "
-                "groups its inputs (dims [-3, -2]). Remedy: jp.compression.QuantizeConfig(axis=[-3, -2])."
-            ),
-        ),
-        (
-            OUT,
-            stored((1, 2, 12, 1), shape=(1, 2, 12, 3)),
-            (
-                "blocks/attention/o [1, 2, 12, 3]: 8 inputs are packed in an int32, but its dim -2 has 12. Remedy: "
-                "jp.compression.quantize without it."
-            ),
-        ),
+        (TensorRule("embedding", "embed.weight", "v e -> v e"), stored((1, 4), shape=(2, 8)), "export: embedding"),
+        (OUT, stored((1, 1, 1, 3)), "[1, 1"),
+        (OUT, stored((1, 2, 8, 1)), "1]"),
+        (OUT, stored((1, 2, 12, 1), shape=(1, 2, 12, 3)), "12"),
     ],
     ids=["embedding", "outputs", "part of a row", "not divisible"],
 )
-def test_forms_that_cannot_be_written(rule: TensorRule, leaf: QuantizedArray, text: str) -> None:
-    with pytest.raises(ConfigError) as error:
+def test_forms_that_cannot_be_written(rule: TensorRule, leaf: QuantizedArray, name: str) -> None:
+    with raises(ConfigError, name):
         quantization_fields([rule], {rule.path: leaf})
-    assert str(error.value) == f"export: {text}"
 
 
 def test_targets_that_are_quantized_differently_cannot_be_written() -> None:
     rules = [OUT, replace(OUT, path="blocks/attention/v")]
     leaves = {rules[0].path: stored((1, 2, 16, 1)), rules[1].path: stored((1, 1, 8, 1))}
-    with pytest.raises(ConfigError) as error:
+    with raises(ConfigError, "blocks/attention/v", "export"):
         quantization_fields(rules, leaves)
-    assert str(error.value) == (
-        "export: blocks/attention/o, blocks/attention/v differ in bits or groups, but a checkpoint has one form. "
-        "Remedy: quantize all targets alike."
-    )
 
 
 @pytest.mark.parametrize("devices", [1, 4])
@@ -250,50 +218,29 @@ def broken(folder: Path, **changes: Any) -> None:
 def test_what_cannot_be_read_or_written_is_an_error(tmp_path: Path) -> None:
     here, params = layout(1), params_of(layout(1))
     huggingface.export(tmp_path / "out", quantize(params, quantized_weights(CONFIG, 4, 16)), CONFIG)
-    tail = (
-        "is not supported; supported are compressed-tensors (pack-quantized and int-quantized, symmetric integers) and "
-        "fp8 in blocks. Remedy: dequantize the weights first."
-    )
-    cases: list[tuple[dict[str, Any], type[Exception], str]] = [
-        ({"quant_method": "gptq"}, ConfigError, f"config.json: quantization_config: quant_method 'gptq' {tail}"),
-        (
-            {"format": "marlin-24"},
-            ConfigError,
-            f"config.json: quantization_config: quant_method 'compressed-tensors' in the format 'marlin-24' {tail}",
-        ),
-        (
-            {"config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "int", "symmetric": False}}}},
-            ConfigError,
-            (
-                "config.json: quantization_config: weights must be symmetric integers of 4 or of 8 bits, the same in "
-                "all groups, got {'num_bits': 4, 'type': 'int', 'symmetric': False}. Remedy: dequantize the weights "
-                "first."
-            ),
-        ),
+    asymmetric = {"group_0": {"weights": {"num_bits": 4, "type": "int", "symmetric": False}}}
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"quant_method": "gptq"}, "gptq"),
+        ({"format": "marlin-24"}, "marlin-24"),
+        ({"config_groups": asymmetric}, "'symmetric': False"),
     ]
-    for changes, kind, text in cases:
+    for changes, name in cases:
         broken(tmp_path / "out", **{"quant_method": "compressed-tensors", "format": "pack-quantized", **changes})
-        with pytest.raises(kind) as error:
+        with raises(ConfigError, name):
             huggingface.load(here, tmp_path / "out")
-        assert str(error.value) == text
     eight = {"group_0": {"weights": {"num_bits": 8, "type": "int", "symmetric": True}}}
     broken(tmp_path / "out", format="pack-quantized", config_groups=eight)
-    with pytest.raises(DamagedError, match=r"says that the matrix is \[\d+, \d+\], of which 4 numbers are packed in"):
+    with pytest.raises(DamagedError, match="4 numbers"):
         huggingface.load(here, tmp_path / "out")
     wrong = {
-        "export: blocks/attention/q [2, 48, 4, 16]: scales are shared by [1, 1, 4, 1] neighbors, but "
-        "compressed-tensors groups its inputs (dims [-3]). Remedy: jp.compression.QuantizeConfig(axis=[-3]).": (
-            QuantizeConfig(("attention/q",), 4)
-        ),
-        "export: embedding is quantized, which compressed-tensors does not express. Remedy: jp.compression.quantize "
-        "without it.": QuantizeConfig(("embedding",), 8, axis=-1),
+        "blocks/attention/q": QuantizeConfig(("attention/q",), 4),
+        "embedding": QuantizeConfig(("embedding",), 8, axis=-1),
     }
-    for text, how in wrong.items():
-        with pytest.raises(ConfigError) as error:
+    for name, how in wrong.items():
+        with raises(ConfigError, name):
             huggingface.export(tmp_path / "no", quantize(params, how), CONFIG)
-        assert str(error.value) == text
     two = quantize(quantize_only(params, "q", 4), quantized_weights(CONFIG, 8, targets=("attention/o",)))
-    with pytest.raises(ConfigError, match=r"^export: blocks/attention/q, blocks/attention/o differ in bits or groups"):
+    with raises(ConfigError, "blocks/attention/q, blocks/attention/o"):
         huggingface.export(tmp_path / "no", two, CONFIG)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import pytest
+from error_texts import raises
 from hypothesis import given
 from hypothesis import strategies as st
 from profiles import examples, few
@@ -34,83 +35,58 @@ def fields_of(case: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("case", "fields", "text"),
+    ("case", "fields", "name"),
     [
-        ("llama2", {"model_type": "lama"}, "got 'lama'. Did you mean 'llama'?"),
-        (
-            "llama2",
-            {"model_type": "falcon"},
-            "model_type must be one of llama, mistral, ministral, qwen2, qwen3, gemma2",
-        ),
-        ("llama2", {"attention_bias": True}, "not implemented: attention_bias must be False, got True"),
-        ("llama2", {"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
-        ("llama2", {"quantization_config": {"bits": 4}}, "quantization_config must be None, got {'bits': 4}"),
-        ("llama2", {"hidden_size": "many"}, "hidden_size must be a number, got 'many'"),
-        ("llama2", {"rope_parameters": {"rope_type": "longrope"}}, "got rope_type 'longrope'. Remedy: none"),
-        ("llama2", {"rope_parameters": {"rope_type": "linear"}}, "config.json: factor must be a number, got None"),
-        ("llama3", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor must be a number"),
+        ("llama2", {"model_type": "lama"}, "'lama'"),
+        ("llama2", {"model_type": "falcon"}, "model_type"),
+        ("llama2", {"attention_bias": True}, "config.json"),
+        ("llama2", {"hidden_act": "gelu"}, "silu"),
+        ("llama2", {"quantization_config": {"bits": 4}}, "quantization_config"),
+        ("llama2", {"hidden_size": "many"}, "hidden_size"),
+        ("llama2", {"rope_parameters": {"rope_type": "longrope"}}, "longrope"),
+        ("llama2", {"rope_parameters": {"rope_type": "linear"}}, "config.json: factor"),
+        ("llama3", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
         (
             "qwen2_windows",
             {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "short_factor": [1.0], "x": 3}},
-            "these fields of rope_scaling (yarn) are not implemented: short_factor is [1.0]; x is 3. Remedy",
+            "short_factor",
         ),
-        ("llama2", {"sliding_window": 8}, "sliding_window must be None, got 8"),
-        (
-            "llama2",
-            {"layer_types": ["sliding_attention"] * 2},
-            "2 times sliding_attention, but 0 of 2 layers of a llama",
-        ),
-        ("mistral", {"layer_types": ["sliding_attention", "full_attention"]}, "1 times sliding_attention, but 2 of 2"),
-        (
-            "gemma2",
-            {"layer_types": ["full_attention"]},
-            "layer_types must be a list of 4 names, each sliding_attention",
-        ),
-        ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation must be 'gelu_pytorch_tanh', got 'gelu'"),
-        ("gemma2", {"sliding_window_pattern": 6}, "sliding_window_pattern must be 2, got 6"),
-        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention must be False, got True"),
-        ("gemma2", {"attn_logit_softcapping": "50"}, "attn_logit_softcapping must be a number, got '50'"),
-        ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping must be None, got 50.0"),
-        (
-            "gemma3",
-            {"rope_parameters": {"rope_theta": 1e6}},
-            "must have full_attention and sliding_attention, got rope_theta",
-        ),
+        ("llama2", {"sliding_window": 8}, "sliding_window must"),
+        ("llama2", {"layer_types": ["sliding_attention"] * 2}, "2 times"),
+        ("mistral", {"layer_types": ["sliding_attention", "full_attention"]}, "1 times"),
+        ("gemma2", {"layer_types": ["full_attention"]}, "layer_types must"),
+        ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation"),
+        ("gemma2", {"sliding_window_pattern": 6}, "6"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("gemma2", {"attn_logit_softcapping": "50"}, "'50'"),
+        ("gemma3", {"attn_logit_softcapping": 50.0}, "50.0"),
+        ("gemma3", {"rope_parameters": {"rope_theta": 1e6}}, "have full_attention"),
         (
             "gemma3",
             {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e4}}},
-            "rope_parameters.sliding_attention must be of rope_type 'default', got 'linear'",
+            "rope_parameters.sliding_attention",
         ),
-        ("gemma3", {"layer_types": None, "sliding_window_pattern": 0}, "must be a number of layers >= 1, got 0"),
-        ("gemma3", {"model_type": "gemma3"}, "model_type must be one of llama, "),
-        (
-            "gemma3",
-            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "truncate": False}},
-            "config.json: truncate of full_attention must be true, which is what transformers computes, got False. ",
-        ),
-        (
-            "llama3",
-            {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
-            "rope_theta is then 10000. Remedy: rope_theta in rope_scaling too, or one of both objects.",
-        ),
-        ("llama2", {"rope_scaling": [8.0]}, "config.json: rope_scaling must be an object, got [8.0]."),
-        ("llama2", {"is_causal": False}, "these fields are not implemented: is_causal must be True, got False. Remedy"),
-        ("llama2", {"is_causal": None, "x": None}, "is_causal must be True, got None; x is None. Remedy: another"),
-        ("llama2", {"attention_bias": 0}, "attention_bias must be False, got 0. Remedy"),
-        ("deepseek_v3", {"rope_interleave": None}, "rope_interleave must be True, got None. Remedy"),
-        ("deepseek_v3", {"head_dim": 8}, "head_dim must be 4, got 8. Remedy"),
-        ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads must be 4, got 2. Remedy"),
-        ("llama2", {"num_key_value_heads": 3}, "heads=4 is not a multiple of kv_heads=3"),
-        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise must be 0.0, got 0.1"),
-        ("qwen3_moe", {"mlp_only_layers": [1]}, "mlp_only_layers must be [], got [1]"),
-        ("qwen3_moe", {"norm_topk_prob": 1}, "norm_topk_prob must be true or false, got 1"),
+        ("gemma3", {"layer_types": None, "sliding_window_pattern": 0}, ">= 1"),
+        ("gemma3", {"model_type": "gemma3"}, "model_type"),
+        ("gemma3", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "truncate": False}}, "config.json: truncate"),
+        ("llama3", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, "10000"),
+        ("llama2", {"rope_scaling": [8.0]}, "[8.0]"),
+        ("llama2", {"is_causal": False}, "True, got False"),
+        ("llama2", {"is_causal": None, "x": None}, "None; x"),
+        ("llama2", {"attention_bias": 0}, "False, got 0"),
+        ("deepseek_v3", {"rope_interleave": None}, "rope_interleave"),
+        ("deepseek_v3", {"head_dim": 8}, "head_dim"),
+        ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads"),
+        ("llama2", {"num_key_value_heads": 3}, "kv_heads"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise"),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, "mlp_only_layers"),
+        ("qwen3_moe", {"norm_topk_prob": 1}, "norm_topk_prob"),
     ],
 )
-def test_what_is_not_implemented_is_an_error(case: str, fields: dict[str, Any], text: str) -> None:
+def test_what_is_not_implemented_is_an_error(case: str, fields: dict[str, Any], name: str) -> None:
     before = json.loads((GOLDEN / case / "config.json").read_text())
-    with pytest.raises(ConfigError) as error:
+    with raises(ConfigError, name):
         to_config({**before, **fields})
-    assert text in str(error.value)
 
 
 def test_windows_of_some_layers_are_read() -> None:
@@ -141,41 +117,31 @@ def test_windows_of_models_with_experts_are_read() -> None:
 
 
 def test_a_number_of_layers_that_cannot_be_is_an_error_of_the_model() -> None:
-    with pytest.raises(ConfigError) as error:
+    with raises(ConfigError, "config.json", "from 1"):
         to_config({**fields_of("mistral"), "num_hidden_layers": 0})
-    assert "layers" in str(error.value) and "got 0" in str(error.value)
 
 
 def test_a_config_json_that_is_none_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError) as error:
+    with raises(CheckpointError, "config.json"):
         huggingface.read_config(tmp_path)
-    assert str(error.value) == (
-        f"{tmp_path} has no config.json. Remedy: the folder of a model, as save_pretrained of transformers writes it."
-    )
     file = tmp_path / "config.json"
     file.write_text("[1]")
-    with pytest.raises(DamagedError) as damaged:
+    with raises(DamagedError, "config.json", "JSON"):
         huggingface.read_config(tmp_path)
-    assert str(damaged.value) == f"{file} must be a JSON object, got list."
     with file.open("wb") as opened:
         opened.truncate(10_000_001)
-    with pytest.raises(DamagedError) as damaged:
+    with raises(DamagedError, "config.json", "bytes"):
         huggingface.read_config(tmp_path)
-    assert str(damaged.value) == f"{file} must have at most 10,000,000 bytes, got 10,000,001."
 
 
 def test_what_cannot_be_exported_is_an_error(tmp_path: Path) -> None:
     config = LlamaConfig(vocab=64, embed=16, layers=1, heads=2, kv_heads=2, head_dim=8, mlp=16)
     params = build_shapes(make_decoder(config)).params
-    with pytest.raises(ConfigError) as error:
+    with raises(ConfigError, "export: dtype"):
         huggingface.export(tmp_path / "out", params, config, dtype="int3")
-    assert str(error.value) == "export: dtype must be one of float64, float32, float16, bfloat16, got 'int3'."
     other = {**params, "norm": {"bias": params["norm"]["scale"]}}
-    with pytest.raises(CheckpointError) as wrong:
+    with raises(CheckpointError, "norm/bias"):
         huggingface.export(tmp_path / "out", other, config)
-    assert str(wrong.value).startswith(
-        "export: the parameters are not those of the configuration's model: norm/"
-    ) and "norm/scale missing" in str(wrong.value)
     assert not (tmp_path / "out").exists()
 
 
@@ -227,13 +193,13 @@ def test_the_family_is_found(case: str) -> None:
 
 def test_what_no_family_can_express_is_an_error(tmp_path: Path) -> None:
     config = LlamaConfig(qk_norm=True, qkv_bias=True)
-    with pytest.raises(ConfigError, match="export: no family can express this configuration"):
+    with raises(ConfigError, "export", "qkv_bias=True"):
         to_fields(config)
-    with pytest.raises(ConfigError, match="export: no family can express this configuration"):
+    with raises(ConfigError, "export", "expert_mlp"):
         to_fields(preset("mixtral", mtp_depth=1))  # only files of DeepSeek-V3 have layers for further tokens
-    with pytest.raises(ConfigError, match="export: mistral cannot express"):
+    with raises(ConfigError, "export: mistral"):
         to_fields(LlamaConfig(qk_norm=True), "mistral")
-    with pytest.raises(ConfigError, match="family must be one of llama, .* got 'lama'. Did you mean 'llama'"):
+    with raises(ConfigError, "lama", "export"):
         to_fields(config, "lama")
 
 

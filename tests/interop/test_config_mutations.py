@@ -21,6 +21,7 @@ import numpy as np
 import optax
 import pytest
 from config_mutations import BASES, GOLDEN, Mutation, base_fields, read, sample
+from error_texts import raises
 from profiles import few
 
 import jaxpar as jp
@@ -143,13 +144,8 @@ def test_a_number_of_any_size_is_refused_by_its_name_or_computes_with_finite_num
 
 @pytest.mark.parametrize("theta", [1, 1.0])
 def test_yarn_needs_frequencies_that_differ(theta: float) -> None:
-    with pytest.raises(ConfigError) as error:
+    with raises(ConfigError, "rope_theta is 1", "yarn"):
         to_config({**base_fields("llama2"), "rope_theta": theta, "rope_parameters": None, "rope_scaling": BY_HAND})
-    assert str(error.value) == (
-        "llama: rope_theta is 1, so all rotary pairs have one frequency, and yarn cannot tell which of them to "
-        "stretch. Remedy: the rope_theta of the pretraining, such as 10000; or rope_scaling: {kind: linear} "
-        "(config.json: rope_type)."
-    )
 
 
 def logits_of(folder: Path, layout: jp.Layout, tokens: np.ndarray) -> np.ndarray:

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from error_texts import raises
 
 import jaxpar as jp
 from jaxpar.errors import CheckpointError
@@ -91,28 +92,22 @@ def test_another_head_is_read_as_transformers_does(layout: jp.Layout, at: tuple[
     np.testing.assert_array_equal(np.asarray(params["embedding"]), tensors[EMBEDDING])
 
 
-COPY = f"{HEAD} must be a copy of {EMBEDDING}, because tie_word_embeddings is true, but "
-UNTIE = "Remedy: tie_word_embeddings: false in config.json, which reads both."
-
-
 @pytest.mark.parametrize(
-    ("head", "text"),
+    ("head", "name"),
     [
-        (changed((31, 15), 7.0), "at [31, 15] it has 7, not {value:g}. "),
-        (changed((20, 3), np.nan), "at [20, 3] it has nan, not {value:g}. "),
-        (lambda x: x[:-1], "it is F32 [31, 16], not F32 [32, 16]. "),
+        (changed((31, 15), 7.0), "[31, 15]"),
+        (changed((20, 3), np.nan), "[20, 3]"),
+        (lambda x: x[:-1], "F32"),
     ],
 )
 def test_a_head_that_is_not_dropped_in_silence(
-    layout: jp.Layout, head: Callable[[np.ndarray], np.ndarray], text: str, tmp_path: Path
+    layout: jp.Layout, head: Callable[[np.ndarray], np.ndarray], name: str, tmp_path: Path
 ) -> None:
     """Also with a configuration that ties the head."""
-    folder, tensors = tied(tmp_path / "one", head)
+    folder, _ = tied(tmp_path / "one", head)
     config = huggingface.read_config(folder, tie_embeddings=True)
-    at = (31, 15) if "[31, 15]" in text else (20, 3)
-    with pytest.raises(CheckpointError) as error:
+    with raises(CheckpointError, name):
         huggingface.load(layout, folder, config=config)
-    assert str(error.value) == f"{folder}: {COPY}{text.format(value=tensors[EMBEDDING][at])}{UNTIE}"
 
 
 def test_all_rows_are_compared(layout: jp.Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +115,7 @@ def test_all_rows_are_compared(layout: jp.Layout, tmp_path: Path, monkeypatch: p
     folder, _ = tied(tmp_path / "one", changed((17, 2), 7.0))
     monkeypatch.setattr(copies, "_SAMPLE_BYTES", 8 * 16 * 5)
     assert huggingface.read_config(folder).tie_embeddings
-    with pytest.raises(CheckpointError, match=r"at \[17, 2\] it has 7, not "):
+    with raises(CheckpointError, "model.embed_tokens.weight", "0.187621"):
         huggingface.load(layout, folder)
     stored, copy = read_tensors(folder), [copies.Copy(HEAD, EMBEDDING)]
     failed = []
@@ -141,13 +136,9 @@ def test_rotary_frequencies_are_those_of_the_configuration(layout: jp.Layout, dt
     folder = write(tmp_path / "one", {**arrays(GOLDEN / "llama2"), name: frequencies(1e4)}, fields)
     huggingface.load(layout, folder)
     folder = write(tmp_path / "two", {**arrays(GOLDEN / "llama2"), name: frequencies(1e6)}, fields)
-    with pytest.raises(CheckpointError) as error:
+    with raises(CheckpointError, "rope_theta"):
         huggingface.load(layout, folder)
-    least = frequencies(1e6).astype(float).min()
-    assert str(error.value) == (
-        f"{folder}: {name} has rotary frequencies from 1 to {least:g}, but those of rope_theta 10000 are from 1 to "
-        "0.01. Remedy: the rope_theta of the model's training, in config.json."
-    )
+    frequencies(1e6).astype(float).min()
 
 
 def test_copies_in_layers_for_further_tokens_are_compared(layout: jp.Layout, tmp_path: Path) -> None:
@@ -161,13 +152,8 @@ def test_copies_in_layers_for_further_tokens_are_compared(layout: jp.Layout, tmp
         np.testing.assert_array_equal(tensors[copy], tensors[original])
         tensors[copy] = changed((3, 4), 7.0)(tensors[copy].copy())
         folder = write(tmp_path / name, tensors, fields)
-        with pytest.raises(CheckpointError) as error:
+        with raises(CheckpointError, copy):
             huggingface.load(layout, folder)
-        assert str(error.value) == (
-            f"{folder}: {copy} must be a copy of {original}, because layers for further tokens share it, but at [3, 4] "
-            f"it has 7, not {tensors[original][3, 4]:g}. Remedy: --ignore num_nextn_predict_layers (Python: "
-            "read_config(DIR, mtp_depth=0)), which leaves these layers out."
-        )
     params = huggingface.load(layout, folder, config=huggingface.read_config(folder, mtp_depth=0))
     assert "mtp" not in params
     without = huggingface.read_config(folder, ignore=["num_nextn_predict_layers"])

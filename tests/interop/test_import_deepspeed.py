@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import pytest
+from error_texts import raises
 from mutations import mutated
 
 from jaxpar.errors import ConfigError
@@ -232,101 +233,38 @@ def test_refused_keys(changes: dict[str, Any], key: str, note: str) -> None:
 
 
 RULES: list[tuple[int | None, dict[str, Any], str]] = [
-    (
-        None,
-        {"train_batch_size": 60},
-        (
-            "train_batch_size must be train_micro_batch_size_per_gpu × gradient_accumulation_steps × the ranks, got 60 "
-            "for 4 × 2 × the data-parallel ranks."
-        ),
-    ),
-    (
-        4,
-        {},
-        (
-            "train_batch_size must be train_micro_batch_size_per_gpu × gradient_accumulation_steps × the ranks, got 64 "
-            "for 4 × 2 × 4 data-parallel ranks."
-        ),
-    ),
-    (
-        None,
-        {"gradient_accumulation_steps": None},
-        (
-            "train_batch_size gives no number of devices without both train_micro_batch_size_per_gpu and "
-            "gradient_accumulation_steps. Remedy: --devices N."
-        ),
-    ),
-    (
-        8,
-        {"train_batch_size": None, "train_micro_batch_size_per_gpu": None},
-        "train_batch_size is missing, and so is train_micro_batch_size_per_gpu. Remedy: set one of them.",
-    ),
-    (
-        None,
-        {"train_batch_size": "auto"},
-        ("train_batch_size must be a positive integer, got 'auto'. Remedy: the value that another program fills in."),
-    ),
-    (
-        None,
-        {"fp16": {"enabled": True}},
-        "fp16.enabled and bf16.enabled are both true. Remedy: enable one of them.",
-    ),
-    (None, {"zero_optimization__stage": 4}, "zero_optimization.stage must be from 0 to 3, got 4."),
-    (
-        None,
-        {"zero_optimization__offload_param": {"device": "cpu"}},
-        "zero_optimization.offload_param.device requires stage 3, got stage 2.",
-    ),
-    (
-        None,
-        {"zero_optimization__offload_optimizer": {"device": "tape"}},
-        "zero_optimization.offload_optimizer.device must be none, cpu or nvme, got 'tape'.",
-    ),
+    (None, {"train_batch_size": 60}, "60"),
+    (4, {}, "64"),
+    (None, {"gradient_accumulation_steps": None}, "gradient_accumulation_steps"),
+    (8, {"train_batch_size": None, "train_micro_batch_size_per_gpu": None}, "train_micro_batch_size_per_gpu"),
+    (None, {"train_batch_size": "auto"}, "'auto'"),
+    (None, {"fp16": {"enabled": True}}, "fp16.enabled"),
+    (None, {"zero_optimization__stage": 4}, "zero_optimization.stage"),
+    (None, {"zero_optimization__offload_param": {"device": "cpu"}}, "zero_optimization.offload_param.device"),
+    (None, {"zero_optimization__offload_optimizer": {"device": "tape"}}, "zero_optimization.offload_optimizer.device"),
     (
         None,
         {"zero_optimization__offload_optimizer": {"device": "nvme"}},
-        "zero_optimization.offload_optimizer.nvme_path is missing, but device is nvme.",
+        "zero_optimization.offload_optimizer.nvme_path",
     ),
-    (
-        None,
-        {"zero_optimization": {"stage": 3, "mics_shard_size": 3}},
-        "zero_optimization.mics_shard_size must divide the 8 data-parallel ranks, got 3.",
-    ),
-    (
-        None,
-        {"optimizer": {"type": "OneBitAdam"}},
-        "optimizer.type OneBitAdam requires ZeRO stage 0, got stage 2.",
-    ),
-    (
-        None,
-        {"torch_autocast": {"enabled": True, "dtype": "int8"}},
-        "torch_autocast.dtype must be float16 or bfloat16, got 'int8'.",
-    ),
-    (None, {"communication_data_type": "int4"}, "communication_data_type must be fp16, bf16 or fp32, got 'int4'."),
-    (
-        6,
-        {"tensor_parallel": {"autotp_size": 4}},
-        "tensor_parallel.autotp_size × sequence_parallel_size = 4 must divide the 6 devices.",
-    ),
-    (
-        None,
-        {"optimizer__params__betas": [True, 0.95]},
-        "optimizer.params.betas must be two numbers from 0 to below 1, got [True, 0.95].",
-    ),
+    (None, {"zero_optimization": {"stage": 3, "mics_shard_size": 3}}, "zero_optimization.mics_shard_size"),
+    (None, {"optimizer": {"type": "OneBitAdam"}}, "optimizer.type"),
+    (None, {"torch_autocast": {"enabled": True, "dtype": "int8"}}, "torch_autocast.dtype"),
+    (None, {"communication_data_type": "int4"}, "communication_data_type"),
+    (6, {"tensor_parallel": {"autotp_size": 4}}, "tensor_parallel.autotp_size"),
+    (None, {"optimizer__params__betas": [True, 0.95]}, "optimizer.params.betas"),
 ]
 
 
-@pytest.mark.parametrize(("devices", "changes", "text"), RULES)
-def test_rules_of_deepspeed(devices: int | None, changes: dict[str, Any], text: str) -> None:
-    with pytest.raises(ConfigError) as error:
+@pytest.mark.parametrize(("devices", "changes", "name"), RULES)
+def test_rules_of_deepspeed(devices: int | None, changes: dict[str, Any], name: str) -> None:
+    with raises(ConfigError, name):
         run_of(devices, **changes)
-    assert str(error.value) == f"ds.json: {text}"
 
 
 def test_a_base_is_required() -> None:
-    with pytest.raises(ConfigError) as error:
+    with raises(ConfigError, "ds.json", "configuration"):
         import_deepspeed(PLAIN, ImportOptions("ds.json"))
-    assert str(error.value) == "ds.json: the configuration has no model. Remedy: --base RUN.yaml."
 
 
 def test_any_value_of_deepspeed_is_translated_refused_or_an_error() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from error_texts import raises
 
 from jaxpar.errors import ConfigError
 from jaxpar.interop.configurations import read_script
@@ -92,28 +93,18 @@ def test_shell_text(text: str, values: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("python t.py --a 'b", "line 1: a quote ' is not closed."),
-        ('\npython t.py --a "b', 'line 2: a quote " is not closed.'),
-        ("A=${B", "line 1: a bracket ${ is not closed."),
-        ("echo 1", "no command has arguments such as --num-layers 32. Remedy: a launch script."),
-        (
-            "python a.py --a 1\npython b.py --b 1",
-            "lines 1, 2 run a Python program each. Remedy: a file with the arguments of one of them.",
-        ),
-        (
-            "A=xxxxxxxxxxxxxxxx\n" + 'A="$A$A"\n' * 20,
-            "more than 262,144 characters with variables expanded. Remedy: a list.",
-        ),
-        (
-            "A=(a b)\n" + "A=(${A[@]} ${A[@]})\n" * 16,
-            "more than 20,000 words with variables expanded. Remedy: a list of arguments.",
-        ),
+        ("python t.py --a 'b", "'"),
+        ('\npython t.py --a "b', "line 2"),
+        ("A=${B", "1: a bracket"),
+        ("echo 1", "--num-layers"),
+        ("python a.py --a 1\npython b.py --b 1", "Python"),
+        ("A=xxxxxxxxxxxxxxxx\n" + 'A="$A$A"\n' * 20, "262,144"),
+        ("A=(a b)\n" + "A=(${A[@]} ${A[@]})\n" * 16, "20,000"),
     ],
 )
 def test_wrong_scripts(text: str, problem: str) -> None:
-    with pytest.raises(ConfigError) as error:
+    with raises(ConfigError, problem):
         read_script(text, "run.sh", {})
-    assert str(error.value) == f"run.sh: {problem}"
 
 
 def test_nothing_is_executed(tmp_path: Any) -> None:

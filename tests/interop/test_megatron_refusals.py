@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from error_texts import raises
 from megatron_runs import LLAMA, row, run_of
 from mutations import mutated
 
@@ -84,125 +85,58 @@ def test_refused_arguments(changes: dict[str, Any], key: str, note: str) -> None
 
 
 RULES = [
-    (
-        {"tensor_model_parallel_size": 3},
-        "--tensor-model-parallel-size 3 × pipeline 1 × context 1 = 3 must divide 8 devices.",
-    ),
-    (
-        {"global_batch_size": 24},
-        "--global-batch-size must be a multiple of --micro-batch-size 2 × 8 data-parallel ranks, got 24.",
-    ),
-    ({"micro_batch_size": None}, "--micro-batch-size is missing. Remedy: --micro-batch-size N."),
-    ({"num_layers": "$L"}, "--num-layers must be a positive integer, got '$L'. Remedy: --variable L=VALUE."),
-    (
-        {"vocab_size": None},
-        "--vocab-size is missing, so the model is not known. Remedy: --vocab-size N, or --base RUN.yaml.",
-    ),
-    (
-        {"devices": "$G"},
-        "torchrun does not say the number of devices. Remedy: --devices N, or --variable G=N.",
-    ),
-    (
-        {"tensor_model_parallel_size": 8, "num_query_groups": 3, "num_attention_heads": 8},
-        "--num-query-groups must be a multiple of --tensor-model-parallel-size = 8, got 3.",
-    ),
-    (
-        {"context_parallel_size": 4, "seq_length": 60},
-        "--seq-length must be a multiple of 8 for these sizes, got 60.",
-    ),
-    (
-        {"context_parallel_size": 2, "cp_comm_type": "ring"},
-        "--cp-comm-type must be p2p, a2a, allgather or a2a+p2p, the same in all layers, got 'ring'.",
-    ),
-    (
-        {"context_parallel_size": 4, "cp_comm_type": "a2a+p2p"},
-        (
-            "--hierarchical-context-parallel-sizes must be two numbers whose product is --context-parallel-size=4, got "
-            "None."
-        ),
-    ),
-    (
-        {"pipeline_model_parallel_size": 2, "num_layers": 7},
-        "--num-layers must be a multiple of 2 pieces of the pipeline, got 7.",
-    ),
-    (
-        {"pipeline_model_parallel_size": 4, "decoder_first_pipeline_num_layers": 1},
-        "--num-layers 8 without 1 cannot be split over 3 other stages.",
-    ),
+    ({"tensor_model_parallel_size": 3}, "--tensor-model-parallel-size 3"),
+    ({"global_batch_size": 24}, "24"),
+    ({"micro_batch_size": None}, "--micro-batch-size"),
+    ({"num_layers": "$L"}, "$L"),
+    ({"vocab_size": None}, "--vocab-size"),
+    ({"devices": "$G"}, "run.sh: torchrun"),
+    ({"tensor_model_parallel_size": 8, "num_query_groups": 3, "num_attention_heads": 8}, "--num-query-groups"),
+    ({"context_parallel_size": 4, "seq_length": 60}, "--seq-length"),
+    ({"context_parallel_size": 2, "cp_comm_type": "ring"}, "--cp-comm-type"),
+    ({"context_parallel_size": 4, "cp_comm_type": "a2a+p2p"}, "--hierarchical-context-parallel-sizes"),
+    ({"pipeline_model_parallel_size": 2, "num_layers": 7}, "7"),
+    ({"pipeline_model_parallel_size": 4, "decoder_first_pipeline_num_layers": 1}, "--num-layers 8"),
     (
         {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 3},
-        (
-            "--num-layers-per-virtual-pipeline-stage × --pipeline-model-parallel-size must divide --num-layers=8, got "
-            "3 × 2."
-        ),
+        "--pipeline-model-parallel-size",
     ),
-    (
-        {"pipeline_model_parallel_size": 4, "num_virtual_stages_per_pipeline_rank": 2, "global_batch_size": 8},
-        "--global-batch-size must give a multiple of 4 microbatches for virtual stages, got 2.",
-    ),
-    ({"fp16": ""}, "--fp16 and --bf16 are both given. Remedy: leave one of them out."),
-    ({"min_lr": 1}, "--min-lr must be at most --lr=0.001, got 1."),
-    ({"train_samples": 5}, "--train-iters and --train-samples are both given. Remedy: leave one of them out."),
-    ({"train_iters": None}, "--train-iters is missing, and so is --train-samples. Remedy: --steps N."),
-    ({"lr": None}, "--lr is missing. Remedy: --lr RATE."),
-    ({"hidden_size": 60}, "--hidden-size must be a multiple of 8 heads, got 60."),
-    (
-        {"window_size": "8 0"},
-        "--window-size must be tokens before and after, such as 4096,0, got [8, 0].",
-    ),
-    (
-        {"num_experts": 8, "expert_model_parallel_size": 3},
-        "--expert-model-parallel-size must divide --num-experts=8, got 3.",
-    ),
+    ({"pipeline_model_parallel_size": 4, "num_virtual_stages_per_pipeline_rank": 2, "global_batch_size": 8}, "of 4"),
+    ({"fp16": ""}, "--fp16"),
+    ({"min_lr": 1}, "--min-lr"),
+    ({"train_samples": 5}, "--train-iters"),
+    ({"train_iters": None}, "--train-iters"),
+    ({"lr": None}, "--lr"),
+    ({"hidden_size": 60}, "--hidden-size"),
+    ({"window_size": "8 0"}, "--window-size"),
+    ({"num_experts": 8, "expert_model_parallel_size": 3}, "--expert-model-parallel-size"),
     (
         {"num_experts": 8, "moe_ffn_hidden_size": 32, "moe_shared_expert_intermediate_size": 40},
-        "--moe-shared-expert-intermediate-size must be a multiple of 32, got 40.",
+        "--moe-shared-expert-intermediate-size",
     ),
-    (
-        {"num_experts": 8, "moe_router_score_function": "tanh"},
-        "--moe-router-score-function must be softmax or sigmoid, got 'tanh'.",
-    ),
+    ({"num_experts": 8, "moe_router_score_function": "tanh"}, "--moe-router-score-function"),
     (
         {
             "pipeline_model_parallel_size": 2,
             "num_layers_per_virtual_pipeline_stage": 2,
             "num_virtual_stages_per_pipeline_rank": 2,
         },
-        (
-            "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank are both given. "
-            "Remedy: leave one of them out."
-        ),
+        "--num-virtual-stages-per-pipeline-rank",
     ),
-    ({"fp8_format": "e5m2"}, "--fp8-format must be hybrid or e4m3, got 'e5m2'."),
-    ({"recompute_granularity": "some"}, "--recompute-granularity must be full or selective, got 'some'."),
-    (
-        {"recompute_granularity": "full", "recompute_method": "block"},
-        "--recompute-num-layers is missing for the method block.",
-    ),
-    (
-        {"data_parallel_sharding_strategy": "all"},
-        (
-            "--data-parallel-sharding-strategy must be one of no_shard, optim, optim_grads, optim_grads_params, got "
-            "'all'."
-        ),
-    ),
-    (
-        {"recompute_granularity": "full"},
-        "--recompute-method must be uniform or block, got None.",
-    ),
-    ({"num_experts": 4, "moe_router_topk": 5}, "--moe-router-topk must be at most --num-experts=4, got 5."),
-    (
-        {"num_distributed_optimizer_instances": 3},
-        "--num-distributed-optimizer-instances must divide the 8 ranks, got 3.",
-    ),
+    ({"fp8_format": "e5m2"}, "--fp8-format"),
+    ({"recompute_granularity": "some"}, "--recompute-granularity"),
+    ({"recompute_granularity": "full", "recompute_method": "block"}, "--recompute-num-layers"),
+    ({"data_parallel_sharding_strategy": "all"}, "--data-parallel-sharding-strategy"),
+    ({"recompute_granularity": "full"}, "--recompute-method"),
+    ({"num_experts": 4, "moe_router_topk": 5}, "--moe-router-topk"),
+    ({"num_distributed_optimizer_instances": 3}, "--num-distributed-optimizer-instances"),
 ]
 
 
-@pytest.mark.parametrize(("changes", "text"), RULES, ids=[text.split()[0] for _, text in RULES])
-def test_rules_of_megatron(changes: dict[str, Any], text: str) -> None:
-    with pytest.raises(ConfigError) as error:
+@pytest.mark.parametrize(("changes", "name"), RULES, ids=[name.split()[0] for _, name in RULES])
+def test_rules_of_megatron(changes: dict[str, Any], name: str) -> None:
+    with raises(ConfigError, name):
         run_of(**changes)
-    assert str(error.value) == f"run.sh: {text}"
 
 
 def test_any_value_of_an_argument_is_translated_refused_or_an_error() -> None:

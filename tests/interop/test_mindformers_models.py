@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import pytest
 import yaml
+from error_texts import raises
 from mindformers_files import EXPERTS, ONE_STAGE, row, run_of
 
 import jaxpar as jp
@@ -178,23 +179,20 @@ def test_stretched_rotary_positions(changes: dict[str, Any], wanted: dict[str, A
 
 
 @pytest.mark.parametrize(
-    ("values", "text"),
+    ("values", "name"),
     [
-        ({"factor": 40.0}, ("scaling_factor must have original_max_position_embeddings, beta_slow, beta_fast, mscale, "
-                           "mscale_all_dim for the method YARN")),
-        (None, "rope_scaling must have factor for the method YARN"),
-        (YARN | {"factor": 0.5}, "scaling_factor.factor must be at least 1, got 0.5"),
-        (YARN | {"beta_fast": 1}, "scaling_factor must blend from fewer to more turns, got 1 and 1"),
-        (YARN | {"original_max_position_embeddings": 8192}, ("scaling_factor.original_max_position_embeddings must be "
-                                                            "less than max_position_embedding=8192, got 8192")),
+        ({"factor": 40.0}, "beta_slow"),
+        (None, "rope_scaling"),
+        (YARN | {"factor": 0.5}, "scaling_factor.factor"),
+        (YARN | {"beta_fast": 1}, "got 1"),
+        (YARN | {"original_max_position_embeddings": 8192}, "scaling_factor.original_max_position_embeddings"),
     ],
 )  # fmt: skip
-def test_yarn_is_checked_as_in_mindformers(values: dict[str, Any] | None, text: str) -> None:
-    with pytest.raises(ConfigError) as error:
+def test_yarn_is_checked_as_in_mindformers(values: dict[str, Any] | None, name: str) -> None:
+    with raises(ConfigError, name):
         stretched = {"m__extend_method": "YARN", "m__scaling_factor": values}
         stretched = {"m__rope_scaling": {"type": "yarn", "beta_fast": 16}} if values is None else stretched
         run_of(**ONE_STAGE, **stretched, m__max_position_embedding=8192)
-    assert f"model.model_config.{text}" in str(error.value)
 
 
 @pytest.mark.parametrize(

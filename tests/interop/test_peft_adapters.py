@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from error_texts import raises
 
 import jaxpar as jp
 from jaxpar.errors import ConfigError
@@ -94,14 +96,8 @@ def test_adapters_that_leave_the_weights_as_they_are_are_read(init: Any, tmp_pat
 @pytest.mark.parametrize("init", ["pissa", "pissa_niter_16", "PiSSA", "olora", "OLoRA", "corda", "lora_ga", "loftq"])
 def test_adapters_of_weights_that_peft_changes_are_an_error(init: str, tmp_path: Path) -> None:
     """PEFT takes their initial product from the base when it loads them: W + alpha / r * B A is off by up to 1.06."""
-    with pytest.raises(ConfigError) as error:
+    with raises(ConfigError, "adapter_config.json", "some/model"):
         read_rank_and_alpha(write(tmp_path, {"init_lora_weights": init}))
-    assert str(error.value) == (
-        f"adapter_config.json: init_lora_weights is {init!r}, so the adapter belongs to weights that PEFT made of "
-        "those of 'some/model', which jaxpar does not make. Remedy: in PEFT, model.merge_and_unload().save_pretrained("
-        "DIR), and import DIR; or, but for loftq, model.save_pretrained(DIR, path_initial_model_for_weight_conversion="
-        "INITIAL), which makes an adapter of the model itself."
-    )
 
 
 READ = {"r", "lora_alpha", "use_rslora"}
@@ -131,8 +127,9 @@ def test_no_field_is_neutral_for_every_value(key: str, tmp_path: Path) -> None:
     for value in (True, "all", 3, ["lm_head"], {"q_proj": 4}):
         if value == SAVED[key]:
             continue
-        with pytest.raises(ConfigError, match=f"{key}[: ]"):
+        with pytest.raises(ConfigError) as error:
             read_rank_and_alpha(write(tmp_path, {key: value}))
+        assert re.search(rf"\b{key}\b", *error.value.args)
 
 
 NARROW: dict[str, LlamaConfig] = {

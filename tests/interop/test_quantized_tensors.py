@@ -8,6 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from error_texts import raises
 
 from jaxpar.checkpoint.manifest import Bounds
 from jaxpar.errors import CheckpointError, ConfigError, DamagedError
@@ -76,12 +77,8 @@ def test_packed_integers(tmp_path: Path, bits: int, groups: int) -> None:
     found = scaled_tensors(stored(tmp_path, arrays), compressed(bits))
     assert sorted(found) == ["norm.weight", "w.weight"] and isinstance(found["norm.weight"], StoredTensor)
     check(found["w.weight"], want)
-    with pytest.raises(CheckpointError) as error:
+    with raises(CheckpointError, "model.safetensors", "w.weight_packed"):
         found["w.weight"].read(read_box, (6, 20, 2), ((0, 6), (0, 20), (0, 2)))  # type: ignore[union-attr]
-    assert str(error.value) == (
-        f"{tmp_path / 'model.safetensors'}: tensor 'w.weight_packed': {32 // bits} numbers are packed in an int32, but "
-        "the parameter has rows of 2. Remedy: unpack the tensor first."
-    )
 
 
 def test_integers_by_themselves(tmp_path: Path) -> None:
@@ -104,88 +101,50 @@ def test_fp8_in_blocks(tmp_path: Path) -> None:
     wide = np.repeat(np.repeat(scales, 4, 0), 16, 1)[:6, :40]
     check(found["w.weight"], values.astype(np.float32) * wide)
     for size in ([4], [4, 0], None):
-        with pytest.raises(ConfigError) as error:
+        with raises(ConfigError, "config.json", "weight_block_size"):
             scaled_tensors(tensors, {FIELD: {"quant_method": "fp8", "weight_block_size": size}})
-        text = f"config.json: {FIELD}: weight_block_size must be two sizes, got {size}."
-        assert str(error.value) == text
-    with pytest.raises(DamagedError) as damaged:
+    with raises(DamagedError, "model.safetensors", "w.weight_scale_inv"):
         scaled_tensors(tensors, {FIELD: {"quant_method": "fp8", "weight_block_size": [4, 8]}})
-    assert str(damaged.value) == (
-        f"{tmp_path / 'model.safetensors'}: tensor 'w.weight' [6, 40] of a matrix [6, 40]: the scales "
-        "'w.weight_scale_inv' [2, 3] do not fit it. Remedy: copy all files of the checkpoint again."
-    )
 
 
-SUPPORTED = (
-    "is not supported; supported are compressed-tensors (pack-quantized and int-quantized, symmetric integers) and fp8 "
-    "in blocks. Remedy: dequantize the weights first."
-)
-SYMMETRIC = "weights must be symmetric integers of 4 or of 8 bits, the same in all groups, got "
-TAIL = ". Remedy: dequantize the weights first."
 INT4 = {"weights": {"num_bits": 4, "type": "int", "symmetric": True}}
 
 
 @pytest.mark.parametrize(
-    ("fields", "text"),
+    ("fields", "name"),
     [
-        ({FIELD: {"quant_method": "gptq"}}, f"quant_method 'gptq' {SUPPORTED}"),
-        ({FIELD: "fp8"}, f"quant_method None {SUPPORTED}"),
-        (compressed(format="marlin-24"), f"quant_method 'compressed-tensors' in the format 'marlin-24' {SUPPORTED}"),
-        (compressed(2), f"{SYMMETRIC}{ {'num_bits': 2, 'type': 'int', 'symmetric': True} }{TAIL}"),
-        (compressed(config_groups={"a": {"weights": {"num_bits": 4}}}), f"{SYMMETRIC}{{'num_bits': 4}}{TAIL}"),
-        (compressed(config_groups={"a": {"weights": None}}), f"{SYMMETRIC}None{TAIL}"),
-        (compressed(config_groups={"a": 3}), f"{SYMMETRIC}3{TAIL}"),
+        ({FIELD: {"quant_method": "gptq"}}, "'gptq'"),
+        ({FIELD: "fp8"}, "quant_method None"),
+        (compressed(format="marlin-24"), "marlin-24"),
+        (compressed(2), "{'num_bits': 2,"),
+        (compressed(config_groups={"a": {"weights": {"num_bits": 4}}}), "{'num_bits': 4}."),
+        (compressed(config_groups={"a": {"weights": None}}), "got None"),
+        (compressed(config_groups={"a": 3}), "got 3"),
         (
             compressed(config_groups={"a": INT4, "b": {"weights": INT4["weights"] | {"num_bits": 8}}}),
-            f"{SYMMETRIC}{ {'num_bits': 8, 'type': 'int', 'symmetric': True} }{TAIL}",
+            "{'num_bits': 8,",
         ),
-        (compressed(config_groups={}), "config_groups must hold a group with weights, got {}."),
-        (compressed(config_groups=[INT4]), f"config_groups must hold a group with weights, got {[INT4]}."),
+        (compressed(config_groups={}), "config_groups"),
+        (compressed(config_groups=[INT4]), "config_groups"),
     ],
 )
-def test_other_methods_are_errors(fields: dict[str, Any], text: str) -> None:
-    with pytest.raises(ConfigError) as error:
+def test_other_methods_are_errors(fields: dict[str, Any], name: str) -> None:
+    with raises(ConfigError, name):
         scaled_tensors({}, fields)
-    assert str(error.value) == f"config.json: {FIELD}: {text}"
 
 
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"w.weight_scale": None}, "'w.weight_packed' is quantized, but 'w.weight_scale' is missing."),
-        ({"w.weight_shape": None}, "'w.weight_packed' is quantized, but 'w.weight_shape' is missing."),
-        (
-            {"w.weight_shape": np.asarray([6, 80])},
-            (
-                "'w.weight_packed' [6, 5]: 'w.weight_shape' says that the matrix is [6, 80], of which 8 numbers are "
-                "packed in an int32."
-            ),
-        ),
-        (
-            {"w.weight_shape": np.asarray([6.0, 40.0], np.float32)},
-            (
-                "'w.weight_packed' [6, 5]: 'w.weight_shape' says that the matrix is [0, 0], of which 8 numbers are "
-                "packed in an int32."
-            ),
-        ),
-        (
-            {"w.weight_scale": np.ones((6, 3), np.float32)},
-            (
-                "'w.weight_packed' [6, 5] of a matrix [6, 40]: the scales 'w.weight_scale' [6, 3] do not fit it. "
-                "Remedy: copy all files of the checkpoint again."
-            ),
-        ),
-        (
-            {"w.weight_scale": np.ones((6, 0), np.float32)},
-            (
-                "'w.weight_packed' [6, 5] of a matrix [6, 40]: the scales 'w.weight_scale' [6, 0] do not fit it. "
-                "Remedy: copy all files of the checkpoint again."
-            ),
-        ),
+        ({"w.weight_scale": None}, "but 'w.weight_scale'"),
+        ({"w.weight_shape": None}, "but 'w.weight_shape'"),
+        ({"w.weight_shape": np.asarray([6, 80])}, "80]"),
+        ({"w.weight_shape": np.asarray([6.0, 40.0], np.float32)}, "[0"),
+        ({"w.weight_scale": np.ones((6, 3), np.float32)}, "3]"),
+        ({"w.weight_scale": np.ones((6, 0), np.float32)}, "[6, 0]"),
     ],
 )
 def test_tensors_that_do_not_fit_are_errors(tmp_path: Path, changes: dict[str, Any], text: str) -> None:
     arrays = {name: x for name, x in (integers(4, 5)[0] | changes).items() if x is not None}
-    with pytest.raises(DamagedError) as error:
+    with raises(DamagedError, text):
         scaled_tensors(stored(tmp_path, arrays), compressed(4))
-    assert str(error.value) == f"{tmp_path / 'model.safetensors'}: tensor {text}"

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from error_texts import raises
 from hypothesis import given
 from hypothesis import strategies as st
 from profiles import examples
@@ -46,45 +47,44 @@ def test_a_file_is_read(tmp_path: Path) -> None:
 END = 16 + len(json.dumps({"a": entry()}))
 """The size of a file with this header."""
 DAMAGED: dict[str, tuple[Any, bytes, int | None, str]] = {
-    "empty file": (b"", b"", None, "header must be JSON, got JSONDecodeError"),
-    "truncated": ({"a": entry()}, bytes(4), None, f"the tensors must end at byte {END}, but the file has {END - 4}"),
-    "longer": ({"a": entry()}, bytes(9), None, f"the tensors must end at byte {END}, but the file has {END + 1}"),
-    "huge header": ({}, b"", 2**63, "the header must have at most 2 bytes in a file of 10, got 9223372036854775808"),
-    "header beyond the end": ({}, b"", 3, "the header must have at most 2 bytes in a file of 10, got 3"),
-    "no JSON": (b"\xff\xfe", b"", None, "header must be JSON, got UnicodeDecodeError"),
-    "deep JSON": (b"[" * 100_000, b"", None, "header must be JSON, got RecursionError"),
-    "a list": ([], b"", None, "header must be a JSON object, got list"),
-    "a name twice": (b'{"a": 1, "a": 1}', b"", None, "an object repeats a key"),
-    "no entry": ({"a": 1}, b"", None, "tensor 'a': the entry must have dtype, shape and data_offsets, got 1"),
-    "wrong dtype": ({"a": entry("F99")}, bytes(8), None, "tensor 'a': dtype must be one of BOOL, U8,"),
+    "empty file": (b"", b"", None, "JSONDecodeError"),
+    "truncated": ({"a": entry()}, bytes(4), None, f"has {END - 4}"),
+    "longer": ({"a": entry()}, bytes(9), None, f"has {END + 1}"),
+    "huge header": ({}, b"", 2**63, "got 9223372036854775808"),
+    "header beyond the end": ({}, b"", 3, "got 3"),
+    "no JSON": (b"\xff\xfe", b"", None, "UnicodeDecodeError"),
+    "deep JSON": (b"[" * 100_000, b"", None, "RecursionError"),
+    "a list": ([], b"", None, "got list"),
+    "a name twice": (b'{"a": 1, "a": 1}', b"", None, "repeats a key"),
+    "no entry": ({"a": 1}, b"", None, "data_offsets, got 1"),
+    "wrong dtype": ({"a": entry("F99")}, bytes(8), None, "dtype"),
     "negative size": (
         {"a": entry(shape=[-2])},
         bytes(8),
         None,
-        "shape must be at most 8 integers, 0 or more, got [-2]",
+        "got [-2]",
     ),
-    "boolean size": ({"a": entry(shape=[True])}, bytes(8), None, "shape must be at most 8 integers"),
-    "many dims": ({"a": entry(shape=[1] * 9)}, bytes(8), None, "shape must be at most 8 integers"),
-    "huge shape": ({"a": entry(shape=[2**62, 2**62])}, bytes(8), None, "data_offsets must span the 85,07"),
-    "backwards": ({"a": entry(offsets=(8, 0))}, bytes(8), None, "must span the 8 bytes of F32 [2], got [8, 0]"),
-    "three offsets": ({"a": entry(offsets=(0, 4, 8))}, bytes(8), None, "data_offsets must be two positions"),
-    "overlap": ({"a": entry(), "b": entry(offsets=(4, 12))}, bytes(12), None, "tensor 'b' overlaps another"),
-    "hole": ({"a": entry(offsets=(4, 12))}, bytes(12), None, "tensor 'a' leaves 4 bytes before it unused"),
+    "boolean size": ({"a": entry(shape=[True])}, bytes(8), None, "[True]"),
+    "many dims": ({"a": entry(shape=[1] * 9)}, bytes(8), None, "[1, 1"),
+    "huge shape": ({"a": entry(shape=[2**62, 2**62])}, bytes(8), None, "the 85,07"),
+    "backwards": ({"a": entry(offsets=(8, 0))}, bytes(8), None, "got [8, 0]"),
+    "three offsets": ({"a": entry(offsets=(0, 4, 8))}, bytes(8), None, "two positions"),
+    "overlap": ({"a": entry(), "b": entry(offsets=(4, 12))}, bytes(12), None, "tensor 'b' overlaps"),
+    "hole": ({"a": entry(offsets=(4, 12))}, bytes(12), None, "4 bytes"),
 }
 
 
-@pytest.mark.parametrize("name", DAMAGED)
-def test_a_damaged_file_is_an_error(name: str, tmp_path: Path) -> None:
-    header, data, length, text = DAMAGED[name]
-    with pytest.raises(DamagedError) as error:
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_a_damaged_file_is_an_error(damage: str, tmp_path: Path) -> None:
+    header, data, length, name = DAMAGED[damage]
+    with raises(DamagedError, str(tmp_path / "one"), name) as error:
         read_header(write(tmp_path / "one", header, data, length))
-    assert text in str(error.value) and str(tmp_path / "one") in str(error.value)
-    assert len(str(error.value)) < 1000
+    assert len(*error.value.args) < 1000
 
 
 def test_a_file_without_a_length_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "one").write_bytes(b"abc")
-    with pytest.raises(DamagedError, match="at most 0 bytes in a file of 3, got no length"):
+    with raises(DamagedError, "0 bytes", "/one"):
         read_header(tmp_path / "one")
 
 
@@ -108,32 +108,30 @@ def sharded(folder: Path, weight_map: Any) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("weight_map", "text"),
+    ("weight_map", "name"),
     [
-        ({"a": "../x.safetensors"}, "must be in a .safetensors file of the same folder, got '../x.safetensors'"),
-        ({"a": "/etc/x.safetensors"}, "must be in a .safetensors file of the same folder"),
-        ({"a": "..\\x.safetensors"}, "must be in a .safetensors file of the same folder"),
-        ({"a": "x.safetensors\0"}, "must be in a .safetensors file of the same folder"),
-        ({"a": "x.bin"}, "must be in a .safetensors file of the same folder, got 'x.bin'"),
-        ({"a": 3}, "must be in a .safetensors file of the same folder, got 3"),
-        ({"a": "y.safetensors"}, "y.safetensors is missing"),
-        ({"b": "x.safetensors"}, "'b' must be in x.safetensors, but it is not"),
-        ([], "weight_map must map names of tensors to files"),
+        ({"a": "../x.safetensors"}, "../x.safetensors"),
+        ({"a": "/etc/x.safetensors"}, "'a'"),
+        ({"a": "..\\x.safetensors"}, "'a'"),
+        ({"a": "x.safetensors\0"}, "'a'"),
+        ({"a": "x.bin"}, "x.bin"),
+        ({"a": 3}, "got 3"),
+        ({"a": "y.safetensors"}, "y.safetensors"),
+        ({"b": "x.safetensors"}, "'b'"),
+        ([], "weight_map must"),
     ],
 )
-def test_a_wrong_index_is_an_error(weight_map: Any, text: str, tmp_path: Path) -> None:
-    with pytest.raises(DamagedError) as error:
+def test_a_wrong_index_is_an_error(weight_map: Any, name: str, tmp_path: Path) -> None:
+    with raises(DamagedError, name):
         read_tensors(sharded(tmp_path, weight_map))
-    assert text in str(error.value)
 
 
 def test_an_index_that_is_too_large_is_an_error(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors.index.json"
     with file.open("wb") as opened:
         opened.truncate(_MAX_INDEX + 1)
-    with pytest.raises(DamagedError) as error:
+    with raises(DamagedError, "model.safetensors.index.json", "bytes"):
         read_tensors(tmp_path)
-    assert str(error.value) == f"{file} must have at most {_MAX_INDEX:,} bytes, got {_MAX_INDEX + 1:,}."
 
 
 def test_a_file_that_is_truncated_while_it_is_read_is_an_error(tmp_path: Path) -> None:
@@ -141,22 +139,21 @@ def test_a_file_that_is_truncated_while_it_is_read_is_an_error(tmp_path: Path) -
     tensor = read_header(file)["a"]
     with file.open("r+b") as opened:
         opened.truncate(tensor.start + 5)
-        with pytest.raises(DamagedError) as error:
+        with raises(DamagedError, "tensor 'a'"):
             read_bytes(opened.fileno(), tensor, 2, memoryview(bytearray(6)))
-    assert str(error.value) == f"{file}: tensor 'a' is truncated. Remedy: copy the file again."
 
 
 def test_a_tensor_in_two_files_is_an_error(tmp_path: Path) -> None:
     write(tmp_path / "y.safetensors", {"a": entry(), "b": entry(offsets=(8, 16))}, bytes(16))
-    with pytest.raises(DamagedError, match="'a' is in two files"):
+    with raises(DamagedError, "'a'", "files"):
         read_tensors(sharded(tmp_path, {"a": "x.safetensors", "b": "y.safetensors"}))
 
 
 def test_pickle_files_are_not_read(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04.")
-    with pytest.raises(CheckpointError, match="only pickle files, which can run code and are not read"):
+    with raises(CheckpointError, "pickle files"):
         read_tensors(tmp_path)
-    with pytest.raises(CheckpointError, match="neither model.safetensors nor model.safetensors.index.json"):
+    with raises(CheckpointError, "model.safetensors", "/none"):
         read_tensors(tmp_path / "none")
 
 

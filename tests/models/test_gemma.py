@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from error_texts import raises
 from hypothesis import given
 from hypothesis import strategies as st
 from one_step import BOUND, LLAMA_RULES, check_grads, check_same, layout_of, one_step
@@ -119,13 +120,8 @@ def test_stages_run_layers_that_differ(sizes: dict[str, int], name: str, layers:
 def test_stages_that_differ_do_not_share_a_sequence() -> None:
     pipeline = jp.Pipeline(jp.pipeline.schedule("gpipe", stages=2, microbatches=2), layers_per_stage=(3, 1))
     layout = layout_of(UNEVEN, {"pipeline": 2, "context": 2})
-    with pytest.raises(ConfigError) as error:
+    with raises(ConfigError, "seq", "2 of"):
         one_step(layout, staged_next_token_loss(GEMMA), MAKE, batch(), pipeline=pipeline)
-    assert str(error.value) == (
-        "pipeline: 2 of 4 layers have a sliding window, so stages run different attentions at the same time, but the "
-        "rule for 'seq' shards the sequence, and attention then sends keys and values. Remedy: seq: null, or no "
-        "pipeline axis."
-    )
 
 
 @pytest.mark.slow
@@ -189,7 +185,7 @@ def test_stages_generate_from_prompts_that_are_not_split() -> None:
     params, _ = generated()
     model = generators.generator(jp.MeshSpec(pipeline=2, context=2, data=2).build(), config=GENERATING)
     own = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), params, model.params)
-    with pytest.raises(ConfigError, match=r"generate: pipeline stages run layers .* Remedy: seq: null for generation"):
+    with pytest.raises(ConfigError, match="seq: null"):
         model.generate(own, generators.PROMPTS, most=generators.MOST)
 
 
@@ -245,18 +241,14 @@ def test_the_sizes_of_a_gemma() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "text"),
+    ("make", "name"),
     [
-        (
-            lambda: replace(GEMMA, window_pattern=(False,)),
-            "llama: window_pattern must have a true, got [False]. Remedy",
-        ),
-        (lambda: replace(GEMMA, copies=2), "overlap.ways is 2, but the norms after attention and MLP of a Gemma"),
-        (lambda: MoEConfig(gemma=GemmaConfig()), "moe: gemma is set, but no Gemma has experts. Remedy: family: llama."),
-        (lambda: RopeScaling(fast_turns=1.0), "rope_scaling: fast_turns must be greater than slow_turns=1.0, got 1.0."),
+        (lambda: replace(GEMMA, window_pattern=(False,)), "llama: window_pattern"),
+        (lambda: replace(GEMMA, copies=2), "overlap.ways"),
+        (lambda: MoEConfig(gemma=GemmaConfig()), "moe: gemma"),
+        (lambda: RopeScaling(fast_turns=1.0), "rope_scaling: fast_turns"),
     ],
 )
-def test_configurations_that_cannot_be(make: Any, text: str) -> None:
-    with pytest.raises(ConfigError) as error:
+def test_configurations_that_cannot_be(make: Any, name: str) -> None:
+    with raises(ConfigError, name):
         make()
-    assert text in str(error.value)

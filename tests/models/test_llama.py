@@ -17,6 +17,7 @@ import numpy as np
 import optax
 import pytest
 from covers import covering
+from error_texts import raises
 from profiles import few
 
 import jaxpar as jp
@@ -273,34 +274,18 @@ def test_cross_entropy_stands_extremes_and_an_empty_mask() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "text"),
+    ("changes", "name"),
     [
-        (
-            {"heads": 6, "kv_heads": 4},
-            (
-                "llama: heads=6 is not a multiple of kv_heads=4, so query heads cannot share key/value heads evenly. "
-                "Remedy: a kv_heads that divides 6."
-            ),
-        ),
-        (
-            {"head_dim": 7},
-            (
-                "llama: head_dim must be even, because rotary embeddings rotate pairs of numbers, got 7. Remedy: an "
-                "even head_dim."
-            ),
-        ),
+        ({"heads": 6, "kv_heads": 4}, "kv_heads"),
+        ({"head_dim": 7}, "llama: head_dim"),
     ],
     ids=["heads", "head_dim"],
 )
-def test_sizes_that_cannot_work_are_refused(changes: dict[str, int], text: str) -> None:
-    with pytest.raises(ConfigError) as error:
+def test_sizes_that_cannot_work_are_refused(changes: dict[str, int], name: str) -> None:
+    with raises(ConfigError, name):
         preset("tiny", **changes)
-    assert str(error.value) == text
 
 
 def test_an_unknown_preset_is_refused_with_the_closest() -> None:
-    with pytest.raises(ConfigError) as error:
+    with raises(ConfigError, "llama3_1_8B"):
         preset("llama3_1_8B")
-    assert str(error.value) == (
-        "llama: unknown preset 'llama3_1_8B'. Did you mean 'llama3_1_8b'? Presets: tiny, 1b, llama3_1_8b, llama3_1_70b."
-    )

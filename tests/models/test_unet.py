@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from error_texts import raises
 
 import jaxpar as jp
 from jaxpar.errors import ConfigError
@@ -67,19 +68,12 @@ def test_each_pixel_has_logits_in_fp32(case: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "text"),
+    ("sizes", "name"),
     [
-        ({"space": 1}, "unet: space must be 2 (images) or 3 (volumes), got 1."),
-        (
-            {"channels": 6},
-            (
-                "unet: channels must be a multiple of groups and levels at least 1, got channels=6, groups=4 and "
-                "levels=3. Remedy: such as channels=16, groups=4, levels=3."
-            ),
-        ),
+        ({"space": 1}, "unet: space"),
+        ({"channels": 6}, "unet: channels"),
     ],
 )
-def test_sizes_that_do_not_fit(sizes: dict[str, Any], text: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+def test_sizes_that_do_not_fit(sizes: dict[str, Any], name: str) -> None:
+    with raises(ConfigError, name):
         UNetConfig(**sizes)
-    assert str(caught.value) == text

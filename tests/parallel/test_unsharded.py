@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from error_texts import raises
 from profiles import few
 
 import jaxpar as jp
@@ -83,9 +84,7 @@ def test_it_compiles_once() -> None:
 
 def test_without_it_the_error_names_it() -> None:
     for call in (lambda: loss(W, X), lambda: jp.attention(X[:, :, None], X[:, :, None], X[:, :, None])):
-        with pytest.raises(
-            NoLayoutError, match=r"Remedy: .*; or, to run the model as plain JAX, inside 'with jp.unshar"
-        ):
+        with raises(NoLayoutError, "constrain()"):
             call()
 
 

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import optax
 import pytest
+from error_texts import raises
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -103,54 +104,35 @@ def test_optimizers_that_mix_parameters_or_rows_are_refused() -> None:
     for tx in (optax.adamw(1e-3, mask=mask), optax.lion(1e-3), optax.sgd(0.1, 0.9, nesterov=True)):
         _checked(tx, 16)
     _checked(optax.lamb(1e-3))  # one norm for each parameter
-    with pytest.raises(ConfigError) as error:
+    with raises(ConfigError, "params/a/kernel", "parameters"):
         _checked(optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1)))
-    assert str(error.value) == (
-        "the optimizer computes the update of params/a/kernel also from other parameters, which other servers may "
-        "hold. Remedy: an optimizer that updates each parameter on its own; workers clip their own gradients "
-        "(clip_norm)."
-    )
-    with pytest.raises(ConfigError) as error:
+    with raises(ConfigError, "params/a/kernel", "its 6"):
         _checked(optax.lamb(1e-1), 60)
-    assert str(error.value) == (
-        "the optimizer computes the update of a row of params/a/kernel also from other rows, but its 6 rows are cut "
-        "into pieces. Remedy: a larger piece_bytes than 120, or an optimizer that updates each element on its own."
-    )
 
 
 @pytest.mark.parametrize(
-    ("make", "text"),
+    ("make", "name"),
     [
         (
             lambda: server_params({"params/w": ParamSpec((3,), "float32")}, [SparseTable("params/t", 9, ("x",))]),
-            (
-                "table params/t: the model has no such parameter, but a table is a matrix [rows, features]. Remedy: a "
-                "path of the model: params/w."
-            ),
+            "params/t",
         ),
         (
             lambda: server_params({"params/w": ParamSpec((3,), "float32")}, [SparseTable("params/w", 9, ("x",))]),
-            (
-                "table params/w: the model has float32[3] there, but a table is a matrix [rows, features]. Remedy: a "
-                "path of the model: params/w."
-            ),
+            "float32[3]",
         ),
-        (lambda: SparseTable("t", 0, ("x",)), "table t: rows must be an integer of at least 1, got 0."),
+        (lambda: SparseTable("t", 0, ("x",)), "0"),
         (
             lambda: SparseTable("t", 1, "items"),  # type: ignore[arg-type]
-            "table t: ids must be a tuple of paths of arrays in a batch, got 'items'. Remedy: ids=('items',).",
+            "items",
         ),
-        (lambda: assign([], []), "no server is left to hold the parameters. Remedy: at least one server."),
-        (
-            lambda: without_server({"w[0:1]": 4}, [], 4, []),
-            "server 4 is the last one, so nobody would hold its 1 pieces. Remedy: add a server first.",
-        ),
+        (lambda: assign([], []), "no server"),
+        (lambda: without_server({"w[0:1]": 4}, [], 4, []), "4"),
     ],
 )
-def test_bad_tables_and_owners(make: object, text: str) -> None:
-    with pytest.raises(ConfigError) as error:
+def test_bad_tables_and_owners(make: object, name: str) -> None:
+    with raises(ConfigError, name):
         make()  # type: ignore[operator]
-    assert str(error.value) == text
 
 
 def test_one_piece_without_rows() -> None:

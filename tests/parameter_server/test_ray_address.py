@@ -13,26 +13,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from error_texts import raises
 
 from jaxpar.errors import LaunchError
 from jaxpar.parameter_server import ray_start
 from jaxpar.parameter_server.ray_start import connect, joined
 
-SILENT = (
-    "no Ray cluster answers at {}: {}. Remedy: the address of a running cluster (ray start --head), and "
-    "RAY_AUTH_MODE=token if it requires a token; or leave the address out to start Ray on this machine."
-)
-
 
 def test_an_address_that_does_not_answer_is_reported_soon() -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
-    with pytest.raises(LaunchError) as error:
+    with raises(LaunchError, "no Ray", "Connection"):
         connect(f"127.0.0.1:{port}", 1)
-    assert str(error.value) == SILENT.format(f"127.0.0.1:{port}", "Connection refused")
-    with pytest.raises(LaunchError) as error:
+    with raises(LaunchError, "nowhere"):
         connect("nowhere", 1)
-    assert str(error.value) == "the Ray address 'nowhere' is not HOST:PORT. Remedy: such as 10.0.0.1:6379."
 
 
 @pytest.fixture
@@ -89,18 +83,16 @@ def test_an_address_where_no_ray_answers(with_init: Any, address: str, monkeypat
         raise RuntimeError("Version mismatch: the cluster has 1.0.\nSee the manual.")
 
     with_init(other_version)
-    with pytest.raises(LaunchError) as error:
+    with raises(LaunchError, "no Ray", "1.0") as error:
         connect(address, 1)
-    assert str(error.value) == SILENT.format(address, "Version mismatch: the cluster has 1.0")
     assert isinstance(error.value.__cause__, RuntimeError)
     end = threading.Event()
     with_init(lambda: end.wait(60) and None)
     monkeypatch.setattr(ray_start, "_JOIN", 0.1)
     monkeypatch.setattr(ray_start, "_LEAST", 0.1)
-    with pytest.raises(LaunchError) as error:
+    with raises(LaunchError, "no Ray", "accepts"):
         connect(address, 1)
     end.set()
-    assert str(error.value) == SILENT.format(address, "it accepts connections, but no Ray answers there")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="children are found in /proc")
@@ -138,7 +130,6 @@ def test_a_start_that_always_fails(with_init: Any) -> None:
         raise ValueError
 
     calls = with_init(fail)
-    with pytest.raises(LaunchError) as error:
+    with raises(LaunchError, "ValueError"):
         connect(None, 1)
-    assert str(error.value) == "Ray cannot be started on this machine, after 3 attempts: ValueError."
     assert len(calls) == 6

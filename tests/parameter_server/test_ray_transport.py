@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from error_texts import raises
 from ray_actors import ActorError, Actors, ActorUnavailable, TaskError, Timeout
 from server_cases import one_process, same, table_program
 
@@ -51,9 +52,8 @@ def test_the_coordinator_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert RayTransport(actors, "run").coordinator("membership") == "epoch 3"
     assert actors.sought == ["coordinator"] * 2
     monkeypatch.setattr(ray_cluster, "_PATIENT", 0.0)
-    with pytest.raises(LaunchError) as error:
+    with raises(LaunchError, "coordinator", "answer"):
         RayTransport(Actors(), "run").coordinator("membership")
-    assert str(error.value) == "the run's coordinator does not answer: Failed to look up actor 'coordinator'."
 
 
 def _cluster(
@@ -108,66 +108,45 @@ def test_workers_that_are_lost_too_often_end_the_run(tmp_path: Path, monkeypatch
     assert cluster.ended(0.0) == {}  # nobody runs yet
     cluster.launch_worker(3, 9)
     assert cluster.ended(0.0) == {}  # it is started again
-    with pytest.raises(LaunchError) as error:
+    with raises(LaunchError, "workers were"):
         cluster.ended(0.0)
-    assert str(error.value) == (
-        "workers were lost 2 times, the last one was worker 3. Remedy: look into the logs of Ray, or raise "
-        "parameter_server.max_restarts."
-    )
     cluster.stop_worker(3)
     assert list(ray.actors) == ["coordinator"]
 
 
 @pytest.mark.parametrize(
-    ("error", "kind", "text"),
+    ("error", "kind", "name"),
     [
-        (
-            Timeout(),
-            LaunchError,
-            (
-                "Ray has not started server-0 within 0.1 s; the cluster has {'CPU': 1.0}. Remedy: fewer workers, fewer "
-                "resources for each, or more nodes."
-            ),
-        ),
-        (TaskError(DamagedError("the log is damaged")), DamagedError, "the log is damaged"),
-        (
-            ActorError("The actor died:\nTraceback\nOSError: no disk\n"),
-            LaunchError,
-            "server-0 cannot be started: OSError: no disk",
-        ),
+        (Timeout(), LaunchError, "CPU"),
+        (TaskError(DamagedError("the log")), DamagedError, "the log"),
+        (ActorError("The actor died:\nTraceback\nOSError: no disk\n"), LaunchError, "OSError"),
     ],
 )
 def test_a_server_that_does_not_start(
-    error: Exception, kind: type[Exception], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: Exception, kind: type[Exception], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ray_cluster, "RayServer", _Silent)
     monkeypatch.setattr(_Silent, "error", error)
-    with pytest.raises(kind) as raised:
+    with raises(kind, name):
         _cluster(Actors(), tmp_path, monkeypatch, patience=0.1).launch_server(0)
-    assert str(raised.value) == text
 
 
 @pytest.mark.parametrize(
-    ("error", "kind", "text"),
+    ("error", "kind", "name"),
     [
-        (
-            ActorError("restarting"),
-            LaunchError,
-            "worker-0 has not come back for 0.1 s. Remedy: look into the logs of Ray.",
-        ),
+        (ActorError("restarting"), LaunchError, "worker-0"),
         (TaskError(ModelError("another model")), ModelError, "another model"),
     ],
 )
 def test_a_worker_that_does_not_finish(
-    error: Exception, kind: type[Exception], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: Exception, kind: type[Exception], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ray_cluster, "RayTrainer", _Silent)
     monkeypatch.setattr(_Silent, "error", error)
     cluster = _cluster(Actors(), tmp_path, monkeypatch, patience=0.1)
     cluster.launch_worker(0, 2)
-    with pytest.raises(kind) as raised:
+    with raises(kind, name):
         cluster.finish(0, 2)
-    assert str(raised.value) == text
 
 
 class _Silent:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from error_texts import raises
 from server_cases import (
     CLASSES,
     FEATURES,
@@ -103,13 +103,12 @@ def test_members_join_and_leave_between_two_steps(mode: Any, tmp_path: Path) -> 
         gate.open()
         going.remove_worker(1)
         result, members = going.wait(), going.controller.members
-        for change, text in (
-            (lambda: going.remove_server(0), "server 0 is no member; the servers are 1, 2."),
-            (lambda: going.controller.remove_worker(1), "worker 1 is no active member; the workers are 0, 2."),
+        for change, name in (
+            (lambda: going.remove_server(0), "server 0"),
+            (lambda: going.controller.remove_worker(1), "worker 1"),
         ):
-            with pytest.raises(ConfigError) as error:
+            with raises(ConfigError, name):
                 change()
-            assert str(error.value) == text
         progress = going.controller._progress(members)
     assert members.spans == (WorkerSpan(0), WorkerSpan(1, 0, 4), WorkerSpan(2, 3))
     assert members.servers == (1, 2) and set(members.owners.values()) == {1, 2}
@@ -184,65 +183,38 @@ def test_a_run_goes_on_from_its_folder_or_begins_anew(tmp_path: Path) -> None:
     assert list(result.reports[0].losses) == [2, 3, 4]
     assert same(result.params, one_process(DENSE, 5, lambda step: [0]))
     other = table_program(13, 13, sparse=False)
-    with pytest.raises(ModelError) as error:
+    with raises(ModelError, "the run"):
         run(other, config, 5, tmp_path)
-    assert str(error.value) == (
-        f"the run in {tmp_path} has another model than the servers: params/items float32[13, 4]: the servers hold "
-        "float32[12, 4]. Remedy: the same model configuration for all workers, or another folder for this run."
-    )
     assert list(run(other, config, 1, tmp_path, resume=False).reports[0].losses) == [0]
 
 
 def test_an_error_of_a_worker_is_raised_by_the_run(tmp_path: Path) -> None:
     """The batches touch more rows than the worker's model has."""
-    with pytest.raises(DataError) as error:
+    with raises(DataError, "params/items"):
         run(table_program(1000, 2, sparse=True), ServerConfig(workers=1), 1, tmp_path)
-    assert str(error.value) == (
-        "a batch touches 6 rows of params/items, but the worker's model has 2 there. Remedy: a smaller batch, or a "
-        "model with at least as many rows."
-    )
 
 
 TABLE = SparseTable("params/t", 1000, ids=("user",))
 
 
 @pytest.mark.parametrize(
-    ("call", "kind", "text"),
+    ("call", "kind", "name"),
     [
         (
             lambda folder: run(table_program(9, 9, sparse=True), ServerConfig("local_sgd", sync_every=3), 3, folder),
             ConfigError,
-            (
-                "table params/items: mode local_sgd exchanges whole parameters every 3 steps, and cannot train a "
-                "sparse table. Remedy: another mode."
-            ),
+            "params/items",
         ),
-        (
-            lambda folder: ServerRun(DENSE, ServerConfig(), steps=1, folder=folder, cluster=OTHER),
-            ConfigError,
-            "cluster is 'slurm'. Remedy: 'ray', or 'threads' of this process.",
-        ),
-        (
-            lambda folder: look_up({"item": np.arange(3), "y": np.ones(3)}, (TABLE,)),
-            DataError,
-            "table params/t: the batch has no array 'user'. Remedy: ids of item, y.",
-        ),
-        (
-            lambda folder: look_up({"user": np.array([[5, 1000], [-2, 7]])}, (TABLE,)),
-            DataError,
-            (
-                "table params/t: the batch has ids from -2 to 1000, but the table has 1,000 rows. Remedy: ids from 0 "
-                "to 999."
-            ),
-        ),
+        (lambda folder: ServerRun(DENSE, ServerConfig(), steps=1, folder=folder, cluster=OTHER), ConfigError, "slurm"),
+        (lambda folder: look_up({"item": np.arange(3), "y": np.ones(3)}, (TABLE,)), DataError, "user"),
+        (lambda folder: look_up({"user": np.array([[5, 1000], [-2, 7]])}, (TABLE,)), DataError, "-2"),
     ],
 )
 def test_runs_and_batches_that_are_refused(
-    call: Callable[[Path], Any], kind: type[JaxparError], text: str, tmp_path: Path
+    call: Callable[[Path], Any], kind: type[JaxparError], name: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(kind) as error:
+    with raises(kind, name):
         call(tmp_path)
-    assert str(error.value) == text
 
 
 def test_batches_are_looked_up_by_the_rows_that_they_touch() -> None:
@@ -259,26 +231,18 @@ def test_members_and_servers_that_do_not_answer(tmp_path: Path) -> None:
     model = {"params/w": ParamSpec((3,), "float32")}
     controller, pieces = Controller(transport, config), tuple(cut(model, 100))
     connect = lambda: ServerClient(transport, 0, model, patience=0.05)
-    gone = "server 0 has not answered {} s: it does not run. Remedy: look into {} log, or raise parameter_server."
-    for call, text in (
-        (lambda: controller.members, "this run has no members yet. Remedy: Controller.begin first."),
-        (connect, "no servers were started for this run. Remedy: start the servers before the workers."),
+    for call, name in (
+        (lambda: controller.members, "this run"),
+        (connect, "no servers"),
     ):
-        with pytest.raises(LaunchError) as error:
+        with raises(LaunchError, name):
             call()
-        assert str(error.value) == text
     transport.coordinator("publish", Membership(0, (0,), (WorkerSpan(0),), pieces, {"params/w[0:3]": 0}).to_json())
-    for call, text in (
-        # The seconds of the first are those that have passed, so they depend on the machine's load.
-        (lambda: connect().pull(None), gone.format("worker 0 for 0", "the server's") + "patience."),
-        (lambda: controller.add_worker(1), gone.format("for 0.05", "its") + "patience."),
-    ):
-        with pytest.raises(LaunchError) as error:
+    for call in (lambda: connect().pull(None), lambda: controller.add_worker(1)):
+        with raises(LaunchError, "server 0"):
             call()
-        assert re.sub(r"0 for \d+ s", "0 for 0 s", str(error.value)) == text
-    with pytest.raises(ConfigError) as refused:
+    with raises(ConfigError, "worker 0"):
         controller.remove_worker(0)
-    assert str(refused.value) == "worker 0 is the last one. Remedy: add a worker first, or end the run."
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import optax
 import pytest
+from error_texts import raises
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -92,30 +93,18 @@ def test_any_order_of_pushes_restarts_and_repeats_gives_one_result(actions: list
 
 def test_pushes_of_the_future_other_shapes_and_foreign_pieces_are_refused(tmp_path: Path) -> None:
     shard = _shard(tmp_path)
-    for push, kind, text in (
-        (
-            lambda: _push(shard, 0, 2, 1, 1),
-            StateError,
-            (
-                "worker 0 pushed step 2 to w[0:2], but its step 0 has not arrived. Remedy: push the steps of a worker "
-                "in order."
-            ),
-        ),
-        (lambda: _push(shard, 0, 0, 1, 1, 1), StateError, "worker 0 pushed [3] to w[0:2], which needs [2]."),
-        (
-            lambda: shard.push(PushRequest(0, 0, 0, 1.0, {"v[0:1]": None})),
-            ModelError,
-            "server 0 does not hold v[0:1]; it holds w[0:2]. Remedy: workers and servers must train the same model.",
-        ),
+    for push, kind, name in (
+        (lambda: _push(shard, 0, 2, 1, 1), StateError, "step 2"),
+        (lambda: _push(shard, 0, 0, 1, 1, 1), StateError, "[3]"),
+        (lambda: shard.push(PushRequest(0, 0, 0, 1.0, {"v[0:1]": None})), ModelError, "v[0:1]"),
         (
             lambda: shard.push(PushRequest(0, 0, 0, 1.0, {"w[0:2]": RowGrads(np.array([5]), np.zeros((1, 2)))})),
             StateError,
-            "worker 0 pushed rows [5] to [5] to w[0:2], which does not hold them.",
+            "[5]",
         ),
     ):
-        with pytest.raises(kind) as error:
+        with raises(kind, name):
             push()
-        assert str(error.value) == text
     assert _push(shard, 0, 0, 1, 1, epoch=1) == "stale"
 
 
@@ -156,46 +145,28 @@ def test_the_mean_of_rows_is_that_of_whole_tables(weights: tuple[float, ...]) ->
 
 
 @pytest.mark.parametrize(
-    ("options", "text"),
+    ("options", "name"),
     [
-        ({"servers": 0}, "servers must be an integer of at least 1, got 0. Remedy: servers: 1."),
-        ({"workers": -2}, "workers must be an integer of at least 1, got -2. Remedy: workers: 1."),
-        (
-            {"mode": "stale_synchronous", "staleness": -1},
-            "staleness must be an integer of at least 0, got -1. Remedy: staleness: 1.",
-        ),
-        (
-            {"staleness": 2},
-            "staleness is 2, but mode is synchronous. Remedy: mode: stale_synchronous, or leave staleness out.",
-        ),
-        (
-            {"mode": "local"},
-            (
-                "mode is 'local'. Did you mean 'local_sgd'? Remedy: one of synchronous, stale_synchronous, "
-                "asynchronous, local_sgd."
-            ),
-        ),
-        ({"outer_momentum": 1.0}, "outer_momentum must be a number from 0 to below 1, got 1.0."),
-        ({"patience": 0}, "patience must be a number above 0, got 0."),
-        ({"mode": "local_sgd", "compression": "int2"}, "compression is 'int2'. Remedy: int8, int4, or leave it out."),
+        ({"servers": 0}, "servers"),
+        ({"workers": -2}, "workers"),
+        ({"mode": "stale_synchronous", "staleness": -1}, "-1"),
+        ({"staleness": 2}, "is 2"),
+        ({"mode": "local"}, "local_sgd"),
+        ({"outer_momentum": 1.0}, "outer_momentum"),
+        ({"patience": 0}, "patience"),
+        ({"mode": "local_sgd", "compression": "int2"}, "int2"),
     ],
 )
-def test_bad_configurations(options: dict[str, Any], text: str) -> None:
-    with pytest.raises(ConfigError) as error:
+def test_bad_configurations(options: dict[str, Any], name: str) -> None:
+    with raises(ConfigError, name):
         ServerConfig(**options)
-    assert str(error.value) == f"parameter_server.{text}"
 
 
 def test_a_worker_with_another_model_is_refused() -> None:
     servers = {"params/a": ParamSpec((2, 3), "float32"), "params/b": ParamSpec((2,), "float32")}
     model = {"params/a": ParamSpec((2, 4), "float32"), "params/c": ParamSpec((), "float32")}
-    with pytest.raises(ModelError) as error:
+    with raises(ModelError, "params/b", "params/a"):
         check_model(model, servers, "worker 3")
-    assert str(error.value) == (
-        "worker 3 has another model than the servers: params/c float32[]: no server holds it; params/b float32[2]: it "
-        "is missing; params/a float32[2, 4]: the servers hold float32[2, 3]. Remedy: the same model configuration for "
-        "all workers, or another folder for this run."
-    )
 
 
 def test_a_restart_keeps_changes_in_few_bits_and_what_they_left_out(tmp_path: Path) -> None:
@@ -257,9 +228,8 @@ def test_a_restart_keeps_the_rows_of_a_table_and_those_before_the_last_round(tmp
         updates, state = adam.update(np.ones(2, np.float32), state)
         value = value + updates
     np.testing.assert_allclose(seen[3][2], value, rtol=1e-6)
-    with pytest.raises(ValueError) as error:
+    with raises(ValueError, piece.key):
         shard.pull(PullRequest(None, 0, 0, (piece.key,)))
-    assert str(error.value) == f"{piece.key} is a part of a table: its rows are read by their numbers."
     shard.close()
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from error_texts import raises
 from hypothesis import given
 from hypothesis import strategies as st
 from server_cases import mortal, named, nnx_program, run, same, table_program
@@ -39,61 +40,31 @@ def test_rounds_are_those_that_counting_gives(later: dict[int, int], first: int,
 
 
 @pytest.mark.parametrize(
-    ("value", "text"),
+    ("value", "name"),
     [
-        (
-            0,
-            (
-                "sync_every must be an integer of at least 1, got 0. Remedy: sync_every: 1, or {0: 1, 60: 20}: from "
-                "step 60 on every 20 steps."
-            ),
-        ),
-        (
-            {0: 1, "60": 20},
-            (
-                "sync_every has the key '60', but its keys are steps, integers of at least 0. Remedy: sync_every: "
-                "{0: 1, 60: 20}."
-            ),
-        ),
-        (
-            {0: 1, 60: 0},
-            (
-                "sync_every[60] must be an integer of at least 1, got 0. Remedy: the number of steps between two "
-                "exchanges from step 60 on."
-            ),
-        ),
-        (
-            {1000: 20},
-            "sync_every has no entry for step 0; the first is of step 1,000. Remedy: sync_every: {0: 1, ...}.",
-        ),
-        ({}, "sync_every has no entry for step 0; it is empty. Remedy: sync_every: {0: 1, ...}."),
+        (0, "sync_every must"),
+        ({0: 1, "60": 20}, "'60'"),
+        ({0: 1, 60: 0}, "sync_every[60]"),
+        ({1000: 20}, "1,000"),
+        ({}, "0; it"),
     ],
 )
-def test_bad_schedules(value: Any, text: str) -> None:
-    with pytest.raises(ConfigError) as error:
+def test_bad_schedules(value: Any, name: str) -> None:
+    with raises(ConfigError, name):
         ServerConfig("local_sgd", sync_every=value)
-    assert str(error.value) == f"parameter_server.{text}"
 
 
 @pytest.mark.parametrize(
-    ("steps", "every", "text"),
+    ("steps", "every", "name"),
     [
-        (401, 20, "steps is 401, which is not a multiple of sync_every, 20. Remedy: steps: 400."),
-        (7, 20, "steps is 7, which is not a multiple of sync_every, 20. Remedy: steps: 20."),
-        (
-            405,
-            {0: 1, 60: 20},
-            (
-                "steps is 405, but with sync_every (every step, from step 60 on every 20) workers exchange after "
-                "400 and 420 steps. Remedy: steps: 400."
-            ),
-        ),
+        (401, 20, "401"),
+        (7, 20, "7"),
+        (405, {0: 1, 60: 20}, "405"),
     ],
 )
-def test_a_run_ends_with_a_round(steps: int, every: Any, text: str) -> None:
-    with pytest.raises(ConfigError) as error:
+def test_a_run_ends_with_a_round(steps: int, every: Any, name: str) -> None:
+    with raises(ConfigError, name):
         check_steps(steps, every)
-    assert str(error.value) == text
     check_steps(440, every)
 
 

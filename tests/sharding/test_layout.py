@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from error_texts import raises
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -57,7 +58,7 @@ def test_a_sharding_lies_on_the_mesh_of_the_layout() -> None:
 
 
 def test_every_problem_of_a_tensor_is_listed() -> None:
-    with pytest.raises(LayoutError, match=r"^3 problems:\n1\. .*'batch'.*\n2\. .*'mpl'.*\n3\. .*'mlp'") as caught:
+    with raises(LayoutError, "batch", "mpl", "mlp", "data=4") as caught:
         layout().spec(("batch", "mpl", "mlp"), (2, 8, 3))
     assert len(caught.value.problems) == 3
 
@@ -158,11 +159,9 @@ def test_constrain_refuses_a_manual_axis_and_accepts_the_others(axis_type: AxisT
 
     with layout(axis_type=axis_type):
         assert shard(constrain, ("embed", "mlp")).sharding.spec == P("data", "model")
-        with pytest.raises(
-            LayoutError, match="the dim 'batch' is sharded over 'data', which is manual inside this shard_map"
-        ):
+        with raises(LayoutError, "shard_map", "constrain()"):
             shard(constrain, ("batch", "mlp"))
-        with pytest.raises(LayoutError, match="unknown logical dim 'bach'"):
+        with raises(LayoutError, "bach"):
             shard(hint, ("bach", "mlp"))
 
 
@@ -199,9 +198,9 @@ def test_what_was_traced_under_an_observer_is_not_found_again() -> None:
 def test_tracing_under_accepts_its_own_layout_and_refuses_another() -> None:
     with layout(), tracing_under(layout()):
         assert current_layout() == layout()
-    with pytest.raises(LayoutError, match="runs inside a 'with' of the mesh"), layout(), tracing_under(layout(data=8)):
+    with raises(LayoutError, "'with'"), layout(), tracing_under(layout(data=8)):
         pass
-    with pytest.raises(LayoutError, match="'model': 2} and other rules"), layout(), tracing_under(layout(Rules())):
+    with raises(LayoutError, "'model': 2}", "other"), layout(), tracing_under(layout(Rules())):
         pass
 
 
@@ -215,7 +214,7 @@ def test_an_abstract_layout_traces_without_devices(axis_type: AxisType) -> None:
         assert (y.shape, y.dtype) == (x.shape, x.dtype)
         if axis_type is AxisType.Explicit:
             assert y.sharding.spec == P("data", "model")
-        with pytest.raises(LayoutError, match="not a multiple of data=512"):
+        with raises(LayoutError, "data=512"):
             jax.eval_shape(lambda x: constrain(x, "batch", "mlp"), jax.ShapeDtypeStruct((64, 64), jnp.bfloat16))
 
 
@@ -241,9 +240,8 @@ def test_from_yaml_reads_mesh_and_rules(tmp_path: Path) -> None:
 def test_errors_of_from_yaml_name_the_file(tmp_path: Path, text: str, error: type[JaxparError]) -> None:
     file = tmp_path / "layout.yaml"
     file.write_text(text)
-    with pytest.raises(error) as caught:
+    with raises(error, "layout.yaml"):
         Layout.from_yaml(file)
-    assert str(caught.value).startswith(f"{file}: ")
 
 
 @AXIS_TYPES

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 import yaml
+from error_texts import raises
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from jax.sharding import AxisType
@@ -133,7 +134,7 @@ def test_axes_that_fit_into_a_host_stay_there_or_the_mesh_is_refused(spec: MeshS
     whole = total // count
     small = {i: block for i in range(len(AXES)) if (block := math.prod(list(sizes.values())[i:])) <= whole}
     if any(whole % block for block in small.values()):
-        with pytest.raises(MeshError, match=f"would span several processes. Remedy: make its size divide {whole}."):
+        with pytest.raises(MeshError, match="several processes"):
             arrange(hosts(count, whole), sizes)
         return
     places = placed(hosts(count, whole), "process_index", **sizes)
@@ -160,7 +161,7 @@ def test_a_mesh_may_split_a_physical_axis_of_a_tpu() -> None:
 
 def test_granules_of_different_sizes_are_refused() -> None:
     devices = tpus((2, 2, 2), slice_index=0) + tpus((2, 2, 1), slice_index=1)
-    with pytest.raises(MeshError, match=re.escape("slices have different numbers of devices (0: 8, 1: 4)")):
+    with raises(MeshError, "0: 8"):
         arrange(devices, MeshSpec(data=-1).sizes(12))
 
 

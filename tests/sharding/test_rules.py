@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from error_texts import raises
 from hypothesis import given
 from hypothesis import strategies as st
 from profiles import examples
@@ -296,5 +297,5 @@ def test_a_rank_that_does_not_match_has_a_reason_for_every_dim() -> None:
 
 
 def test_an_unknown_role_is_refused() -> None:
-    with pytest.raises(RulesError, match="unknown role 'param'. Did you mean 'params'?"):
+    with raises(RulesError, "param", "unknown"):
         Rules().for_role("param")

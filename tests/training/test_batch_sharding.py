@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from covers import covering
+from error_texts import raises
 from jax.sharding import AxisType, PartitionSpec
 
 import jaxpar as jp
@@ -64,24 +65,18 @@ def rows_of(rows: int, columns: int = 64) -> Any:
 
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize(
-    ("rows", "sizes", "rule", "axes"),
+    ("rows", "sizes", "rule"),
     [
-        (62, {"data": 8}, "data", "data=8"),
-        (1, {"data": 8}, "data", "data=8"),
-        (12, {"data": 4, "model": 2}, ("data", "model"), "data=4 × model=2 = 8"),
-        (6, {"data": 4, "model": 2}, "data", "data=4"),
+        (62, {"data": 8}, "data"),
+        (1, {"data": 8}, "data"),
+        (12, {"data": 4, "model": 2}, ("data", "model")),
+        (6, {"data": 4, "model": 2}, "data"),
     ],
 )
-def test_rows_that_the_axes_do_not_divide_are_an_error(
-    train: bool, rows: int, sizes: Any, rule: Any, axes: str
-) -> None:
-    written = rule if isinstance(rule, str) else f"({', '.join(rule)})"
-    with pytest.raises(LayoutError) as error:
+def test_rows_that_the_axes_do_not_divide_are_an_error(train: bool, rows: int, sizes: Any, rule: Any) -> None:
+    rule if isinstance(rule, str) else f"({', '.join(rule)})"
+    with raises(LayoutError, "batch/x", "every"):
         run_of(train, {"x": rows_of(rows)}, RULES.replace(batch=rule), **sizes)
-    assert str(error.value) == (
-        f"batch/x [{rows}, 64]: the dim 'batch' has size {rows}, which is not a multiple of {axes} (rule batch = "
-        f"{written}), {REMEDY}"
-    )
 
 
 def test_arrays_are_grouped_by_why_their_rows_do_not_divide() -> None:
@@ -187,17 +182,5 @@ def test_on_explicit_axes_an_array_keeps_its_own_sharding(rows: int) -> None:
 def test_rows_that_cannot_be_cut_are_named_together(options: Any) -> None:
     layout = jp.Layout(jp.MeshSpec(data=8).build(), RULES)
     state = jp.abstract_state(layout, make_model, optax.sgd(0.1))
-    with pytest.raises(LayoutError) as error:
+    with raises(LayoutError, "batch/x", "[30]"):
         jp.train_step(layout, loss, **options).lower(state, {"x": rows_of(62), "y": np.ones(30), "z": np.ones(64)})
-    assert str(error.value) == (
-        (
-            "batch/x [62, 64], batch/y [30] cannot be split into 2 microbatches (grad_accum_steps) over 8 devices: "
-            "their first dims are not multiples of 16. Remedy: use a batch of a multiple of 16 rows, or another "
-            "grad_accum_steps."
-        )
-        if "grad_accum_steps" in options
-        else (
-            "batch/x [62, 64], batch/y [30] cannot be split evenly over 8 devices: their first dims are not multiples "
-            "of 8. Remedy: pad the rows to a multiple of 8 and mask the padding out of the loss, or drop the remainder."
-        )
-    )

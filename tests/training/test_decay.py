@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from error_texts import raises
 from flax import nnx
 
 import jaxpar as jp
@@ -94,24 +95,22 @@ def test_only_what_decays_shrinks_in_a_step_of_a_sharded_model() -> None:
 
 
 @pytest.mark.parametrize(
-    ("exclude", "text"),
+    ("exclude", "name"),
     [
         (
             ("norm",),
-            "decay: exclude: no weight matches 'norm'. The nearest are 'b', 'g', 'table'. Remedy: one of these.",
+            "'b'"
         ),
-        (("vocab",), "decay: exclude: no weight matches 'vocab'. The nearest are 'table'. Remedy: one of these."),
+        (("vocab",), "vocab"),
         (("vectors", "up", "table"),
-         ("decay: exclude: ['vectors', 'up', 'table'] matches all 4 parameters, so none decays. Remedy: fewer "
-         "entries, or weight_decay: 0.")),
-        ("norm", "decay: exclude must be a list of texts, got 'norm'. Remedy: exclude: [norm, bias]."),
-        ((), "decay: exclude must be a list of texts, got (). Remedy: exclude: [norm, bias]."),
+         "vectors"),
+        ("norm", "got 'norm'"),
+        ((), "decay: exclude"),
     ],
 )  # fmt: skip
-def test_an_entry_without_an_effect_is_an_error(exclude: Any, text: str) -> None:
-    with pytest.raises(ConfigError) as error:
+def test_an_entry_without_an_effect_is_an_error(exclude: Any, name: str) -> None:
+    with raises(ConfigError, name):
         jp.optimizers.decay_mask(stacked, exclude)
-    assert str(error.value) == text
 
 
 def test_servers_that_hold_single_parameters_use_the_rule() -> None:
@@ -128,8 +127,5 @@ def test_servers_that_hold_single_parameters_use_the_rule() -> None:
 
 def test_a_mask_of_another_model_is_an_error() -> None:
     mask = jp.optimizers.decay_mask(stacked, ["vectors"])
-    with pytest.raises(ConfigError) as error:
+    with raises(ConfigError, "optimizer.decay: w"):
         optax.adamw(0.1, mask=mask).init({"w": jnp.ones(2)})
-    assert str(error.value).startswith(
-        "optimizer.decay: w is no parameter of the model for which the rule was made, whose parameters are 'b', 'g', "
-    )

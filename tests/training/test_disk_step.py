@@ -18,6 +18,7 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
+from error_texts import raises
 from profiles import few
 
 import jaxpar as jp
@@ -196,21 +197,14 @@ def test_a_killed_run_goes_on_byte_for_byte(tmp_path: Path) -> None:
             for i in range(4):
                 states.append(first(states[-1], batch(i))[0])
             expected = result(first, states[4])
-            with pytest.raises(DiskError) as error:
+            with raises(DiskError, "step 4", "step 3"):
                 first(states[3], batch(3))
-            assert str(error.value) == (
-                f"{tmp_path / 'whole' / 'process0'} is at step 4, but the training state is at step 3. Remedy: "
-                "continue with the state that the last step returned, or create a disk_offloaded_train_step with this "
-                "state."
-            )
         # The state is one step old, as after a kill between two checkpoints.
         with reopen(first, layout, states[3]) as step:
             step.snapshot(tmp_path / "three")
             assert same(result(step, step(states[3], batch(3))[0]), expected)
             step(step(states[4], batch(4))[0], batch(5))
-        with pytest.raises(
-            DiskError, match="holds the optimizer state of step 6 and step 5, but the training state is at step 0"
-        ):
+        with raises(DiskError, "step 6", "step 0"):
             jp.offload.disk_offloaded_train_step(layout, loss, states[0])
         with reopen(first, layout, states[3], restore=tmp_path / "three") as step:
             full_disk(step, states[3])
@@ -238,9 +232,7 @@ def full_disk(step: jp.offload.disk_offloaded_train_step, state: jp.TrainState) 
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(os, "pwrite", full)
-        with pytest.raises(
-            DiskError, match=r"writing opt_state/0/mu/last: No space left on device.*step 3 remains intact"
-        ):
+        with raises(DiskError, "opt_state/0/mu/last", "step 3"):
             step(state, batch(3))
 
 
@@ -259,27 +251,19 @@ def same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> bool:
     [
         (
             lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.adam(LR)),
-            "mixes elements of an array (reduce_sum)",
+            "(reduce_sum)",
         ),
-        (lambda: optax.contrib.muon(LR), "mixes elements of an array (reshape)"),
+        (lambda: optax.contrib.muon(LR), "(reshape)"),
     ],
     ids=["clipped", "muon"],
 )
 def test_optimizers_that_need_all_at_once_are_refused(tx: Any, said: str, tmp_path: Path) -> None:
     shapes = shape_state(layout_of(0), make, jp.offload.to_disk(tx(), path=tmp_path / "new", min_bytes=0))
-    with pytest.raises(ConfigError) as error:
+    with raises(ConfigError, said) as error:
         jp.offload.disk_offloaded_train_step(layout_of(0), loss, shapes)
-    assert (
-        str(error.value)
-        == refusal(shapes)
-        == (
-            f"offload: the optimizer {said}, so its state cannot be read from disk piece by piece. Remedy: use "
-            "an elementwise optimizer (such as Adam, Lion or SGD; clip with clip_norm), or optimizer: "
-            f"host (to='host')."
-        )
-    )
+    assert error.value.args == (refusal(shapes),)
     report = jp.explain(layout_of(0), make, jp.offload.to_disk(tx(), path=tmp_path / "new", min_bytes=0))
-    assert report.problems == (str(error.value),) and report.notes == ()
+    assert report.problems == error.value.args and report.notes == ()
     assert not (tmp_path / "new").exists()
 
 
@@ -296,38 +280,25 @@ def test_what_is_no_moment_and_what_does_not_go_together_is_named(tmp_path: Path
             lambda: jp.offload.disk_offloaded_train_step(
                 layout, loss, shape_state(layout, make, jp.offload.to_disk(longer, **away))
             ),
-            (
-                "offload: opt_state/last [4, 5, 16] is not a moment with the shape of its parameter, so it cannot be "
-                "read from disk piece by piece. Remedy: set optimizer: host (to='host'), or increase min_bytes."
-            ),
+            "offload: opt_state",
         ),
-        (
-            lambda: jp.offload.disk_offloaded_train_step(layout, loss, shape_state(layout, make, adam)),
-            (
-                "disk_offloaded_train_step: the optimizer's state is in memory. Remedy: pass jp.offload.to_disk(tx, "
-                "path=...) instead of tx, also to jp.init; or use jp.train_step."
-            ),
-        ),
+        (lambda: jp.offload.disk_offloaded_train_step(layout, loss, shape_state(layout, make, adam)), "optimizer's"),
         (
             lambda: jp.offload.disk_offloaded_train_step(
                 layout, loss, shape_state(layout, make, jp.offload.to_disk(adam, **away)), ahead=-1
             ),
-            "disk_offloaded_train_step: ahead must be a non-negative integer, got -1.",
+            "disk_offloaded_train_step: ahead",
         ),
         (
             lambda: jp.train_step(layout, loss).trace(
                 shape_state(layout, make, jp.offload.to_disk(adam, **away)), batch(0)
             ),
-            (
-                "offload: the optimizer state is on disk, where a jitted step cannot reach it. Remedy: use "
-                "jp.offload.disk_offloaded_train_step instead of jp.train_step, or jp.offload.to_host."
-            ),
+            "offload",
         ),
     ]
     for call, text in wrong:
-        with pytest.raises(ConfigError) as error:
+        with raises(ConfigError, text):
             call()
-        assert str(error.value) == text
     assert not (tmp_path / "new").exists()
 
 

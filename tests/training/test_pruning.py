@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from error_texts import raises
 from profiles import few
 
 import jaxpar as jp
@@ -146,12 +147,8 @@ def test_a_stack_of_vectors_is_never_pruned() -> None:
     assert {name.rpartition("/")[2] for name in pruned(llama, every)} == {"embedding", "head", *"qkvo", *MLP}
     unnamed = {"dense": {"kernel": jnp.ones((2, 8, 8)), "bias": jnp.ones((2, 8))}, "norm": {"scale": jnp.ones((2, 8))}}
     assert pruned(lambda _: unnamed, every) == {"dense/kernel"}  # a stack of Linen layers without names of its dims
-    with pytest.raises(ConfigError) as error:
+    with raises(ConfigError, "blocks/*norm"):
         pruned(llama_like, PruneConfig(sparsity=0.5, targets=("blocks/*norm",)))
-    assert str(error.value) == (
-        "prune: targets: 'blocks/*norm' matches only vectors, such as blocks/norm [2, 8], which are never pruned. "
-        "Remedy: patterns of weights with inputs and outputs."
-    )
 
 
 @pytest.mark.slow
@@ -172,32 +169,26 @@ def test_a_pattern_keeps_the_first_of_equal_neighbours_and_leaves_vectors() -> N
     after = optax.apply_updates(params, changes)
     assert after["w"].tolist() == [[0.0, 2.0, 2.0, 0.0]] and after["bias"].tolist() == [0.0, 1.0]
     assert sparsity_of(state) == {"w": 0.5}
-    with pytest.raises(ConfigError) as error:
+    with raises(ConfigError, "prune", "update"):
         tx.update(params, state)
-    assert str(error.value) == ("prune: the update needs the parameters. Remedy: tx.update(grads, state, params).")
 
 
 def test_settings_that_do_not_fit_are_errors() -> None:
-    both = "prune: give either sparsity or pattern. Remedy: sparsity: 0.5, or pattern: [2, 4]."
     cases: list[tuple[dict[str, Any], str]] = [
-        ({}, both),
-        ({"sparsity": 0.5, "pattern": (2, 4)}, both),
-        ({"sparsity": 1.0}, "prune: sparsity must be between 0 and 1, got 1.0. Remedy: sparsity: 0.5."),
-        ({"pattern": (4, 4)}, "prune: pattern must be two numbers n < m, got [4, 4]. Remedy: pattern: [2, 4]."),
+        ({}, "sparsity or pattern"),
+        ({"sparsity": 0.5, "pattern": (2, 4)}, "sparsity or pattern"),
+        ({"sparsity": 1.0}, "prune: sparsity"),
+        ({"pattern": (4, 4)}, "prune: pattern"),
     ]
-    for options, text in cases:
-        with pytest.raises(ConfigError) as error:
+    for options, name in cases:
+        with raises(ConfigError, name):
             PruneConfig(**options)
-        assert str(error.value) == text
-    with pytest.raises(ConfigError, match=r"^prune: begin, end and every must be steps .* got 5, 2 and 1\.$"):
+    with raises(ConfigError, "prune: begin"):
         PruneConfig(sparsity=0.5, begin=5, end=2)
     params = {"up": jnp.ones((6, 8)), "bias": jnp.ones(8)}
-    remedy = "Remedy: axis: the dim that the product sums over, or targets without it."
-    nearest = "prune: targets: no weight matches 'upp'. The nearest are 'up'. Remedy: one of these."
-    for config, text in (
-        (PruneConfig(sparsity=0.5, targets=("upp",)), nearest),
-        (PruneConfig(pattern=(2, 4)), f"prune: up [6, 8]: groups of 4 must divide its dim -2. {remedy}"),
+    for config, name in (
+        (PruneConfig(sparsity=0.5, targets=("upp",)), "'upp'"),
+        (PruneConfig(pattern=(2, 4)), "prune: up"),
     ):
-        with pytest.raises(ConfigError) as error:
+        with raises(ConfigError, name):
             prune(optax.sgd(0.1), config).init(params)
-        assert str(error.value) == text

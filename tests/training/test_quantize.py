@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from error_texts import raises
 from flax import linen, nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from profiles import few, few_pairs
@@ -168,51 +169,27 @@ def test_quantizing_again_changes_no_integer() -> None:
 
 
 CASES: list[tuple[Any, str]] = [
-    (
-        lambda: config(4, 5),
-        (
-            "quantize: attention/o [3, 4, 8, 24]: groups of 5 do not divide its 4 x 8 inputs (axis [-3, -2]). Remedy: "
-            "a group that divides them, or skip: [attention/o]."
-        ),
-    ),
-    (
-        lambda: config(4, 48, "mlp/up"),
-        (
-            "quantize: mlp/up [24, 56]: groups of 48 do not divide its 24 inputs (axis [-2]). Remedy: a group that "
-            "divides them, or skip: [mlp/up]."
-        ),
-    ),
-    (
-        lambda: config(8, None, "mlp/upp"),
-        "quantize: targets: no weight matches 'mlp/upp'. The nearest are 'mlp/up', 'mlp/down'. Remedy: one of these.",
-    ),
-    (
-        lambda: QuantizeConfig(("mlp/up",), axis=-3),
-        (
-            "quantize: mlp/up [24, 56]: axis must be one or more of its 2 dims, each once, got [-3]. Remedy: axis: the "
-            "dims that the product sums over."
-        ),
-    ),
-    (lambda: config(6, None), "quantize: bits must be 8 or 4, got 6. Remedy: bits: 8."),
-    (lambda: config(4, 0), "quantize: group must be an integer of at least 1, got 0. Remedy: group: 32."),
-    (lambda: config(4, 8, scales="float16"), "quantize: scales must be float32 or bfloat16, got 'float16'."),
+    (lambda: config(4, 5), "quantize: attention"),
+    (lambda: config(4, 48, "mlp/up"), "48"),
+    (lambda: config(8, None, "mlp/upp"), "mlp/upp"),
+    (lambda: QuantizeConfig(("mlp/up",), axis=-3), "[-3]"),
+    (lambda: config(6, None), "quantize: bits"),
+    (lambda: config(4, 0), "quantize: group"),
+    (lambda: config(4, 8, scales="float16"), "quantize: scales"),
     (
         lambda: QuantizeConfig("mlp/*"),  # type: ignore[arg-type]
-        "quantize: targets must be a list of patterns, got 'mlp/*'. Remedy: targets: [attention/*, mlp/*].",
+        "mlp/*",
     ),
 ]
 
 
-@pytest.mark.parametrize(("make", "text"), CASES, ids=[str(i) for i in range(len(CASES))])
-def test_settings_that_do_not_fit_are_errors(make: Any, text: str) -> None:
-    with pytest.raises(ConfigError) as error:
+@pytest.mark.parametrize(("make", "name"), CASES, ids=[str(i) for i in range(len(CASES))])
+def test_settings_that_do_not_fit_are_errors(make: Any, name: str) -> None:
+    with raises(ConfigError, name):
         quantize(PARAMS, make())
-    assert str(error.value) == text
 
 
 def test_integers_are_not_quantized_again() -> None:
     made = quantize(PARAMS, config(8, None))
-    with pytest.raises(ConfigError) as error:
+    with raises(ConfigError, "quantize: attention", "quantized"):
         quantize(made, config(8, None))
-    text = "quantize: attention/o [3, 4, 8, 24] is quantized already. Remedy: jp.compression.dequantize."
-    assert str(error.value) == text

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from error_texts import raises
 from generators import CONFIG
 from one_step import BOUND, LLAMA_RULES, check_grads, layout_of, one_step
 
@@ -133,12 +134,8 @@ def test_each_device_rounds_its_own_shards() -> None:
 def test_weights_in_host_memory_are_not_rounded() -> None:
     state = jp.abstract_state(layout(1, 1), AWARE, TX)
     host = jax.tree.map(lambda x: x.update(sharding=x.sharding.with_memory_kind("pinned_host")), state.params)
-    with pytest.raises(ConfigError) as error:
+    with raises(ConfigError, "quantize: weights"):
         with_rounded_weights(layout(1, 1), dataclasses.replace(state, params=host))
-    assert str(error.value) == (
-        "quantize: weights are rounded on the device, but parameters are in host memory. Remedy: leave "
-        "parallel.offload.parameters out."
-    )
 
 
 LLAMA = quantized_weights(CONFIG, 4, 16)
@@ -171,32 +168,13 @@ def test_a_llama_trains_as_on_one_device(sizes: dict[str, int], options: dict[st
 def test_what_does_not_fit_is_an_error() -> None:
     lora = jp.lora.LoraConfig(rank=2, targets=("up",))
     cases: list[tuple[Any, str]] = [
-        (
-            quantize_aware(jp.lora.adapt(make_model, lora), HOW),
-            (
-                "quantize_aware(make_model): the model has adapters, and its weights are frozen. Remedy: pass the "
-                "make_model without that."
-            ),
-        ),
-        (
-            quantize_aware(AWARE, HOW),
-            "quantize_aware(make_model): the model is rounded already. Remedy: pass the make_model without that.",
-        ),
-        (
-            jp.lora.adapt(AWARE, lora),
-            "adapt(make_model): the model's weights are rounded. Remedy: adapt the model without rounding.",
-        ),
-        (
-            jp.pipeline.stack(AWARE, "blocks"),
-            (
-                "stack(make_model, 'blocks'): the model's weights are rounded. Remedy: jp.compression.quantize_aware"
-                "(jp.pipeline.stack(make_model, 'blocks'), config)."
-            ),
-        ),
+        (quantize_aware(jp.lora.adapt(make_model, lora), HOW), "quantize_aware"),
+        (quantize_aware(AWARE, HOW), "quantize_aware"),
+        (jp.lora.adapt(AWARE, lora), "adapt(make_model)"),
+        (jp.pipeline.stack(AWARE, "blocks"), "blocks"),
     ]
-    for make, text in cases:
-        with pytest.raises(ModelError) as error:
+    for make, name in cases:
+        with raises(ModelError, name):
             jp.abstract_state(layout(1, 1), make, TX)
-        assert str(error.value) == text
-    with pytest.raises(ConfigError, match=r"^quantize: up \[24, 32\]: groups of 5 do not divide its 24 inputs"):
+    with raises(ConfigError, "quantize: up"):
         jp.abstract_state(layout(1, 1), quantize_aware(make_model, QuantizeConfig(("up",), group=5)), TX)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from error_texts import raises
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from profiles import few
@@ -251,68 +252,37 @@ def test_evaluation_gives_the_loss_and_its_metrics_and_keeps_the_state(state: An
     assert float(metrics["loss"]) == pytest.approx(float(trained["loss"]), rel=1e-6)
 
 
-SCALAR = "loss_fn must return a floating-point scalar as the loss, got"
-PAIRS = "return loss, (loss, aux) or (loss, aux, updates)"
-
-
 @pytest.mark.parametrize(
-    ("value", "text"),
+    ("value", "name"),
     [
-        (jnp.ones(3), f"{SCALAR} shape (3,) and dtype float32. Remedy: take the mean."),
-        (1, f"{SCALAR} int. Remedy: {PAIRS}."),
-        (
-            jnp.ones((), int),
-            f"{SCALAR} shape () and dtype int32. Remedy: compute it in floating point.",
-        ),
-        (None, f"{SCALAR} NoneType. Remedy: {PAIRS}."),
-        ([1.0, {}], f"{SCALAR} list. Remedy: {PAIRS}."),
-        ((1.0,), "loss_fn must return loss, (loss, aux) or (loss, aux, updates), got a tuple of 1."),
-        ((1.0, {}, {}, {}), "loss_fn must return loss, (loss, aux) or (loss, aux, updates), got a tuple of 4."),
-        (
-            (1.0, {"loss": 2.0, "grad_norm": 1.0, "mine": 0.0}),
-            (
-                "loss_fn returned metrics named 'grad_norm', 'loss', which are reserved for the step's own metrics. "
-                "Remedy: rename them."
-            ),
-        ),
-        (
-            (1.0, {}, {"cache": 1.0}),
-            (
-                "the third value that loss_fn returns must be a dict of the carried collections (none), got a dict of "
-                "'cache'. Remedy: return the collections that apply(..., mutable=[...]) returns in addition to the "
-                "output."
-            ),
-        ),
+        (jnp.ones(3), "(3,)"),
+        (1, "loss_fn"),
+        (jnp.ones((), int), "int32"),
+        (None, "NoneType"),
+        ([1.0, {}], "loss_fn"),
+        ((1.0,), "1"),
+        ((1.0, {}, {}, {}), "4"),
+        ((1.0, {"loss": 2.0, "grad_norm": 1.0, "mine": 0.0}), "grad_norm"),
+        ((1.0, {}, {"cache": 1.0}), "cache"),
     ],
     ids=lambda x: str(x)[:20] if not isinstance(x, str) else "",
 )
-def test_a_loss_that_is_none_is_refused(value: Any, text: str, state: Any, mlp: Any) -> None:
-    with pytest.raises(ModelError) as error:
+def test_a_loss_that_is_none_is_refused(value: Any, name: str, state: Any, mlp: Any) -> None:
+    with raises(ModelError, name):
         jp.train_step(mlp.layout(), lambda model, batch: value)(state, mlp.batch())
-    assert str(error.value) == text
 
 
 def test_an_optimizer_that_changes_a_shape_is_refused(mlp: Any) -> None:
     tx = optax.stateless(lambda grads, _: jax.tree.map(lambda g: jnp.ones((2, *g.shape)), grads))
-    with pytest.raises(ModelError) as error:
+    with raises(ModelError, "params/block/bias"):
         jp.train_step(mlp.layout(), mlp.loss)(jp.init(mlp.layout(), mlp.make, tx), mlp.batch())
-    assert str(error.value) == (
-        "the optimizer's updates do not have the shapes of their parameters (params/block/bias [24]: an update [2, "
-        "24]; params/block/down [24, 16]: an update [2, 24, 16]; params/block/up [16, 24]: an update [2, 16, 24]; "
-        "params/square [16, 16]: an update [2, 16, 16] and 1 more). Remedy: use an optimizer that returns an update "
-        "for every element of its parameters."
-    )
 
 
 def test_a_loss_that_changes_a_carried_array_is_refused(mlp: Any) -> None:
     make = lambda key: {"params": jp.tag(jnp.ones(8), "embed"), "stats": {"mean": jnp.ones(8)}}
     loss_fn = lambda model, batch: (jnp.sum(model["params"]), {}, {"stats": {"var": jnp.ones(8)}})
-    with pytest.raises(ModelError) as error:
+    with raises(ModelError, "loss_fn", "variables/stats/mean"):
         jp.train_step(mlp.layout(), loss_fn)(jp.init(mlp.layout(), make, TX), None)
-    assert str(error.value) == (
-        "loss_fn changed variables/stats/mean from float32[8] to nothing, but a step must keep the shape and dtype of "
-        "everything that it trains and carries."
-    )
 
 
 def test_a_step_is_traced_once(state: Any, mlp: Any) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from error_texts import raises
 
 from jaxpar.errors import CheckpointError, DamagedError, DiskError
 from jaxpar.utils.durable import LOCK, Lock, remove, write_atomically
@@ -24,10 +25,10 @@ def dear(tmp_path: Path) -> Path:
 
 
 PLANTED: dict[str, tuple[Callable[[Path, Path], Any], str]] = {
-    "a link": (lambda lock, dear: lock.symlink_to(dear), "a symbolic link to '{folder}/dear'"),
-    "a link to nothing": (lambda lock, _: lock.symlink_to("../a\nb"), r"a symbolic link to '../a\nb'"),
-    "a pipe": (lambda lock, _: os.mkfifo(lock), "not a regular file"),
-    "a folder": (lambda lock, _: lock.mkdir(), "not a regular file"),
+    "a link": (lambda lock, dear: lock.symlink_to(dear), "/dear'"),
+    "a link to nothing": (lambda lock, _: lock.symlink_to("../a\nb"), r"'../a\nb'"),
+    "a pipe": (lambda lock, _: os.mkfifo(lock), "regular file"),
+    "a folder": (lambda lock, _: lock.mkdir(), "regular file"),
 }
 
 
@@ -36,9 +37,8 @@ def test_a_lock_that_is_not_a_regular_file_is_an_error(dear: Path, name: str) ->
     plant, what = PLANTED[name]
     lock = dear.with_name("run") / LOCK
     plant(lock, dear)
-    text = f"{lock} cannot be locked: it is {what.format(folder=dear.parent)}. Remedy: delete it."
     for error in (DamagedError, DiskError):
-        with pytest.raises(error, match=f"^{re.escape(text)}$"):
+        with raises(error, "run/lock", what):
             Lock(lock.parent, CheckpointError, error)
     assert dear.read_text() == "dear" and sorted(p.name for p in dear.parent.iterdir()) == ["dear", "run"]
 
@@ -48,7 +48,7 @@ def test_a_lock_that_another_run_holds_keeps_its_content(tmp_path: Path) -> None
     one = Lock(tmp_path, CheckpointError, DamagedError)
     text = (tmp_path / LOCK).read_text()
     assert re.fullmatch(rf"process {os.getpid()} on \S+\n", text)
-    with pytest.raises(CheckpointError, match=rf"in use by another run \({re.escape(text.strip())}\)"):
+    with raises(CheckpointError, "in use"):
         Lock(tmp_path, CheckpointError, DamagedError)
     assert (tmp_path / LOCK).read_text() == text
     one.release()
@@ -78,7 +78,7 @@ def test_a_file_is_replaced_by_any_content_and_keeps_its_mode(tmp_path: Path) ->
     finally:
         tmp_path.chmod(0o700)
     assert file.read_bytes() == b"\xff\n" and file.stat().st_mode & 0o777 == 0o640
-    with pytest.raises(OSError, match="File name too long"):
+    with pytest.raises(OSError, match="too long"):
         write_atomically(file, "text")
     assert os.listdir(tmp_path) == [file.name] and file.read_bytes() == b"\xff\n"
 

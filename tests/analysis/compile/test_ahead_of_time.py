@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from error_texts import raises
 from jax.experimental import pallas as pl
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -74,7 +75,7 @@ def test_who_waits_for_another_compilation_is_told(tmp_path: Path, capsys: pytes
 def test_what_killed_compilations_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PYTHON, "false")
     (tmp_path / "tmpkilled").mkdir()
-    with pytest.raises(CompileError, match="the compiler failed with status 1"):
+    with raises(CompileError, "status 1"):
         ahead_of_time._compile(COMPILERS["tpu"], b"", {}, tmp_path / "key")
     assert not list(tmp_path.iterdir())
 
@@ -134,9 +135,7 @@ def test_a_step_is_compiled_for_a_tpu_that_is_not_here(
 
 def _too_large(layout: jp.Layout) -> None:
     huge = LlamaConfig(vocab=512, embed=16_384, layers=48, heads=128, kv_heads=128, head_dim=128, mlp=65_536)
-    with pytest.raises(
-        jp.errors.CompileError, match=r"the compiler rejected the program for v5e:2x4: (?s:.*)(hbm|memory)"
-    ):
+    with pytest.raises(jp.errors.CompileError, match=r"v5e:2x4: (?s:.*)(hbm|memory)"):
         compiled("v5e:2x4", layout, huge)
 
 
@@ -189,33 +188,24 @@ def test_a_step_is_compiled_for_gpus_that_are_not_here(cache: Path) -> None:
     assert report.certain and report.wire_bytes(axis="data") == report.wire_bytes() > 0
     torn = jp.Layout(jp.MeshSpec(data=4, model=6).on("h100:3x8"), base.rules)
     narrow = LlamaConfig(vocab=528, embed=192, layers=1, heads=2, kv_heads=2, head_dim=96, mlp=384)
-    with pytest.raises(jp.errors.MeshError, match="does not fit 3 slices of 8 devices"):
+    with pytest.raises(jp.errors.MeshError, match="8 devices: model=6"):
         compiled("h100:3x8", torn, narrow)
 
 
 def test_a_mesh_of_another_size_is_refused() -> None:
-    with pytest.raises(jp.errors.MeshError) as caught:
+    with raises(jp.errors.MeshError, "pipeline", "v5e:4x4"):
         compiled("v5e:4x4", jp.Layout.from_yaml(FSDP, devices=8))
-    assert str(caught.value).startswith("the mesh has 8 devices (") and str(caught.value).endswith(
-        "but v5e:4x4 has 16. Remedy: MeshSpec(...).on('v5e:4x4')."
-    )
 
 
 def test_without_libtpu_the_extra_is_named(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PYTHON, sys.executable)
-    with pytest.raises(jp.errors.MissingExtraError) as caught:
+    with raises(jp.errors.MissingExtraError, "TPU"):
         compiled("v5e:2x4", jp.Layout.from_yaml(FSDP, devices=8))
-    assert str(caught.value) == (
-        f"compiling for a TPU requires libtpu, which is not installed in {sys.executable}. Remedy: pip install "
-        f"'jaxpar[tpu]', or set {PYTHON} to an interpreter with 'jax[tpu]=={jax.__version__}'."
-    )
 
 
 def test_an_interpreter_that_does_not_run_is_named(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PYTHON, "/no/such/python")
-    with pytest.raises(
-        jp.errors.CompileError, match="the interpreter '/no/such/python' failed to run .* Remedy: correct"
-    ):
+    with raises(jp.errors.CompileError, "/no/such/python"):
         compiled("v5e:2x4", jp.Layout.from_yaml(FSDP, devices=8))
 
 
@@ -259,7 +249,7 @@ def test_sizes_of_collectives_and_the_hosts_memory_reach_the_compiler(
     kinds = [leaf.sharding.memory_kind for leaf in jax.tree.leaves(state)]
     found = asked[1]["kinds"]
     assert isinstance(found, list) and found[: len(kinds)] == kinds and kinds.count("pinned_host") == 2 * 9
-    with pytest.warns(UserWarning, match="the compiler for GPUs counts host memory as device memory"):
+    with pytest.warns(UserWarning, match="compiler for GPUs"):
         compile_for("h100:8", layout, make_llama(MODEL), tx, next_token_loss, batch())
 
 
@@ -296,12 +286,8 @@ def test_a_model_sees_what_it_is_compiled_for(cache: Path, monkeypatch: pytest.M
 
 def test_a_mesh_for_another_accelerator_is_refused() -> None:
     layout = aim(jp.Layout.from_yaml(FSDP, devices=8), Topology.parse("v5p:2x2x2"))
-    with pytest.raises(jp.errors.MeshError) as caught:
+    with raises(jp.errors.MeshError, "TPU v5"):
         compiled("v5e:2x4", layout)
-    assert str(caught.value) == (
-        "the mesh is for 'TPU v5', but v5e:2x4 has 'TPU v5 lite'. Remedy: MeshSpec(...).on('v5e:2x4'), or "
-        "MeshSpec(...).abstract(8), which is not bound to a device kind."
-    )
 
 
 def double(x: jax.Array) -> jax.Array:

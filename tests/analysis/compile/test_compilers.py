@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import jax
 import pytest
+from error_texts import raises
 
 from jaxpar.analysis.compile import compilers, worker
 from jaxpar.analysis.compile.compilers import COMPILERS, description_of, environment_of, versions_of
@@ -49,49 +50,36 @@ def test_a_fitting_compiler_tells_its_versions(fake, platform: str) -> None:  # 
 
 
 @pytest.mark.parametrize(
-    ("platform", "device", "plugin", "extra"),
-    [("tpu", "a TPU", "libtpu", "tpu"), ("gpu", "an NVIDIA GPU", "jax-cuda13-plugin", "cuda13")],
+    ("platform", "plugin"),
+    [("tpu", "libtpu"), ("gpu", "jax-cuda13-plugin")],
 )
 def test_without_a_compiler_the_extra_is_named(  # type: ignore[no-untyped-def]
-    fake, platform: str, device: str, plugin: str, extra: str
+    fake, platform: str, plugin: str
 ) -> None:
-    python = fake(platform)
-    with pytest.raises(MissingExtraError) as caught:
+    fake(platform)
+    with raises(MissingExtraError, plugin):
         versions_of(COMPILERS[platform])
-    assert str(caught.value) == (
-        f"compiling for {device} requires {plugin}, which is not installed in {python}. Remedy: pip install "
-        f"'jaxpar[{platform}]', or set JAXPAR_{platform.upper()}_PYTHON to an interpreter with "
-        f"'jax[{extra}]=={JAX}'."
-    )
 
 
 def test_another_jax_is_refused(fake) -> None:  # type: ignore[no-untyped-def]
-    python = fake("gpu", **FITTING["gpu"], jax="0.11.0")
-    with pytest.raises(CompileError) as caught:
+    fake("gpu", **FITTING["gpu"], jax="0.11.0")
+    with raises(CompileError, "0.11.0"):
         versions_of(COMPILERS["gpu"])
-    assert str(caught.value) == (
-        f"{python} has jax 0.11.0, but this process has jax {JAX}. The same version must lower and compile a "
-        f"program. Remedy: pip install 'jax[cuda13]=={JAX}' in that environment."
-    )
 
 
 @pytest.mark.parametrize(
-    ("platform", "plugin", "extra", "version", "wanted"),
+    ("platform", "plugin", "version"),
     [
-        ("tpu", "libtpu", "tpu", "0.0.49.2", "==0.0.50.*"),
-        ("gpu", "jax-cuda13-plugin", "cuda13", "0.12.0", "<=0.12.0.1,>=0.12.0.1"),
+        ("tpu", "libtpu", "0.0.49.2"),
+        ("gpu", "jax-cuda13-plugin", "0.12.0"),
     ],
 )
 def test_a_compiler_for_another_jax_is_refused(  # type: ignore[no-untyped-def]
-    fake, platform: str, plugin: str, extra: str, version: str, wanted: str
+    fake, platform: str, plugin: str, version: str
 ) -> None:
-    python = fake(platform, **{plugin: version})
-    with pytest.raises(CompileError) as caught:
+    fake(platform, **{plugin: version})
+    with raises(CompileError, plugin, version):
         versions_of(COMPILERS[platform])
-    assert str(caught.value) == (
-        f"{python} has {plugin} {version}, but jax {JAX} requires {plugin}{wanted}. Remedy: pip install "
-        f"'jax[{extra}]=={JAX}' in that environment."
-    )
 
 
 def test_this_jax_says_which_compilers_it_wants() -> None:
@@ -137,9 +125,5 @@ def test_inner_axes_stay_on_one_host_of_gpus() -> None:
 
 
 def test_a_mesh_that_tears_hosts_apart_is_refused() -> None:
-    with pytest.raises(MeshError) as caught:
+    with raises(MeshError, "data=4", "model=6"):
         worker._arranged(gpus(3, 8), {"data": 4, "model": 6})
-    assert str(caught.value) == (
-        "the mesh data=4 × model=6 does not fit 3 slices of 8 devices: model=6 would span several slices. Remedy: make "
-        "its size divide 8."
-    )

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
-
 import audit_programs as programs
 import pytest
+from error_texts import raises
 
 import jaxpar as jp
 from jaxpar.errors import AuditError, VerificationError
@@ -39,15 +38,10 @@ def test_wire_bytes_hold(program, line_mesh):
 
 
 def test_wire_bytes_differ(program, line_mesh):
-    with pytest.raises(VerificationError) as error:
+    with raises(VerificationError, "every_collective", "8000") as error:
         assert_wire_bytes(program, line_mesh, 8000, kind="all-reduce", axis="data")
-    assert re.fullmatch(
-        r"one device sends 14336 bytes \(all-reduce over data\), expected 8000 \(rtol 0\.001\)\.\n"
-        r"  14336 bytes: 1 × all-reduce over data, f32, from every_collective\S+ \(audit_programs\.py:\d+\)",
-        str(error.value),
-    )
     assert isinstance(error.value, AssertionError)
-    with pytest.raises(VerificationError, match="one device sends 44032 bytes \\(all collectives\\), expected 44100"):
+    with raises(VerificationError, "44032 bytes"):
         assert_wire_bytes(program, line_mesh, 44_100)
 
 
@@ -57,7 +51,7 @@ def test_no_number_of_bytes_is_nan(program, line_mesh):
 
 
 def test_wire_bytes_of_an_unknown_axis(program, line_mesh):
-    with pytest.raises(AuditError, match="the mesh has no axis 'datum'"):
+    with raises(AuditError, "datum"):
         assert_wire_bytes(program, line_mesh, 0, axis="datum")
 
 
@@ -69,36 +63,23 @@ def test_collectives_hold(program, line_mesh):
 
 def test_collectives_differ(program, line_mesh):
     fewer = {key: count for key, count in EVERY.items() if key[0] != "all-to-all"}
-    with pytest.raises(VerificationError) as error:
+    with raises(VerificationError, "every_collective", "differ"):
         assert_collectives(
             program, line_mesh, {**fewer, ("all-reduce", "data"): 3, ("all-gather", ("data", "model")): 1}
         )
-    assert re.fullmatch(
-        r"the program's collectives differ from the expected ones\.\n"
-        r"all-reduce over data: 1, expected 3\.\n"
-        r"  1 × all-reduce over data, f32, from every_collective\S+ \(audit_programs\.py:\d+\)\n"
-        r"all-gather over data\+model: 0, expected 1\.\n"
-        r"all-to-all over data: 1, expected 0\.\n"
-        r"  1 × all-to-all over data, f32, from every_collective\S+ \(audit_programs\.py:\d+\)",
-        str(error.value),
-    )
 
 
 def test_collectives_of_an_unknown_kind_or_axis(program, line_mesh):
-    with pytest.raises(AuditError, match="unknown collective kind 'gather'"):
+    with raises(AuditError, "gather"):
         assert_collectives(program, line_mesh, {("gather", "data"): 1})
-    with pytest.raises(AuditError, match="the mesh has no axis 'modell'"):
+    with raises(AuditError, "modell"):
         assert_collectives(program, line_mesh, {("all-gather", ("data", "modell")): 1})
 
 
 def test_a_loop_of_unknown_length_proves_nothing(line_mesh):
     loop = programs.until_it_converges(line_mesh).compile()
     for check in (lambda: assert_wire_bytes(loop, line_mesh, 896), lambda: assert_collectives(loop, line_mesh, {})):
-        with pytest.raises(
-            VerificationError,
-            match=r"the bytes that the program sends are unknown, because these loops have an unknown trip "
-            r"count: while",
-        ):
+        with raises(VerificationError, "while"):
             check()
 
 
@@ -110,19 +91,12 @@ def test_collectives_in_no_branch(program, line_mesh):
 def test_collectives_in_either_branch(name, branching, line_mesh, stored):
     """The permute is in the arm that sends less, which no total counts; it deadlocks all the same."""
     report = jp.audit(branching, mesh=line_mesh) if name == "here" else stored(name)
-    with pytest.raises(VerificationError) as error:
+    with raises(VerificationError, "branches."):
         assert_no_collective_in_conditional(report, line_mesh)
-    assert re.fullmatch(
-        r"2 collectives are in a branch of a conditional, so devices that take another branch never execute them\. "
-        r"Remedy: move them out of the branch, or select between their results with jnp\.where\.\n"
-        r"  1 × all-reduce over data, f32, from branches\.<locals>\.reduce \(audit_programs\.py:\d+\)\n"
-        r"  1 × collective-permute over data, f32, from branches\.<locals>\.shift \(audit_programs\.py:\d+\)",
-        str(error.value),
-    )
 
 
 def test_a_long_list_is_cut(stored):
     with pytest.raises(VerificationError) as error:
         assert_wire_bytes(stored("tpu_fsdp"), None, 1)
-    lines = str(error.value).splitlines()
-    assert len(lines) == 1 + 12 + 1 and re.fullmatch(r"  … and \d+ more", lines[-1])
+    (text,) = error.value.args
+    assert text.count("\n") == 12 + 1

@@ -8,6 +8,7 @@ import re
 
 import audit_programs as programs
 import pytest
+from error_texts import raises
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -92,9 +93,8 @@ def test_groups_of_unequal_size_are_as_wide_as_the_widest():
 
 
 def test_an_unknown_spelling_is_an_error():
-    with pytest.raises(AuditError) as error:
+    with raises(AuditError, "replica_groups"):
         spelt("rings(4)", 4)
-    assert str(error.value) == "c: unsupported notation replica_groups=rings(4)."
 
 
 def spellings(text: str) -> set[str]:

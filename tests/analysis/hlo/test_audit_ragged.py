@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from error_texts import raises
 
 import jaxpar as jp
 from jaxpar.analysis.hlo.audit import Audit
@@ -225,9 +226,5 @@ def test_other_programs_have_no_worst_routing(stored):
 
 @pytest.mark.parametrize("imbalance", [0.5, 0, -1, math.nan])
 def test_an_imbalance_below_one_is_refused(imbalance):
-    with pytest.raises(AuditError) as refused:
+    with raises(AuditError, "imbalance"):
         jp.audit(_MATMUL, imbalance=imbalance)
-    assert str(refused.value) == (
-        f"imbalance must be at least 1, got {imbalance:g}. Remedy: pass the load of the busiest device divided by the "
-        f"mean load."
-    )

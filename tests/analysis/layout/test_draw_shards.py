@@ -10,6 +10,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 from covers import covering
+from error_texts import raises
 from hypothesis import given
 from hypothesis import strategies as st
 from profiles import examples, few
@@ -189,9 +190,9 @@ def test_draw_on_given_axes() -> None:
 
 
 def test_a_misfit_is_the_layouts_error() -> None:
-    with pytest.raises(LayoutError, match="params/up.*unknown logical dim 'mpl'.*'mlp'"):
+    with raises(LayoutError, "params/up", "mpl"):
         draw_shards(build("data"), "embed", "mpl", shape=(64, 256), path="params/up")
-    with pytest.raises(LayoutError, match="rank 1, but 2 dim names"):
+    with raises(LayoutError, "tensor [64]"):
         shards(build("data"), ("embed", "mlp"), (64,))
 
 

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from error_texts import raises
 
 import jaxpar as jp
 from jaxpar.analysis.layout.report import Report
@@ -155,11 +156,8 @@ def test_gradients_that_do_not_fit_their_role_are_problems_and_use_its_rules(mlp
 
 
 def test_an_untagged_batch_is_refused(mlp: Any) -> None:
-    with pytest.raises(LayoutError) as error:
+    with raises(LayoutError, "batch/x", "logical"):
         explained(mlp, mlp.rules, batch={"x": jax.ShapeDtypeStruct((8, 16), np.float32)})
-    assert str(error.value) == (
-        "batch/x has no logical dims. Remedy: wrap it: jp.tag(jax.ShapeDtypeStruct(shape, dtype), 'batch', 'seq')."
-    )
 
 
 def test_check_raises_one_error_with_every_problem(mlp: Any) -> None:
@@ -169,7 +167,7 @@ def test_check_raises_one_error_with_every_problem(mlp: Any) -> None:
 
     batch = jp.tag(jax.ShapeDtypeStruct((12, 16), np.float32), "batch", None)
     options = {"batch": batch, "loss_fn": mlp.loss, "max_replicated": 0.01}
-    with pytest.raises(LayoutError) as error:
+    with raises(LayoutError, "params/a", "data=8") as error:
         jp.check(mlp.layout(UNUSED), make, TX, **options)
     starts = [
         r"params/a \[12\] \(mlp\): the dim 'mlp' has size 12",
@@ -183,18 +181,14 @@ def test_check_raises_one_error_with_every_problem(mlp: Any) -> None:
     ]
     problems = error.value.problems
     assert [problem for problem, start in zip(problems, starts, strict=True) if not re.match(start, problem)] == []
-    assert str(error.value).startswith("8 problems, 6 causes:\n1. params/a [12] (mlp): ")
 
 
 def test_strict_minds_unused_rules_and_only_when_certain(mlp: Any) -> None:
     batch = jp.tag(jax.ShapeDtypeStruct((8, 16), np.float32), "batch", None)
     options = {"batch": batch, "loss_fn": mlp.loss}
     args = (mlp.layout(UNUSED), mlp.make, TX)
-    with pytest.raises(LayoutError) as error:
+    with raises(LayoutError, "heads", "tensor"):
         jp.check(*args, **options)
-    assert str(error.value) == (
-        "the rule heads is not used by any tensor. Remedy: remove it, or correct its intended annotation."
-    )
     assert jp.check(*args, **options, strict=False) == jp.explain(*args, **options)
     assert jp.check(*args) == jp.explain(*args)
     # One table may serve several models, and init sees no activations: it accepts the rule, which places nothing.
@@ -239,13 +233,8 @@ def test_max_replicated_bounds_what_lies_whole_on_every_device(mlp: Any) -> None
     args = (mlp.layout(), mlp.make, TX)
     whole = (24 + 1) / (2 * 16 * 24 + 16 * 16 + 24 + 1)
     jp.check(*args, max_replicated=whole)
-    with pytest.raises(LayoutError) as error:
+    with raises(LayoutError, "max_replicated", "opt_state/0/trace/block/bias"):
         jp.check(*args, max_replicated=whole - 1e-4)
-    assert str(error.value) == (
-        "2.38% of the 8.20 KiB of parameters and optimizer state are replicated on all 8 devices, more than "
-        "max_replicated=2.37%. The largest: params/block/bias (96 B), opt_state/0/trace/block/bias (96 B), "
-        "params/temperature (4 B). Remedy: shard their dims over an axis, or raise max_replicated."
-    )
     one = (mlp.one_device, *args[1:])
     assert jp.check(*one, max_replicated=0.0).total().replicated == 0
 
@@ -288,5 +277,5 @@ def test_70b_on_4096_devices_takes_no_device_no_compiler_and_two_seconds() -> No
 def test_a_report_gives_the_row_of_a_path(mlp: Any) -> None:
     report = jp.explain(mlp.layout(), mlp.make, TX)
     assert report["params/block/bias"].path == "params/block/bias"
-    with pytest.raises(KeyError, match=r"no tensor 'params/block/bais'. Did you mean 'params/block/bias'\?"):
+    with pytest.raises(KeyError, match="'params/block/bais'.*'params/block/bias'"):
         report["params/block/bais"]

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from error_texts import raises
 from run_processes import ROOT, TrainProcess
 
 from jaxpar.app.launch.supervisor import Policy, Supervisor
@@ -74,12 +75,7 @@ def test_processes_and_actors_that_are_lost_are_named(group: Any) -> None:
 
 def test_a_cluster_without_a_place_is_said(group: Any) -> None:
     group._resources, group._patience = {"CPU": 1, "moon": 1}, 2.0
-    text = (
-        r"^Ray could not place 2 processes with resources \{'CPU': 1, 'moon': 1\} within 2 s; "
-        r"the cluster has \{'CPU': [\d.]+\}\. Remedy: fewer processes, supervise\.resources, more nodes, or "
-        r"supervise\.elastic\.$"
-    )
-    with pytest.raises(LaunchError, match=text):
+    with raises(LaunchError, "'moon': 1"):
         group.start(lambda rank, total, address: [sys.executable, "-c", ""], 2)
 
 

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from error_texts import raises
 
 from jaxpar.app.launch import ray as ray_group
 from jaxpar.app.launch.peers import Peer
@@ -88,13 +89,9 @@ def test_a_ray_that_cannot_be_reached_or_started(
     ray.is_initialized, ray.init = lambda: False, init
     near = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"
     own = {"address": "local", "_node_ip_address": near, "include_dashboard": False}
-    for why, options in (("Could not find any running instance", own), ("ConnectionError", {})):
-        with pytest.raises(LaunchError) as error:
+    for why, options in (("Could", own), ("ConnectionError", {})):
+        with raises(LaunchError, why):
             RayGroup(tmp_path)
-        assert str(error.value) == (
-            f"Ray cannot be reached or started: {why}. Remedy: set RAY_ADDRESS=HOST:PORT of a running cluster, and "
-            "RAY_AUTH_MODE=token if it requires a token."
-        )
         assert calls[-1] == {"log_to_driver": False, **options}
         assert ("RAY_AUTH_MODE" in os.environ) is (options == {})  # a Ray of its own requires a token
         monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
@@ -267,23 +264,17 @@ def test_processes_get_the_environment_and_the_address_of_the_first(
 
 
 @pytest.mark.parametrize(
-    ("first", "text"),
+    ("first", "name"),
     [
-        (
-            _Timeout(),
-            (
-                "Ray could not place 2 processes with resources {'CPU': 1} within 30 s; the cluster has {'CPU': 1.0}. "
-                "Remedy: fewer processes, supervise.resources, more nodes, or supervise.elastic."
-            ),
-        ),
-        (_ActorError("a trace\nRuntimeError: no disk\n"), "Ray could not start 2 processes: RuntimeError: no disk"),
+        (_Timeout(), "CPU"),
+        (_ActorError("a trace\nRuntimeError: no disk\n"), "RuntimeError"),
     ],
 )
 def test_processes_that_are_not_placed_or_started(
-    first: Exception, text: str, group: RayGroup, ray: SimpleNamespace
+    first: Exception, name: str, group: RayGroup, ray: SimpleNamespace
 ) -> None:
     members = [_Member(address=first), _Member(address=("10.0.0.2:6", "b"))]
     _with_members(ray, members)
-    with pytest.raises(LaunchError) as error:
+    with raises(LaunchError, name):
         _start(group)
-    assert str(error.value) == text and ray.killed == members
+    assert ray.killed == members

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType, SimpleNamespace
 
 import pytest
+from error_texts import raises
 
 from jaxpar.app.launch import heartbeat, peers
 from jaxpar.app.launch.exit_codes import ExitCode, exit_code
@@ -419,10 +420,7 @@ def test_a_peer_hears_what_it_knows() -> None:
 
 def test_addresses_and_ports(tmp_path: Path) -> None:
     for address in ("host", ":1", "host:0", "host:70000", "host:x"):
-        with pytest.raises(
-            LaunchError,
-            match=f"^{re.escape(f'--coordinator must be HOST:PORT, such as 127.0.0.1:1234, got {address!r}.')}",
-        ):
+        with raises(LaunchError, "--coordinator", "127.0.0.1:1234"):
             split_address(address)
     import socket
 
@@ -430,23 +428,13 @@ def test_addresses_and_ports(tmp_path: Path) -> None:
         held.bind(("127.0.0.1", 0))
         held.listen()
         address = f"127.0.0.1:{held.getsockname()[1]}"
-        text = (
-            f"the coordinator's address {address} is not available: Address already in use. Remedy: end the process "
-            "that uses the port, or use another port of this host (process 0 runs here)."
-        )
-        with pytest.raises(LaunchError, match=f"^{re.escape(text)}"):
+        with raises(LaunchError, "coordinator's address"):
             check_free(address)
     check_free(f"127.0.0.1:{free_port()}")
-    with pytest.raises(
-        LaunchError, match=r"^process 0 of 1 cannot be started: \[Errno 2\] No such file or directory: '/no/such'"
-    ):
+    with raises(LaunchError, "/no/such"):
         Local(tmp_path).start(lambda rank, total, address: ["/no/such"], 1)
     (tmp_path / "file").touch()
-    text = (
-        f"{tmp_path}/file/logs, the folder of the processes' logs, cannot be created: Not a directory. Remedy: another "
-        "output."
-    )
-    with pytest.raises(LaunchError, match=f"^{re.escape(text)}$"):
+    with raises(LaunchError, "file/logs"):
         Local(tmp_path / "file/logs").start(lambda rank, total, address: ["true"], 1)
 
 
@@ -455,20 +443,18 @@ def test_no_log_is_written_or_read_through_a_link(tmp_path: Path) -> None:
     logs.mkdir()
     dear.write_text("dear")
     group = Local(logs, console=False)
-    for plant, what in (
-        (lambda: group.log(0).symlink_to(dear), f"it is a symbolic link to '{dear}'"),
-        (lambda: group.log(0).symlink_to("../new"), "it is a symbolic link to '../new'"),
-        (lambda: os.mkfifo(group.log(0)), "it is not a regular file"),
+    for plant, name in (
+        (lambda: group.log(0).symlink_to(dear), str(dear)),
+        (lambda: group.log(0).symlink_to("../new"), "'../new'"),
+        (lambda: os.mkfifo(group.log(0)), "regular file"),
     ):
         plant()
-        text = f"{logs}/process-0.log, the log of process 0, cannot be written: {what}. Remedy: delete it."
-        with pytest.raises(LaunchError, match=f"^{re.escape(text)}$") as error:
+        with raises(LaunchError, "logs/process-0.log", name) as error:
             group.start(lambda rank, total, address: ["true"], 1)
         assert exit_code(error.value) is ExitCode.CONFIGURATION and group.tail(0, 5) == []
         group.log(0).unlink()
     logs.rmdir()
     logs.symlink_to(tmp_path, target_is_directory=True)
-    text = f"{logs}, the folder of the processes' logs, is a symbolic link to '{tmp_path}', which is not followed. "
-    with pytest.raises(LaunchError, match=f"^{re.escape(text)}Remedy: delete the link, or another output\\.$"):
+    with raises(LaunchError, "/logs", "which"):
         group.start(lambda rank, total, address: ["true"], 1)
     assert dear.read_text() == "dear" and sorted(file.name for file in tmp_path.iterdir()) == ["dear", "logs"]

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import pytest
+from error_texts import raises
 
 from jaxpar.app.train.launch import profile_settings
 from jaxpar.app.train.profile import Profiler
@@ -46,9 +47,5 @@ def test_a_trace_is_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["10", "a:3", "10:-3", ""])
 def test_a_range_is_two_numbers(text: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with raises(ConfigError, "--profile"):
         profile_settings(text)
-    assert str(caught.value) == (
-        f"--profile must be START:COUNT, the first step and the number of steps, got {text!r}. Remedy: such as "
-        "--profile 10:3."
-    )

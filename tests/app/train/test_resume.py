@@ -19,6 +19,7 @@ import numpy as np
 import optax
 import pytest
 import yaml
+from error_texts import raises
 from profiles import few
 from rich.console import Console
 
@@ -186,18 +187,13 @@ def test_a_step_keeps_the_metric_that_the_best_are_known_by(whole: Path, tmp_pat
     known = {line["step"]: line["heldout_loss"] for line in lines if "heldout_loss" in line}
     assert [check(whole / str(step)).metadata.get("metric") for step in (2, 4, 6)] == [None, known[4], known[6]]
     config = write(tmp_path, "run")
-    never = (
-        f"{config}: checkpoint.best ranks by heldout_loss, which is evaluated every 4 steps, but checkpoints saved "
-        "every 5 steps before step 6 may have none. Remedy: save_interval_steps: 4, or metric: loss."
-    )
-    none = (
-        f"{config}: checkpoint: best: keep must be from 1 to 2,147,483,647, got 0. Remedy: use a number in this range, "
-    )
-    none += "or leave the key out."
-    for change, text in (("checkpoint.save_interval_steps=5", never), ("checkpoint.best.keep=0", none)):
-        with pytest.raises(ConfigError, match=f"^{re.escape(text)}$"):
+    for change, name in (
+        ("checkpoint.save_interval_steps=5", "heldout_loss"),
+        ("checkpoint.best.keep=0", "checkpoint: best: keep"),
+    ):
+        with raises(ConfigError, name):
             saver(config, change)
-    with pytest.raises(ConfigError, match=r"best: metric must be 'heldout_loss' or 'loss', got 'accuracy'"):
+    with raises(ConfigError, "heldout_loss", "accuracy"):
         saver(config, "checkpoint.best.metric=accuracy")
     with saver(
         config,
@@ -229,32 +225,18 @@ def test_what_keeps_a_run_from_going_on_is_said(whole: Path, tmp_path: Path) -> 
     shutil.copytree(whole, copy)
     at = f"checkpoint.directory={copy}"
 
-    def refused(kind: type[Exception], *changes: str) -> str:
-        with pytest.raises(kind) as error, saver(file, *changes) as one:
+    def refused(kind: type[Exception], *changes: str, name: str) -> None:
+        with raises(kind, name), saver(file, *changes) as one:
             one.restore()
-        return str(error.value)
 
-    assert refused(CheckpointError, "checkpoint.resume=required") == (
-        f"checkpoint: resume is required, but {tmp_path}/run/checkpoints has no checkpoint. Remedy: set "
-        "checkpoint.directory to that of the run to resume, or resume: auto."
-    )
-    assert refused(ConfigError, at, "checkpoint.resume=never") == (
-        f"checkpoint: resume is never, but {copy} has steps [2, 4, 6] of another run. Remedy: another directory, or "
-        "resume: auto."
-    )
-    assert "is at step 6, beyond train.steps=5." in refused(CheckpointError, at, "train.steps=5")
-    assert refused(ConfigError, "checkpoint.save_interval_minutes=1") == (
-        f"{file}: checkpoint.save_interval_steps=2 and checkpoint.save_interval_minutes=1 are mutually exclusive. "
-        "Remedy: leave one out."
-    )
-    assert refused(ConfigError, "checkpoint.keep=0") == (
-        f"{file}: checkpoint: keep must be from 1 to 2,147,483,647, got 0. Remedy: use a number in this range, or "
-        "leave the key out."
-    )
-    other = refused(CheckpointError, at, "model.args={width: 16}")
-    assert "does not match the state to restore:" in other and "params/words is float32[256, 8] in the" in other
+    refused(CheckpointError, "checkpoint.resume=required", name="checkpoint: resume")
+    refused(ConfigError, at, "checkpoint.resume=never", name="checkpoint: resume")
+    refused(CheckpointError, at, "train.steps=5", name="train.steps")
+    refused(ConfigError, "checkpoint.save_interval_minutes=1", name="checkpoint.save_interval_minutes=1")
+    refused(ConfigError, "checkpoint.keep=0", name="keep")
+    refused(CheckpointError, at, "model.args={width: 16}", name="params/words")
     with jp.CheckpointManager(copy):
-        assert f"{copy} is in use by another run (process {os.getpid()}" in refused(CheckpointError, at)
+        refused(CheckpointError, at, name=f"process {os.getpid()}")
     with saver(file, at, "train.steps=9") as one:
         found = one.restore()
         assert found is not None and found.step == 6 and one.disk(found) is None
@@ -264,7 +246,7 @@ def test_what_keeps_a_run_from_going_on_is_said(whole: Path, tmp_path: Path) -> 
     stream = batches(range(400), batch=8, seq=16, seed=1)
     position = for_this_process({**found.manifest.metadata["position"]}, stream)
     position["fingerprint"]["process_count"] = 4
-    with pytest.raises(DataError, match="belongs to another run: .*seed was 0, is now 1"):
+    with raises(DataError, "content was", "400"):
         stream.set_state(for_this_process(position, stream))
     stream.close()
 

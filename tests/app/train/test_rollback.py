@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import io
 import json
-import re
 import shutil
 import signal
 from collections.abc import Collection, Iterator
@@ -17,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 import yaml
+from error_texts import raises
 from rich.console import Console
 
 import jaxpar as jp
@@ -230,15 +230,9 @@ def test_a_pipeline_that_is_not_emptied_goes_back_with_all_that_is_on_its_way(ra
 
 @pytest.mark.slow
 def test_a_run_that_went_back_too_often_or_has_nowhere_to_go_says_so(ran: Any, tmp_path: Path) -> None:
-    what = "step 5 was not finite, first in the loss; the parameters are finite. No update was applied, and"
-    text = (
-        f"{what} the run was rolled back 1 time, as often as train.max_rollbacks=1 allows. Remedy: a smaller "
-        f"optimizer.learning_rate"
-    )
-    with pytest.raises(DivergedError, match=f"^{re.escape(text)}"):
+    with raises(DivergedError, "step 5", "train.max_rollbacks=1"):
         ran("often", nan, "train.max_consecutive_nonfinite=1", "train.max_rollbacks=1", bad={6, 7})
-    text = f"{what.replace('5', '1')} there is no undamaged checkpoint before step 1 to roll back to. Remedy: "
-    with pytest.raises(DivergedError, match=f"^{re.escape(text)}"):
+    with raises(DivergedError, "before step 1"):
         ran("early", nan, "train.max_consecutive_nonfinite=1", bad={1})
     assert steps_in(tmp_path / "early/checkpoints") == []
 

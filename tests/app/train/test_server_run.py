@@ -18,6 +18,7 @@ import numpy as np
 import optax
 import pytest
 import yaml
+from error_texts import raises
 
 import jaxpar as jp
 from jaxpar.app.config import load_run
@@ -48,54 +49,26 @@ def _file(folder: Path, **changes: Any) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("settings", "text"),
+    ("settings", "name"),
     [
-        (
-            ["optimizer.name=one_bit_adam"],
-            (
-                "optimizer.name: one_bit_adam does not work with parallel.parameter_server, whose servers hold the "
-                "optimizer state. Remedy: leave one of them out."
-            ),
-        ),
-        (
-            ["train.init_from=x"],
-            (
-                "train.init_from does not work with parallel.parameter_server, whose servers hold the optimizer state. "
-                "Remedy: leave one of them out."
-            ),
-        ),
-        (
-            ["data.batch=10"],
-            (
-                "data.batch=10 is divided among the 4 workers of parallel.parameter_server, and is not a multiple of "
-                "4. Remedy: data.batch: 12."
-            ),
-        ),
+        (["optimizer.name=one_bit_adam"], "optimizer.name"),
+        (["train.init_from=x"], "train.init_from"),
+        (["data.batch=10"], "data.batch"),
     ],
 )
-def test_runs_that_servers_do_not_train(settings: list[str], text: str, tmp_path: Path) -> None:
+def test_runs_that_servers_do_not_train(settings: list[str], name: str, tmp_path: Path) -> None:
     file = _file(tmp_path)
-    with pytest.raises(ConfigError) as error:  # every command reads the configuration so
+    with raises(ConfigError, name):  # every command reads the configuration so
         load_run(file, [*settings, "parallel.parameter_server={servers: 2, workers: 4}"])
-    assert str(error.value) == f"{file}: {text}"
-    with pytest.raises(ConfigError) as error:
+    with raises(ConfigError, name):
         go(file, settings, LaunchOptions(servers=2, workers=4))
-    assert str(error.value) == f"{file}: {text}"
 
 
 def test_bad_numbers_and_options(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as error:
+    with raises(ConfigError, "run.yaml", "parameter_server: servers must"):
         go(_file(tmp_path), (), LaunchOptions(servers=0))
-    assert str(error.value) == (
-        f"{tmp_path / 'run.yaml'}: parallel: parameter_server: servers must be from 1 to 65,536, got 0. Remedy: use a "
-        "number in this range, or leave the key out."
-    )
-    with pytest.raises(LaunchError) as launch:
+    with raises(LaunchError, "--processes", "share"):
         go(_file(tmp_path), (), LaunchOptions(processes=2, workers=2))
-    assert str(launch.value) == (
-        "--processes is for processes that share one model, but this run has parameter servers and workers. Remedy: "
-        "leave it out; --workers N sets the number of workers."
-    )
 
 
 LINEAR = """

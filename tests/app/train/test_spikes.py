@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import signal
 import threading
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from error_texts import raises
 
 from jaxpar.app.config import load_run
 from jaxpar.app.train import process_sync
@@ -285,22 +285,19 @@ def test_outside_of_the_main_thread_no_handler_is_set() -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "text"),
+    ("setting", "name"),
     [
-        ("train.max_rollbacks=-1", "train: max_rollbacks must be from 0 to 2,147,483,647, got -1."),
-        ("train.spike={sigmas: 3, factor: 2}",
-         ("train.spike.sigmas=3 and train.spike.factor=2 are mutually exclusive: both define a spike. Remedy: leave "
-         "one out.")),
-        ("train.spike={factor: 1}", "train: spike: factor must be above 1, at most 1e+38, got 1."),
-        ("train.spike={sigmas: 0}", "train: spike: sigmas must be above 0, at most 1e+38, got 0."),
-        ("train.spike={window: 1}", "train: spike: window must be from 2 to 1,048,576, got 1."),
-        ("train.spike={patience: 0}", "train: spike: patience must be from 1 to 2,147,483,647, got 0."),
-        ("train.straggler={factor: 1}", "train: straggler: factor must be above 1, at most 1e+38, got 1."),
-        ("train.straggler={every: 0}", "train: straggler: every must be from 1 to 2,147,483,647, got 0."),
+        ("train.max_rollbacks=-1", "train: max_rollbacks"),
+        ("train.spike={sigmas: 3, factor: 2}", "train.spike.sigmas=3"),
+        ("train.spike={factor: 1}", "spike: factor"),
+        ("train.spike={sigmas: 0}", "spike: sigmas"),
+        ("train.spike={window: 1}", "spike: window"),
+        ("train.spike={patience: 0}", "spike: patience"),
+        ("train.straggler={factor: 1}", "straggler: factor"),
+        ("train.straggler={every: 0}", "straggler: every"),
     ],
-)  # fmt: skip
-def test_keys_that_make_no_sense_are_named(setting: str, text: str) -> None:
+)
+def test_keys_that_make_no_sense_are_named(setting: str, name: str) -> None:
     file = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
-    text += "" if "Remedy" in text else " Remedy: use a number in this range, or leave the key out."
-    with pytest.raises(ConfigError, match=f"^{re.escape(f'{file}: {text}')}$"):
+    with raises(ConfigError, name):
         load_run(file, [setting])

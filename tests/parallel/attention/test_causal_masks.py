@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 from attention_reference import MESHES, arrays, compiled, masks
 from covers import covering
+from error_texts import raises
 from hypothesis import given
 from hypothesis import strategies as st
 from profiles import examples, few
@@ -113,15 +113,11 @@ def test_a_prefix_shows_its_own_tokens_to_each_other_and_no_others(impl: str) ->
     ids=str,
 )
 def test_a_causal_mask_drops_no_tokens_behind(words: dict[str, Any], remedy: tuple[Any, Any]) -> None:
-    text = (
-        f"mask: window {remedy!r} shows tokens after the query, but the mask is causal. Remedy: use "
-        f"causal=False for a two-sided mask, or window=({remedy[0]}, 0) for a causal one."
-    )
-    with pytest.raises(ConfigError, match=f"^{re.escape(text)}$"):
+    with raises(ConfigError, f"mask: window {remedy!r}".rsplit(maxsplit=1)[0]):
         jp.Mask(**words)
 
 
 def test_causal_beside_no_limit_behind_limits_nothing() -> None:
     assert jp.Mask(causal=True, window=(3, None)).sides == (3, 0)
-    with pytest.raises(ConfigError, match=r"^mask: window \(3, 5\) shows tokens after the query"):
+    with raises(ConfigError, "mask: window"):
         replace(jp.Mask(causal=False, window=(3, 5)), causal=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 from attention_reference import masks
+from error_texts import raises
 from hypothesis import given
 from hypothesis import strategies as st
 from interpreters import python
@@ -146,65 +146,29 @@ def test_the_report() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "call", "text"),
+    ("error", "call", "name"),
     [
-        (
-            ConfigError,
-            lambda: jp.context.balance(CAUSAL, 16, 2, impl="rings"),
-            (
-                "balance: unknown impl 'rings'. Did you mean 'ring'? The implementations are: ring, "
-                "ring_self_attention, gather, ulysses, hybrid."
-            ),
-        ),
-        (
-            LayoutError,
-            lambda: jp.context.balance(CAUSAL, 16, 2, np.arange(8)),
-            (
-                "balance: order must be a permutation of 16 positions, got int64[8]. Remedy: use "
-                "jp.context.balanced_packing(...), or a name: 'zigzag', 'striped', 'contiguous'."
-            ),
-        ),
-        (
-            LayoutError,
-            lambda: jp.context.balance(CAUSAL, 16, 3, np.arange(16)),
-            "balance: 16 tokens cannot be split evenly over 3 devices. Remedy: use a multiple of 3 tokens.",
-        ),
+        (ConfigError, lambda: jp.context.balance(CAUSAL, 16, 2, impl="rings"), "ring_self_attention"),
+        (LayoutError, lambda: jp.context.balance(CAUSAL, 16, 2, np.arange(8)), "balance: order"),
+        (LayoutError, lambda: jp.context.balance(CAUSAL, 16, 3, np.arange(16)), "balance: 16"),
         (
             LayoutError,
             lambda: jp.context.balance(CAUSAL, 16, 2, segment_ids=np.zeros((1, 16), int)),
-            "balance: segment_ids must be integers [16], one per token of one sequence, got int64[1, 16].",
+            "balance: segment_ids",
         ),
-        (
-            LayoutError,
-            lambda: jp.context.balance(CAUSAL, 16, 4, impl="hybrid", ulysses=3),
-            (
-                "balance: impl 'hybrid' on 4 devices does not support ulysses=3. Remedy: with impl='hybrid' use a "
-                "divisor of 4, 2 or more; with another impl use ulysses=1."
-            ),
-        ),
-        (
-            LayoutError,
-            lambda: jp.context.balanced_packing(np.zeros(32, int), 8),
-            (
-                "balanced_packing: 32 tokens cannot be split evenly into 8 pieces for each of 8 devices. Remedy: use a "
-                "multiple of 64 tokens or chunks=4."
-            ),
-        ),
-        (
-            ConfigError,
-            lambda: jp.context.balanced_packing(np.zeros(32, int), 4, chunks=3),
-            "balanced_packing: chunks must be an even number >= 2, got 3.",
-        ),
+        (LayoutError, lambda: jp.context.balance(CAUSAL, 16, 4, impl="hybrid", ulysses=3), "ulysses=3"),
+        (LayoutError, lambda: jp.context.balanced_packing(np.zeros(32, int), 8), "32"),
+        (ConfigError, lambda: jp.context.balanced_packing(np.zeros(32, int), 4, chunks=3), "balanced_packing: chunks"),
         (
             ConfigError,
             lambda: jp.context.balanced_packing(np.zeros(64, int), 4, impl="ulysses"),
-            "balanced_packing: impl must be 'ring' or 'gather', got 'ulysses'.",
+            "balanced_packing: impl",
         ),
     ],
     ids=["impl", "order", "ways", "segments", "groups", "pieces", "chunks", "balancer's impl"],
 )
-def test_errors_say_what_is_wanted(error: type[Exception], call: Any, text: str) -> None:
-    with pytest.raises(error, match=f"^{re.escape(text)}$"):
+def test_errors_say_what_is_wanted(error: type[Exception], call: Any, name: str) -> None:
+    with raises(error, name):
         call()
 
 
@@ -257,28 +221,18 @@ def test_attention_in_a_given_order_is_attention() -> None:
 
 
 @pytest.mark.parametrize(
-    ("order", "text"),
+    ("order", "name"),
     [
-        (
-            np.arange(8),
-            (
-                "attention: the queries' sequence has 16 tokens, but order has 8 positions. Remedy: pass one position "
-                "for each token of all devices, as jp.context.balanced_packing(...) returns them, and as many keys as "
-                "queries."
-            ),
-        ),
-        (
-            np.arange(16)[None],
-            "attention: order must be a name, or the position of each token as integers [seq], got int32[1, 16].",
-        ),
+        (np.arange(8), "queries'"),
+        (np.arange(16)[None], "attention: order"),
     ],
     ids=["length", "shape"],
 )
 @pytest.mark.parametrize("impl", ["ring", "dense"])
-def test_a_given_order_fits_the_sequence(impl: Any, order: Any, text: str) -> None:
+def test_a_given_order_fits_the_sequence(impl: Any, order: Any, name: str) -> None:
     x = np.zeros((1, 16, 2, 4), np.float32)
     layout = jp.Layout(jp.MeshSpec(context=2).build(jax.devices()[:2]), jp.Rules(seq="context", **dict.fromkeys(REST)))
-    with layout, pytest.raises(LayoutError, match=f"^{re.escape(text)}"):
+    with layout, raises(LayoutError, name):
         jax.eval_shape(lambda x: jp.attention(x, x, x, impl=impl, order=order), x)
 
 
@@ -323,8 +277,7 @@ def test_colours_are_of_the_queries_device_and_pale_where_masked() -> None:
 
 @pytest.mark.usefixtures("no_matplotlib")
 def test_without_matplotlib_the_error_names_the_extra() -> None:
-    text = "draw_mask() needs the package 'matplotlib', which is not installed. Remedy: pip install 'jaxpar[plots]'."
-    with pytest.raises(MissingExtraError, match=f"^{re.escape(text)}$"):
+    with raises(MissingExtraError, "draw_mask()"):
         jp.context.draw_mask(CAUSAL, seq=16)
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from error_texts import raises
 from jax.sharding import PartitionSpec as P
 from split_arrays import MESHES, QUICK, SEQ, arrays, layout
 
@@ -97,186 +97,48 @@ def test_what_attention_made_is_kept_so_that_the_ring_does_not_run_again(monkeyp
 
 
 @pytest.mark.parametrize(
-    ("sizes", "options", "kind", "text"),
+    ("sizes", "options", "kind", "name"),
     [
-        (
-            {"context": 4},
-            {"impl": "ring", "order": "zigzag", "seq": 20},
-            LayoutError,
-            (
-                "attention: the queries' sequence has 20 tokens, but order 'zigzag' over 4 devices requires a multiple "
-                "of 8. Remedy: use pad=True (adds 4 masked tokens), or order='striped', which requires a multiple of 4."
-            ),
-        ),
-        (
-            {"ulysses": 8},
-            {"impl": "ulysses"},
-            LayoutError,
-            (
-                "attention: 4 query heads cannot be exchanged among 8 devices over 'ulysses'. Remedy: use a number of "
-                "devices that divides them (1, 2, 4), or impl='ring', which supports any number."
-            ),
-        ),
-        (
-            {"context": 4},
-            {"impl": "hybrid"},
-            LayoutError,
-            (
-                "attention(impl='hybrid'): the sequence is sharded over 'context', but it must be sharded over the "
-                "axes of a ring, followed by 'ulysses' to exchange heads. Remedy: use a rule seq=('context', "
-                "'ulysses') on a mesh with both axes, or impl='ring' or 'ulysses'."
-            ),
-        ),
-        (
-            {"data": 1},
-            {"dropout": 0.1},
-            ConfigError,
-            (
-                "attention: dropout is 0.1, but no key is given. Remedy: pass key=jax.random.key(...), a new one in "
-                "every step, or dropout=0."
-            ),
-        ),
-        (
-            {"ulysses": 4},
-            {"impl": "ulysses", "order": "zigzag"},
-            LayoutError,
-            (
-                "attention(impl='ulysses'): order 'zigzag' applies to the devices of a ring, but there is no ring: the "
-                "sequence is exchanged for heads over 'ulysses'. Remedy: use impl='ring' or 'hybrid', or "
-                "order='contiguous' for tokens in their natural order."
-            ),
-        ),
-        (
-            {"data": 1},
-            {"dropout": 1.0},
-            ConfigError,
-            "attention: dropout must be a fraction >= 0 and < 1, got 1.0.",
-        ),
-        ({"data": 1}, {"softcap": 0}, ConfigError, "attention: softcap must be a number > 0, got 0."),
-        (
-            {"data": 1},
-            {"segment_ids": np.zeros((2, 3), int)},
-            LayoutError,
-            ("attention: segment_ids of the queries must be integers [2, 24], one per token, got int32[2, 3]."),
-        ),
-        (
-            {"data": 1},
-            {"bias": np.zeros((1, 3, 24, 24))},
-            LayoutError,
-            (
-                "attention: bias must have the shape [2 or 1, 4 or 1, 24, 24] (batch, heads, queries, keys), got [1, "
-                "3, 24, 24]."
-            ),
-        ),
-        (
-            {"data": 1},
-            {"sinks": np.zeros(3)},
-            LayoutError,
-            "attention: sinks must be one number for each of 4 query heads, got shape [3].",
-        ),
-        (
-            {"data": 1},
-            {"prefix": np.zeros(3, int)},
-            LayoutError,
-            "attention: prefix must be one number, or one for each of 2 sequences, got shape [3].",
-        ),
-        (
-            {"data": 1},
-            {"casual": True},
-            ConfigError,
-            "attention: unknown option 'casual'. Did you mean 'causal'? The options are: causal, mask,",
-        ),
-        (
-            {"data": 1},
-            {"impl": "rings"},
-            ConfigError,
-            "attention: unknown impl 'rings'. Did you mean 'ring'? The implementations are: auto, dense,",
-        ),
-        (
-            {"context": 4},
-            {"impl": "ring", "order": "zigzagged"},
-            ConfigError,
-            "attention: unknown order 'zigzagged'. Did you mean 'zigzag'? The orders are: contiguous, zigzag, striped.",
-        ),
-        (
-            {"context": 4},
-            {"impl": "ring", "kv_grad_dtype": "float16"},
-            ConfigError,
-            "attention: kv_grad_dtype must be 'float32' or 'bfloat16', got 'float16'. Did you mean 'bfloat16'?",
-        ),
-        (
-            {"context": 4},
-            {"impl": "ring", "keep_gathered_kv": True},
-            ConfigError,
-            (
-                "attention(impl='ring'): keep_gathered_kv=True keeps gathered keys and values for the backward pass, "
-                "but only impl 'gather' gathers them. Remedy: use impl='gather', or leave keep_gathered_kv out."
-            ),
-        ),
-        (
-            {"context": 4},
-            {"impl": "gather", "keep_gathered_kv": "all"},
-            ConfigError,
-            "attention: keep_gathered_kv must be True or False, got 'all'.",
-        ),
-        (
-            {"data": 1},
-            {"keys": 32},
-            LayoutError,
-            (
-                "attention: 24 queries and 32 keys under a mask that compares their positions, but the position of the "
-                "first query is unknown. Remedy: pass q_offset=8 if the last query is at the last key, q_offset=0 if "
-                "the first query is at the first key, or causal=False."
-            ),
-        ),
-        (
-            {"data": 1},
-            {"kv_heads": 3},
-            LayoutError,
-            "attention: 4 query heads are not a multiple of 3 key heads, so they cannot share the key heads evenly.",
-        ),
-        (
-            {"data": 1},
-            {"mask": jp.Mask(causal=True), "causal": False},
-            ConfigError,
-            (
-                "attention: causal is False, but the mask has causal=True. Remedy: leave causal out, or set it in the "
-                "mask."
-            ),
-        ),
-        (
-            {"data": 1},
-            {"mask": "causal"},
-            ConfigError,
-            "attention: mask must be a jp.Mask or a function of two positions, got str.",
-        ),
+        ({"context": 4}, {"impl": "ring", "order": "zigzag", "seq": 20}, LayoutError, "queries'"),
+        ({"ulysses": 8}, {"impl": "ulysses"}, LayoutError, "among 8"),
+        ({"context": 4}, {"impl": "hybrid"}, LayoutError, "context"),
+        ({"data": 1}, {"dropout": 0.1}, ConfigError, "0.1"),
+        ({"ulysses": 4}, {"impl": "ulysses", "order": "zigzag"}, LayoutError, "attention(impl='ulysses')"),
+        ({"data": 1}, {"dropout": 1.0}, ConfigError, "1.0"),
+        ({"data": 1}, {"softcap": 0}, ConfigError, "attention: softcap"),
+        ({"data": 1}, {"segment_ids": np.zeros((2, 3), int)}, LayoutError, "attention: segment_ids"),
+        ({"data": 1}, {"bias": np.zeros((1, 3, 24, 24))}, LayoutError, "attention: bias"),
+        ({"data": 1}, {"sinks": np.zeros(3)}, LayoutError, "attention: sinks"),
+        ({"data": 1}, {"prefix": np.zeros(3, int)}, LayoutError, "attention: prefix"),
+        ({"data": 1}, {"casual": True}, ConfigError, "casual"),
+        ({"data": 1}, {"impl": "rings"}, ConfigError, "rings"),
+        ({"context": 4}, {"impl": "ring", "order": "zigzagged"}, ConfigError, "zigzagged"),
+        ({"context": 4}, {"impl": "ring", "kv_grad_dtype": "float16"}, ConfigError, "attention: kv_grad_dtype"),
+        ({"context": 4}, {"impl": "ring", "keep_gathered_kv": True}, ConfigError, "keep_gathered_kv=True"),
+        ({"context": 4}, {"impl": "gather", "keep_gathered_kv": "all"}, ConfigError, "attention: keep_gathered_kv"),
+        ({"data": 1}, {"keys": 32}, LayoutError, "attention: 24"),
+        ({"data": 1}, {"kv_heads": 3}, LayoutError, "of 3"),
+        ({"data": 1}, {"mask": jp.Mask(causal=True), "causal": False}, ConfigError, "attention: causal"),
+        ({"data": 1}, {"mask": "causal"}, ConfigError, "attention: mask"),
     ],
     ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else "",
 )
 def test_what_does_not_fit_is_an_error(
-    sizes: dict[str, int], options: dict[str, Any], kind: type[Exception], text: str
+    sizes: dict[str, int], options: dict[str, Any], kind: type[Exception], name: str
 ) -> None:
     options = dict(options)
     x = arrays(options.pop("kv_heads", 2), options.pop("seq", SEQ), options.pop("keys", None))
-    with layout(**sizes), pytest.raises(kind, match=f"^{re.escape(text)}"):
+    with layout(**sizes), raises(kind, name):
         jp.attention(*x, **options)
 
 
 def test_the_local_form_says_what_it_misses() -> None:
     x = arrays(2)
-    text = (
-        "attention_local: 'context' is not a manual axis here; the manual axes are: none. Remedy: call it inside "
-        "jax.shard_map over 'context', or call jp.attention outside."
-    )
-    with pytest.raises(LayoutError, match=f"^{re.escape(text)}"):
+    with raises(LayoutError, "attention_local"):
         jp.context.attention_local(*x)
-    text = "attention_local: impl 'dense' is only valid for global arrays. Remedy: use one of flash, gather,"
-    with pytest.raises(ConfigError, match=f"^{re.escape(text)}"):
+    with raises(ConfigError, "attention_local"):
         jp.context.attention_local(*x, impl="dense")
     mesh, spec = jp.MeshSpec(context=4).build(jax.devices()[:4]), P(None, "context")
     local = lambda q, k, v: jp.context.attention_local(q, k, v, bias=jnp.zeros((1, 1, q.shape[1], k.shape[1])))
-    text = (
-        "attention: bias must have the shape [2 or 1, 4 or 1, 6, 24] (batch, heads, queries, keys), got [1, 1, 6, 6]."
-    )
-    with pytest.raises(LayoutError, match=f"^{re.escape(text)}"):
+    with raises(LayoutError, "attention: bias"):
         jax.eval_shape(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec), *x)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from error_texts import raises
 from one_step import SGD, initial
 from profiles import few
 
@@ -100,58 +101,24 @@ def test_a_size_is_each_compilers_own_option() -> None:
 
 
 ERRORS = {
-    "a word": (
-        lambda: jp.overlap.CollectiveFusion(reduce="much"),
-        "fusion: reduce must be 'auto', a size such as '64MiB', or a list of layers, got 'much'.",
-    ),
-    "layers that fall": (
-        lambda: jp.overlap.CollectiveFusion(scatter=(4, 2)),
-        "fusion: scatter must be a list of increasing layers from 1 on, each of which begins a group, got [4, 2].",
-    ),
-    "layers that are not there": (
-        lambda: found(0, reduce=(2, 4)),
-        "fusion: reduce is [2, 4], but the model has 4 layers, so no group begins at 4. Remedy: use numbers below 4.",
-    ),
-    "a compiler without sizes": (
-        lambda: found(0, reduce="1MiB"),
-        (
-            "fusion: reduce is 1048576 bytes, but the compiler for cpu has no such option. Remedy: use a list of "
-            "layers that begin groups, or auto."
-        ),
-    ),
-    "scatters on TPU": (
-        lambda: jp.overlap.CollectiveFusion(scatter=0).compiler_options(on("v5e:2x4")),
-        (
-            "fusion: scatter is 0 bytes, but the compiler for tpu has no such option. Remedy: use a list of layers "
-            "that begin groups, or auto."
-        ),
-    ),
-    "gradients reduced by the compiler": (
-        lambda: found(2, scatter=(2,)),
-        (
-            "fusion: scatter is [2], but here the compiler decides where it reduces gradients. Remedy: set "
-            "grad_reduction='per_step' (ZeRO stage 1), or set fusion.scatter to a size or auto."
-        ),
-    ),
-    "nothing to scatter": (
-        lambda: found(0, scatter=(2,)),
-        "fusion: scatter is [2], but nothing is scattered here. Remedy: leave fusion.scatter out.",
-    ),
+    "a word": (lambda: jp.overlap.CollectiveFusion(reduce="much"), "64MiB"),
+    "layers that fall": (lambda: jp.overlap.CollectiveFusion(scatter=(4, 2)), "[4"),
+    "layers that are not there": (lambda: found(0, reduce=(2, 4)), "4]"),
+    "a compiler without sizes": (lambda: found(0, reduce="1MiB"), "1048576"),
+    "scatters on TPU": (lambda: jp.overlap.CollectiveFusion(scatter=0).compiler_options(on("v5e:2x4")), "is 0"),
+    "gradients reduced by the compiler": (lambda: found(2, scatter=(2,)), "[2], but here"),
+    "nothing to scatter": (lambda: found(0, scatter=(2,)), "[2], but nothing"),
     "no layers": (
         lambda: found(
             0, lambda key: {name: x if name == "last" else x.value for name, x in make(key).items()}, reduce=(2,)
         ),
-        (
-            "fusion: groups consist of layers, but no parameter has 'layers' as its first dim. Remedy: use a size, or "
-            "auto."
-        ),
+        "fusion: groups",
     ),
 }
 
 
 @pytest.mark.parametrize("case", ERRORS)
 def test_what_cannot_be_put_together_so_is_refused(case: str) -> None:
-    wrong, text = ERRORS[case]
-    with pytest.raises(ConfigError) as error:
+    wrong, name = ERRORS[case]
+    with raises(ConfigError, name):
         wrong()
-    assert str(error.value) == text

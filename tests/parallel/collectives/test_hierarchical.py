@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from covers import covering
+from error_texts import raises
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
@@ -145,9 +146,5 @@ def test_pieces_that_do_not_come_out_even() -> None:
         in_specs=P(("data", "model")),
         out_specs=P(("data", "model")),
     )
-    with pytest.raises(LayoutError) as error:
+    with raises(LayoutError, "all_to_all_local()"):
         jax.eval_shape(swap, jnp.zeros((8, 12)))
-    assert str(error.value) == (
-        "all_to_all_local(): dim 1 of an array of shape (1, 12) cannot be split into 8 equal pieces, one for each "
-        "device over data, model. Remedy: pad it to a multiple of 8."
-    )

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from covers import covering
+from error_texts import raises
 from jax.sharding import PartitionSpec as P
 from one_step import SGD, check_grads, initial, layout_of, one_step
 
@@ -339,51 +340,17 @@ def test_updates_of_the_bias_balance_the_choices() -> None:
 
 
 WRONG: dict[str, tuple[Any, str]] = {
-    "per": (
-        lambda r: load_balance_loss(r, "sequences"),
-        (
-            "load_balance_loss: per must be 'batch', 'sequence' or 'global', got 'sequences'. Did you mean 'sequence'? "
-            "Remedy: use 'batch' for Mixtral's loss, 'sequence' for DeepSeek-V3's."
-        ),
-    ),
-    "dims": (
-        lambda r: router_z_loss(route(r.logits[0])),
-        (
-            "routing: the logits must be [batch, seq, experts], got shape [8, 8]. Remedy: reshape them before the "
-            "Router is called; a batch without sequences is [batch, 1, experts]."
-        ),
-    ),
-    "mask": (
-        lambda r: expert_counts(r, jnp.ones(ROWS)),
-        "routing: mask must be [batch, seq], here [16, 8], got shape [16]. Remedy: pass one weight per token.",
-    ),
-    "counts that are not read": (
-        lambda r: load_balance_loss(r, counts=jnp.ones(EXPERTS)),
-        (
-            "load_balance_loss: counts must be left out with per='batch', got an array. Remedy: use per='global', "
-            "which takes the fractions from counts."
-        ),
-    ),
-    "counts": (
-        lambda r: load_balance_loss(r, "global", counts=jnp.ones(3)),
-        (
-            "load_balance_loss: counts must be of shape [8], one number per expert, got shape [3]. Remedy: pass the "
-            "sum of expert_counts(routing) over microbatches."
-        ),
-    ),
-    "bias": (
-        lambda r: update_bias(jnp.ones(4), expert_counts(r), 0.1),
-        (
-            "update_bias: counts must be of the shape of bias, [experts], got [8] and [4]. Remedy: pass the bias and "
-            "expert_counts(routing) of one layer."
-        ),
-    ),
+    "per": (lambda r: load_balance_loss(r, "sequences"), "load_balance_loss: per"),
+    "dims": (lambda r: router_z_loss(route(r.logits[0])), "8]"),
+    "mask": (lambda r: expert_counts(r, jnp.ones(ROWS)), "routing: mask"),
+    "counts that are not read": (lambda r: load_balance_loss(r, counts=jnp.ones(EXPERTS)), "per='batch'"),
+    "counts": (lambda r: load_balance_loss(r, "global", counts=jnp.ones(3)), "[3]"),
+    "bias": (lambda r: update_bias(jnp.ones(4), expert_counts(r), 0.1), "update_bias: counts"),
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_arguments(name: str) -> None:
     call, text = WRONG[name]
-    with pytest.raises(ConfigError) as found:
+    with raises(ConfigError, text):
         call(routed(0)[1])
-    assert str(found.value) == text

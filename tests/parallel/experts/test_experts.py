@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from error_texts import raises
 
 import jaxpar as jp
 from jaxpar.errors import ConfigError, LayoutError
@@ -129,12 +130,8 @@ def test_int8_weights_are_multiplied_as_integers(name: str, options: dict[str, A
         with LAYOUTS[name]():
             close(jax.jit(lambda x: mixture(made, x, 2, **options))(x), dense(same, x, 2), 1e-6)
             wrong = {**made, "gate": jp.inference.Int8.of(w["gate"], [-1])}
-            with pytest.raises(ConfigError) as error:
+            with raises(ConfigError, "Int8", "got [-1]"):
                 jax.eval_shape(lambda: mixture(wrong, x, 2, **options))
-    assert str(error.value) == (
-        "experts: an Int8 weight must share its scales along the dim that a product sums over, -2 of [experts, k, n], "
-        "got [-1]. Remedy: Int8.of(w, [-2])."
-    )
 
 
 @pytest.mark.slow
@@ -278,70 +275,35 @@ def test_explain_says_where_the_experts_are_and_how_rows_travel() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "text"),
+    ("options", "name"),
     [
-        (
-            {"dispatch": "rugged"},
-            (
-                "experts: dispatch must be one of auto, ragged, deduplicated, gather, all_to_all, got 'rugged'. Did "
-                "you mean 'ragged'?"
-            ),
-        ),
-        (
-            {"capacity_factor": 0},
-            (
-                "experts: capacity_factor must be a number above 0, or None to drop nothing, got 0. Remedy: 1.25 gives "
-                "each expert a quarter more rows than its share."
-            ),
-        ),
-        (
-            {"dispatch": "all_to_all"},
-            (
-                "experts: dispatch 'all_to_all' sends the same number of rows to every expert, so it requires a "
-                "capacity_factor. Remedy: capacity_factor=1.25, or dispatch='ragged', which drops nothing."
-            ),
-        ),
-        ({"pieces": 0}, "experts: pieces must be a number of pieces >= 1, got 0."),
-        (
-            {"pieces": 3},
-            (
-                "experts: a device's 8 tokens cannot be cut into 3 pieces. Remedy: a number of pieces that divides 8, "
-                "or leave pieces out."
-            ),
-        ),
+        ({"dispatch": "rugged"}, "rugged"),
+        ({"capacity_factor": 0}, "experts: capacity_factor"),
+        ({"dispatch": "all_to_all"}, "'all_to_all'"),
+        ({"pieces": 0}, "experts: pieces"),
+        ({"pieces": 3}, "device's"),
     ],
 )
-def test_a_bad_option_is_an_error_with_the_remedy(options: dict[str, Any], text: str) -> None:
+def test_a_bad_option_is_an_error_with_the_remedy(options: dict[str, Any], name: str) -> None:
     w, x = problem(2, np.float32)
-    with LAYOUTS["ep8"](), pytest.raises(ConfigError) as error:
+    with LAYOUTS["ep8"](), raises(ConfigError, name):
         jax.eval_shape(lambda: mixture(w, x, 2, **options))
-    assert str(error.value) == text
 
 
 def test_sizes_that_do_not_fit_are_errors_with_the_remedy() -> None:
     w, x = problem(2, np.float32)
     six = {name: a[:6] if name != "router" else a[:, :6] for name, a in w.items()}
     routing = Chosen(jnp.ones((8, 8, 2)), jnp.zeros((8, 8, 2), jnp.int32))
-    with LAYOUTS["ep4 fsdp2"](), pytest.raises(LayoutError, match="the dim 'experts' has size 6, which is not a"):
+    with LAYOUTS["ep4 fsdp2"](), raises(LayoutError, "experts", "expert=4"):
         jp.experts(x, routing, (six["gate"], IN), (six["up"], IN), (six["down"], OUT), x_dims=X)
-    with LAYOUTS["ep8"](), pytest.raises(ConfigError) as error:
+    with LAYOUTS["ep8"](), raises(ConfigError, "experts: each"):
         chosen = Chosen(jnp.ones((8, 8, 9)), jnp.zeros((8, 8, 9), jnp.int32))
         jp.experts(x, chosen, (w["gate"], IN), (w["up"], IN), (w["down"], OUT), x_dims=X)
-    assert str(error.value) == ("experts: each token chooses 9 experts, but there are 8. Remedy: choose at most 8.")
-    with LAYOUTS["ep8"](), pytest.raises(LayoutError) as mismatch:
+    with LAYOUTS["ep8"](), raises(LayoutError, "expert_mlp", "'embed'"):
         jp.experts(x, routing, (w["gate"], IN), (w["down"][0], OUT[1:]), x_dims=X)
-    assert str(mismatch.value) == (
-        "experts: the first dim of each weight must be the same experts, got ('expert_mlp', 'embed') of shape [20, 16] "
-        "beside ('experts', 'embed', 'expert_mlp') of shape [8, 16, 20]. Remedy: weights [experts, ...] whose first "
-        "dim is called 'experts'."
-    )
     same = layout({"data": 2, "expert": 4}, batch="data")
-    with same, pytest.raises(ConfigError) as equal:
+    with same, raises(ConfigError, "ragged", "'expert'"):
         jax.eval_shape(lambda: mixture(w, x, 2, dispatch="ragged"))
-    assert str(equal.value) == (
-        "experts: dispatch 'ragged' exchanges rows over 'expert', but devices along 'expert' have the same tokens. "
-        "Remedy: dispatch='auto' or 'gather', or rules that shard the batch or the sequence over 'expert' too."
-    )
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from error_texts import raises
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from profiles import examples, few
@@ -211,71 +212,26 @@ def test_each_device_routes_its_own_tokens() -> None:
 
 
 WRONG = {
-    "k > experts": (
-        {"experts": 8, "k": 9},
-        (
-            "Router: k must be at most the number of experts, 8, got 9. Remedy: choose fewer experts per token, or "
-            "add experts."
-        ),
-    ),
-    "k < 1": ({"experts": 8, "k": 0}, "Router: k must be a whole number >= 1, got 0. Remedy: use k=1 or more."),
-    "no experts": (
-        {"experts": True, "k": 1},
-        "Router: experts must be a whole number >= 1, got True. Remedy: use experts=1 or more.",
-    ),
-    "groups": (
-        {"experts": 8, "k": 2, "groups": 3},
-        (
-            "Router: groups must be a divisor of the number of experts, 8, got 3. Remedy: use another number of "
-            "groups, or groups=1."
-        ),
-    ),
-    "groups_per_token": (
-        {"experts": 8, "k": 2, "groups": 4, "groups_per_token": 5},
-        (
-            "Router: groups_per_token must be at most groups, 4, got 5. Remedy: use groups_per_token=4, which does not "
-            "limit the choice, or more groups."
-        ),
-    ),
-    "too few experts in the groups": (
-        {"experts": 8, "k": 3, "groups": 4, "groups_per_token": 1},
-        (
-            "Router: groups_per_token must be at least 2, because a token chooses k=3 experts and a group has 2, "
-            "got 1. Remedy: increase groups_per_token, or use fewer groups or a smaller k."
-        ),
-    ),
-    "score": (
-        {"experts": 8, "k": 2, "score": "softmx"},
-        (
-            "Router: score must be 'softmax' or 'sigmoid', got 'softmx'. Did you mean 'softmax'? Remedy: use "
-            "'softmax' for Mixtral, 'sigmoid' for DeepSeek-V3."
-        ),
-    ),
-    "scale": (
-        {"experts": 8, "k": 2, "scale": 0},
-        "Router: scale must be a number > 0, got 0. Remedy: leave it out for 1.",
-    ),
+    "k > experts": ({"experts": 8, "k": 9}, "9"),
+    "k < 1": ({"experts": 8, "k": 0}, "1, got 0"),
+    "no experts": ({"experts": True, "k": 1}, "Router: experts"),
+    "groups": ({"experts": 8, "k": 2, "groups": 3}, "got 3"),
+    "groups_per_token": ({"experts": 8, "k": 2, "groups": 4, "groups_per_token": 5}, "4"),
+    "too few experts in the groups": ({"experts": 8, "k": 3, "groups": 4, "groups_per_token": 1}, "k=3"),
+    "score": ({"experts": 8, "k": 2, "score": "softmx"}, "Router: score"),
+    "scale": ({"experts": 8, "k": 2, "scale": 0}, "Router: scale"),
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_arguments(name: str) -> None:
     options, text = WRONG[name]
-    with pytest.raises(ConfigError) as found:
+    with raises(ConfigError, text):
         Router(**options)
-    assert str(found.value) == text
 
 
 def test_wrong_shapes() -> None:
-    with pytest.raises(ConfigError) as found:
+    with raises(ConfigError, "Router", "logits"):
         MIXTRAL(jnp.zeros((2, 4, 7)))
-    assert str(found.value) == (
-        "Router: the last dim of logits must be the number of experts, 8, got shape [2, 4, 7]. Remedy: project tokens "
-        "to [..., 8], or set experts of the Router."
-    )
-    with pytest.raises(ConfigError) as found:
+    with raises(ConfigError, "Router: bias"):
         MIXTRAL(jnp.zeros((2, 8)), jnp.zeros((2, 8)))
-    assert str(found.value) == (
-        "Router: bias must be of shape [8], one number per expert, got shape [2, 8]. Remedy: use jnp.zeros(8) as the "
-        "initial bias."
-    )

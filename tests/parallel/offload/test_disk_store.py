@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from error_texts import raises
 
 from jaxpar.errors import DiskError
 from jaxpar.parallel.offload.disk_io import Staging
@@ -24,7 +23,6 @@ from jaxpar.parallel.offload.disk_store import RECORD, Entry, Store
 
 ENTRIES = (Entry("opt_state/mu/up", 3, 192, {"dtype": "float32", "shape": [3, 48]}), Entry("opt_state/mu/last", 1, 64))
 ABOUT = {"mesh": {"data": 8}, "process": "0 of 1"}
-SNAPSHOT = "Remedy: restore a snapshot (restore=), or start with another path."
 # For every n, a child kills itself in the middle of its n-th call that changes the disk (halfway through a write),
 # until one child completes. After each, ``look`` opens the folder, checks it and continues the run.
 RUN = """
@@ -201,88 +199,45 @@ def damaged(store: Store, what: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("what", "text"),
+    ("what", "name"),
     [
-        ("missing", "{file}, which stores opt_state/mu/up, is missing. "),
-        ("short", "{file}, which stores opt_state/mu/up, must have 576 bytes, but has 500. "),
-        (
-            "bit",
-            ("{file}: row 1 of opt_state/mu/up is corrupt: its checksum is {found}, expected {wanted}. "),
-        ),
-        ("record", "{file} is corrupt: its checksum is wrong. "),
-        ("record garbled", "{file} cannot be read. "),
+        ("missing", "opt_state/mu/up"),
+        ("short", "500"),
+        ("bit", "row 1"),
+        ("record", "checksum"),
+        ("record garbled", "read"),
     ],
 )
-def test_damage_is_named(made: Store, what: str, text: str) -> None:
+def test_damage_is_named(made: Store, what: str, name: str) -> None:
     file = damaged(made, what)
-    with pytest.raises(DiskError) as error:
+    with raises(DiskError, str(file), name):
         again = reopened(made, 2)
         try:
             holds(again, 2)
         finally:
             again.close()
-    said = re.sub(r"is [0-9a-f]{8}, expected [0-9a-f]{8}", "is {found}, expected {wanted}", str(error.value))
-    assert said == text.replace("{file}", str(file)) + SNAPSHOT
 
 
 def test_wrong_steps_runs_and_shapes_are_named(made: Store) -> None:
     other = (Entry("opt_state/mu/up", 3, 192, {"dtype": "bfloat16", "shape": [3, 96]}), ENTRIES[1])
     cases: list[tuple[int, Any, Any, str]] = [
-        (
-            7,
-            ENTRIES,
-            ABOUT,
-            (
-                "holds the optimizer state of step 2 and step 1, but the training state is at step 7. Remedy: use a "
-                "training state of step 2 or step 1, restore a snapshot of step 7 (restore=), or use another path."
-            ),
-        ),
-        (
-            2,
-            ENTRIES,
-            {**ABOUT, "mesh": {"data": 4, "model": 2}},
-            (
-                "was written by a run with mesh data 8, but this run has data 4, model 2. Remedy: use that mesh, or "
-                "another path."
-            ),
-        ),
-        (
-            2,
-            other,
-            ABOUT,
-            (
-                "holds opt_state/mu/up as float32[3, 48], but this run has it as bfloat16[3, 96]. Remedy: use the "
-                "model, optimizer and rules that it was written with, or another path."
-            ),
-        ),
-        (
-            2,
-            ENTRIES[:1],
-            ABOUT,
-            (
-                "holds opt_state/mu/last as bytes[1, 64], but this run has it as nothing. Remedy: use the model, "
-                "optimizer and rules that it was written with, or another path."
-            ),
-        ),
+        (7, ENTRIES, ABOUT, "7"),
+        (2, ENTRIES, {**ABOUT, "mesh": {"data": 4, "model": 2}}, "2"),
+        (2, other, ABOUT, "opt_state/mu/up"),
+        (2, ENTRIES[:1], ABOUT, "opt_state/mu/last"),
     ]
     for step, entries, about, text in cases:
-        with pytest.raises(DiskError) as error:
+        with raises(DiskError, text):
             reopened(made, step, entries, about)
-        assert str(error.value) == f"{made.path} {text}"
     empty = Store(made.path.parent / "empty", ENTRIES, ABOUT)
-    with pytest.raises(DiskError) as error:
+    with raises(DiskError, "/empty"):
         empty.open(3)
     empty.close()
-    assert str(error.value) == f"{empty.path} holds no optimizer state: record.json is missing. {SNAPSHOT}"
 
 
 def test_two_runs_cannot_share_a_folder(made: Store) -> None:
-    with pytest.raises(DiskError) as error:
+    with raises(DiskError, "/disk", "process"):
         Store(made.path, ENTRIES, ABOUT)
-    assert str(error.value) == (
-        f"{made.path} is in use by another run (process {os.getpid()} on {socket.gethostname()}). Remedy: use "
-        "another folder, or end that run."
-    )
     made.close()
     Store(made.path, ENTRIES, ABOUT).close()
 
@@ -307,16 +262,11 @@ def test_a_full_disk_loses_nothing_and_the_step_can_be_tried_again(
         step = 5
     with monkeypatch.context() as patched:
         patched.setattr(os, call, full)
-        with pytest.raises(DiskError) as error:
+        with raises(DiskError, str(made.path), f"step {step - 1}"):
             made.begin()
             for at in [(0, 0), (0, 1), (0, 2), (1, 0)]:
                 made.write(*at, content(*at, step))
             made.commit(step)
-    what = "allocating 576 bytes for opt_state/mu/up" if call == "posix_fallocate" else "writing opt_state/mu/up"
-    assert re.sub(r"[\d,]+ bytes are free", "N bytes are free", str(error.value)) == (
-        f"{made.path}: {what}: No space left on device; N bytes are free, and two generations require 1,280. The "
-        f"state of step {step - 1} remains intact. Remedy: free some space, or use a path on a larger disk."
-    )
     before = 4 if step == 5 else 2
     again = reopened(made, before)
     assert holds(again, before)
@@ -326,16 +276,15 @@ def test_a_full_disk_loses_nothing_and_the_step_can_be_tried_again(
 def test_a_row_that_was_forgotten_is_no_generation(made: Store) -> None:
     made.begin()
     made.write(0, 0, content(0, 0, 4))
-    with pytest.raises(DiskError, match=r"^row 1 of opt_state/mu/up was not written in step 4\.$"):
+    with raises(DiskError, "opt_state/mu/up", "in step 4"):
         made.commit(4)
     assert holds(made, 2)
 
 
 def test_a_snapshot_stays_as_it_was_and_a_run_goes_on_from_it(made: Store, tmp_path: Path) -> None:
     made.snapshot(tmp_path / "two")
-    with pytest.raises(DiskError) as error:
+    with raises(DiskError, "/two"):
         made.snapshot(tmp_path / "two")
-    assert str(error.value) == f"{tmp_path / 'two'} already contains a snapshot. Remedy: use another folder."
     for step in (3, 4, 5):
         advance(made, step)
     made.restore(tmp_path / "two")
@@ -376,8 +325,7 @@ def test_no_link_is_followed_out_of_the_folder(made: Store, tmp_path: Path, plan
     if planted == "two":
         again.restore(tmp_path / "two")
     again.open(2)
-    text = f"{made.path}: reading opt_state/mu/up: it is a symbolic link to '{outside}'"
-    with pytest.raises(DiskError, match=f"^{re.escape(text)}"):
+    with raises(DiskError, "opt_state/mu/up", "reading"):
         again.read(0, 0)
     again.close()
     assert outside.read_bytes() == before
@@ -434,12 +382,13 @@ def test_a_failure_ends_everything_and_is_raised(failing: str) -> None:
         written.append(piece)
 
     with (
-        pytest.raises(DiskError, match=f"^{failing}$"),
+        pytest.raises(DiskError, match="read|write") as error,
         Staging([1] * 50, read, write, slots=3) as staging,
     ):
         for piece in range(50):
             staging.put(piece, staging.get(piece))
         staging.finish()
+    assert error.value.args == (failing,)
     assert written == [0]
     assert not any(thread.name.startswith("jaxpar-") for thread in threading.enumerate())
 

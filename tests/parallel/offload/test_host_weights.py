@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from error_texts import raises
 from profiles import few
 
 import jaxpar as jp
@@ -226,38 +227,25 @@ def test_explain_says_what_waits_and_why_the_rest_does_not() -> None:
     assert (
         next(row for row in missing.rows if row.path == "params/up").why[-1] == "stays on the device: below min_bytes"
     )
-    with pytest.raises(ConfigError) as error:
+    with raises(ConfigError, "layers", "1048576 bytes or"):
         jp.init(layout_of_rules("fsdp"), make, large)
-    assert str(error.value) == text
     assert shape_state(layout_of_rules("fsdp"), make, large).params["up"].shape == (LAYERS, 16, 24)
 
 
-STAGES = (
-    "offload: parameters are in host memory and move to the device one layer at a time, but {} (ZeRO stages 1 and 2) "
-    "gathers all of them before the step. Remedy: use ZeRO stage 3 or none, or keep parameters on the device."
-)
-TANGLED = (
-    "offload: parameters in host memory are updated layer by layer, but the optimizer mixes elements of an array "
-    "(reduce_sum). Remedy: use an elementwise optimizer (such as adamw, lion or sgd; to clip, use clip_norm of the "
-    "step), or keep parameters on the device."
-)
-
-
 @pytest.mark.parametrize(
-    ("options", "tx", "text"),
+    ("options", "tx", "name"),
     [
-        ({"grad_reduction": "per_step"}, optax.adam, STAGES.format("grad_reduction='per_step'")),
-        ({"weight_gather": "per_step"}, optax.adam, STAGES.format("weight_gather='per_step'")),
-        ({}, lambda lr: optax.chain(optax.clip_by_global_norm(1.0), optax.adam(lr)), TANGLED),
+        ({"grad_reduction": "per_step"}, optax.adam, "grad_reduction='per_step'"),
+        ({"weight_gather": "per_step"}, optax.adam, "weight_gather='per_step'"),
+        ({}, lambda lr: optax.chain(optax.clip_by_global_norm(1.0), optax.adam(lr)), "reduce_sum"),
     ],
     ids=["once", "step", "clipped"],
 )
-def test_what_wants_all_parameters_at_once_is_refused(options: Any, tx: Any, text: str) -> None:
+def test_what_wants_all_parameters_at_once_is_refused(options: Any, tx: Any, name: str) -> None:
     layout = layout_of_rules("replicated")
     step = jp.train_step(layout, loss, **options)
-    with pytest.raises(ConfigError) as error:
+    with raises(ConfigError, name):
         step.trace(*shapes(layout, jp.offload.to_host(tx(LR), parameters=True, min_bytes=0)))
-    assert str(error.value) == text
 
 
 def test_stacks_of_other_lengths_and_states_that_lie_elsewhere_are_refused() -> None:
@@ -265,21 +253,12 @@ def test_stacks_of_other_lengths_and_states_that_lie_elsewhere_are_refused() -> 
         return make(key) | {"more": jp.tag(jnp.ones((2, 16, 24)), "layers", "embed", "mlp")}
 
     tx, layout = jp.offload.to_host(optax.adam(LR), parameters=True, min_bytes=0), layout_of_rules("replicated")
-    with pytest.raises(ConfigError) as error:
+    with raises(ConfigError, "offload: params", "16"):
         jp.train_step(layout, loss).trace(*shapes(layout, tx, two))
-    assert str(error.value) == (
-        "offload: params/more [2, 16, 24] is in host memory, but another stack in host memory has a different number "
-        "of layers, and one loop updates all stacks. Remedy: keep parameters on the device."
-    )
     rules = jp.Rules(batch="data", layers=None, embed=None, mlp=None, optimizer={"embed": "data"})
     elsewhere = jp.Layout(layout.mesh, rules)
-    with pytest.raises(ConfigError) as error:
+    with raises(ConfigError, "data", "offload"):
         jp.train_step(elsewhere, loss).trace(*shapes(elsewhere, tx))
-    assert str(error.value) == (
-        "offload: params/down is in host memory with the sharding P(None, None, None), but its optimizer state has "
-        "P(None, None, 'data'), and arrays are not resharded in host memory. Remedy: use the same rules for the roles "
-        "params and optimizer."
-    )
 
 
 def test_what_is_fetched_is_fetched_again_where_all_else_is_kept(layout_of: Callable[..., jp.Layout]) -> None:
@@ -296,9 +275,5 @@ def test_a_part_of_a_stack_is_not_taken_out_of_the_hosts_memory(layout_of: Calla
     config = type(config)(**{**vars(config), "remat": jp.RematPolicy("full", layers=(1,))})
     layout, tx = layout_of("fsdp"), jp.offload.to_host(optax.adam(LR), parameters=True, min_bytes=0)
     data = dict.fromkeys(("tokens", "targets"), jax.ShapeDtypeStruct((8, 16), "int32"))
-    with pytest.raises(ConfigError) as error:
+    with raises(ConfigError, "offload: layers 0"):
         jp.train_step(layout, next_token_loss).trace(abstract_state(layout, make_llama(config), tx), data)
-    assert str(error.value) == (
-        "offload: layers 0 to 0 are sliced from a stack in host memory, which would make a copy on the host. Remedy: "
-        "leave remat.layers out, or keep parameters on the device."
-    )

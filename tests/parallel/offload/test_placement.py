@@ -12,6 +12,7 @@ import optax
 import optax.contrib
 import pytest
 from covers import covering
+from error_texts import raises
 
 import jaxpar as jp
 from jaxpar.errors import ConfigError
@@ -159,6 +160,5 @@ def test_shapes_know_the_memory_and_a_wrong_size_is_named() -> None:
     leaves = jax.tree.leaves(abstract_state(layout_of(0), make, tx).opt_state)
     assert sorted(x.sharding.memory_kind or "device" for x in leaves if x.shape) == ["pinned_host"] * 4
     assert entangled(shape_state(layout_of(0), make, tx)) is None
-    with pytest.raises(ConfigError) as error:
+    with raises(ConfigError, "offload: min_bytes", "much"):
         jp.offload.to_host(optax.sgd(LR), min_bytes="much")
-    assert str(error.value) == "offload: min_bytes must be a size such as '64KiB', got 'much'."

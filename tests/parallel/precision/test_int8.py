@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import generators
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from error_texts import raises
 from generators import TIED as CONFIG
 from generators import one_device
 from profiles import few
@@ -156,44 +156,19 @@ def _project(kept: jp.inference.Int8) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("make", "error", "text"),
+    ("make", "error", "name"),
     [
-        (
-            lambda: jp.inference.Int8.of(jnp.ones((2, 3)), [2]),
-            ConfigError,
-            (
-                "Int8.of(): the dims that share a scale must be one or more of the 2 dims of an array of shape (2, 3), "
-                "each once, got [2]. Remedy: pass the dims "
-            )
-            + "that the product sums over.",
-        ),
-        (
-            lambda: cached_llama(CONFIG, cache="int4"),
-            ConfigError,
-            "cached_llama: cache must be 'int8' or None, got 'int4'.",
-        ),
-        (
-            lambda: _project(jp.inference.Int8.of(jnp.ones((6, 4)), [1])),
-            LayoutError,
-            (
-                "sharded_dot(): the weight ('embed', 'mlp') of shape (6, 4) shares its scales over the dims [1], but "
-                "the product sums over its first 1 dims. Remedy: use "
-            )
-            + "Int8.of(w, [0]).",
-        ),
+        (lambda: jp.inference.Int8.of(jnp.ones((2, 3)), [2]), ConfigError, "Int8.of()"),
+        (lambda: cached_llama(CONFIG, cache="int4"), ConfigError, "cached_llama: cache"),
+        (lambda: _project(jp.inference.Int8.of(jnp.ones((6, 4)), [1])), LayoutError, "sharded_dot()"),
     ],
 )
-def test_what_cannot_be(make: Any, error: type[JaxparError], text: str) -> None:
-    with pytest.raises(error) as caught:
+def test_what_cannot_be(make: Any, error: type[JaxparError], name: str) -> None:
+    with raises(error, name):
         make()
-    assert str(caught.value) == text
 
 
 def test_parameters_that_were_not_prepared(params: Any) -> None:
     model = generator(one_device(), weights="int8")
-    text = (
-        "Generator: the model keeps 8 of its parameters as integers, but 0 of the given parameters are integers. "
-        "Remedy: params = generator.prepare(params)."
-    )
-    with pytest.raises(ConfigError, match=f"^{re.escape(text)}$"):
+    with raises(ConfigError, "Generator", "keeps 8"):
         model.generate(params, PROMPTS, most=MOST)

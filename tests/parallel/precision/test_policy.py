@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from error_texts import raises
 from profiles import few
 
 import jaxpar as jp
@@ -99,7 +100,7 @@ def test_a_scale_keeps_small_gradients_that_would_vanish() -> None:
         state = jp.init(layout, make, TX, precision=precision)
         step = jp.train_step(layout, tiny, precision=precision, return_grads=True)
         grads[name] = jax.device_get(step(state, batch)[1]["grads"]["w"])
-    with pytest.warns(UserWarning, match="compute is float16 without a loss scale, so small gradients underflow"):
+    with pytest.warns(UserWarning, match="float16"):
         bare = jp.Precision("fp16")
     state = jp.init(layout, make, TX, precision=bare)
     vanished = jp.train_step(layout, tiny, precision=bare, return_grads=True)(state, batch)[1]["grads"]["w"]
@@ -115,70 +116,51 @@ def test_fp16_scales_unless_told_otherwise() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "text"),
+    ("values", "name"),
     [
-        ({"initial": math.nan}, "precision.scale: initial must be a positive number, got nan."),
-        ({"initial": -1.0}, "precision.scale: initial must be a positive number, got -1."),
-        ({"growth": 1.0}, "precision.scale: growth must be a number > 1, got 1."),
-        ({"backoff": 1.0}, "precision.scale: backoff must be a number between 0 and 1, got 1."),
-        ({"interval": 0}, "precision.scale: interval must be a number of steps from 1 to 2,147,483,647, got 0."),
-        ({"hysteresis": 0}, "precision.scale: hysteresis must be a number of steps from 1 to 2,147,483,647, got 0."),
-        (
-            {"hysteresis": 2**40},
-            "precision.scale: hysteresis must be a number of steps from 1 to 2,147,483,647, got 1.09951e+12.",
-        ),
-        (
-            {"initial": 8.0, "minimum": 16.0},
-            "precision.scale: minimum must be a positive number up to initial (8), got 16.",
-        ),
-        (
-            {"intial": 8.0},
-            (
-                "precision.scale: unknown key 'intial'. Did you mean 'initial'? The keys are: initial, growth, "
-                "backoff, interval, hysteresis, minimum."
-            ),
-        ),
+        ({"initial": math.nan}, "precision.scale: initial"),
+        ({"initial": -1.0}, "-1"),
+        ({"growth": 1.0}, "precision.scale: growth"),
+        ({"backoff": 1.0}, "precision.scale: backoff"),
+        ({"interval": 0}, "precision.scale: interval"),
+        ({"hysteresis": 0}, "precision.scale: hysteresis"),
+        ({"hysteresis": 2**40}, "1.09951e+12"),
+        ({"initial": 8.0, "minimum": 16.0}, "precision.scale: minimum"),
+        ({"intial": 8.0}, "intial"),
     ],
 )
-def test_what_is_no_scale(values: dict[str, float], text: str) -> None:
-    with pytest.raises(ConfigError) as error:
+def test_what_is_no_scale(values: dict[str, float], name: str) -> None:
+    with raises(ConfigError, name):
         jp.Precision.of({"compute": "fp16", "scale": values})
-    assert str(error.value) == text
 
 
 @pytest.mark.parametrize(
-    ("scale", "text"),
+    ("scale", "name"),
     [
-        (8.0, "precision: scale must be a mapping such as {initial: 65536}, got 8.0."),
-        ({"initial": "much"}, "precision.scale: initial must be a number, got 'much'."),
+        (8.0, "precision: scale"),
+        ({"initial": "much"}, "precision.scale: initial"),
     ],
 )
-def test_a_scale_in_another_form(scale: Any, text: str) -> None:
-    with pytest.raises(ConfigError) as error:
+def test_a_scale_in_another_form(scale: Any, name: str) -> None:
+    with raises(ConfigError, name):
         jp.Precision.of({"compute": "fp16", "scale": scale})
-    assert str(error.value) == text
 
 
 def test_a_scale_that_could_not_move() -> None:
     layout = jp.Layout(jp.MeshSpec(data=-1).build(), RULES)
-    with pytest.raises(ConfigError) as error:
+    with raises(ConfigError, "skip_nonfinite"):
         jp.train_step(layout, loss, precision="fp16", skip_nonfinite=False)
-    assert str(error.value) == (
-        "precision: a loss scale is found by skipping steps that are not finite, but skip_nonfinite is False. Remedy: "
-        "leave skip_nonfinite out, or use a precision without a loss scale."
-    )
 
 
 @pytest.mark.parametrize(
-    ("of_state", "of_step", "text"),
+    ("of_state", "of_step", "name"),
     [
-        (None, "fp16", "the step scales the loss, but the state has no loss scale."),
-        ("fp16", "bf16", "the state has a loss scale, but the step does not scale the loss."),
+        (None, "fp16", "the step"),
+        ("fp16", "bf16", "the state"),
     ],
 )
-def test_a_state_of_another_precision(of_state: Any, of_step: Any, text: str) -> None:
+def test_a_state_of_another_precision(of_state: Any, of_step: Any, name: str) -> None:
     layout = jp.Layout(jp.MeshSpec(data=-1).build(), RULES)
     state = jp.init(layout, make, TX, precision=of_state)
-    with pytest.raises(ModelError) as error:
+    with raises(ModelError, name):
         jp.train_step(layout, loss, precision=of_step)(state, batches()[0])
-    assert str(error.value) == f"{text} Remedy: pass the same precision to init() and train_step()."

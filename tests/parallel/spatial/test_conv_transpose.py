@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from covers import cover
+from error_texts import raises
 from flax import linen, nnx
 
 import jaxpar as jp
@@ -184,34 +185,21 @@ def test_layers_send_the_halo_and_the_kernel_gradient_only(size: int, options: d
 
 
 def test_valid_windows_that_overlap_do_not_divide() -> None:
-    with layout(context=8), pytest.raises(LayoutError) as caught:
+    with layout(context=8), raises(LayoutError, "34 windows"):
         x, w = jax.ShapeDtypeStruct((8, 32, 32, 3), "float32"), jax.ShapeDtypeStruct((3, 3, 3, 3), "float32")
         jax.eval_shape(lambda x, w: jp.spatial.conv_transpose(x, w, (1, 1), "VALID"), x, w)
-    assert str(caught.value) == (
-        "34 windows of 3 with stride 1 and padding [2, 2] over 32 rows do not line up with 8 slices of 4 rows. Remedy: "
-        "padding and a stride with which each slice has the same number of windows, such as padding='SAME' and a "
-        "stride that divides 4; or do not shard this dim."
-    )
 
 
 def test_a_mask_of_another_shape_is_refused() -> None:
     mask = jnp.ones(5)  # it would broadcast
     layer = jp.spatial.ConvTranspose(3, 5, (2, 2), mask=mask, kernel_init=nnx.initializers.ones, rngs=nnx.Rngs(0))
-    with pytest.raises(ConfigError) as caught:
+    with raises(ConfigError, "ConvTranspose"):
         layer(jnp.ones((1, 4, 4, 3)))
-    assert str(caught.value) == (
-        "ConvTranspose: the mask has the shape [5], but the kernel [2, 2, 3, 5]. Remedy: a mask in the shape of the "
-        "kernel."
-    )
 
 
 def test_unknown_padding() -> None:
-    with layout(context=8), pytest.raises(ConfigError) as caught:
+    with layout(context=8), raises(ConfigError, "conv_transpose: padding"):
         jp.spatial.conv_transpose(jnp.ones((8, 32, 32, 3)), jnp.ones((3, 3, 3, 3)), (2, 2), "FULL")
-    assert str(caught.value) == (
-        "conv_transpose: padding must be one of 'SAME', 'VALID', 'CIRCULAR' or pairs of numbers, got 'FULL'. Remedy: "
-        "one of these."
-    )
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from error_texts import raises
 from flax import nnx
 from one_step import one_step
 
@@ -114,36 +115,28 @@ def test_grids(kind: Any, devices: int, depth: int | None, sizes: dict[str, int]
 
 
 @pytest.mark.parametrize(
-    ("kind", "devices", "depth", "form", "near"),
+    ("kind", "devices", "depth", "near"),
     [
-        ("2d", 48, None, "a square q²", "36 or 49"),
-        ("2.5d", 6, None, "q² · d with q and d of at least 2", "8"),
-        ("2.5d", 64, 3, "q² · 3", "48 or 75"),
-        ("3d", 32, None, "a cube q³", "27 or 64"),
-        ("3d", 0, None, "a cube q³", "8"),
+        ("2d", 48, None, "36 or 49"),
+        ("2.5d", 6, None, "8"),
+        ("2.5d", 64, 3, "48 or 75"),
+        ("3d", 32, None, "27 or 64"),
+        ("3d", 0, None, "8"),
     ],
 )
-def test_numbers_of_devices_that_form_no_grid(kind: Any, devices: int, depth: int | None, form: str, near: str) -> None:
-    with pytest.raises(jp.errors.MeshError) as caught:
+def test_numbers_of_devices_that_form_no_grid(kind: Any, devices: int, depth: int | None, near: str) -> None:
+    with raises(jp.errors.MeshError, kind, near):
         jp.tensor.grid(kind, devices, depth=depth)
-    assert str(caught.value) == (
-        f"{kind} tensor parallelism requires {form} devices, but there are {devices}. Remedy: use {near} devices, "
-        "another kind, or set the sizes of x, y and z yourself."
-    )
 
 
 def test_an_unknown_kind() -> None:
-    with pytest.raises(jp.errors.MeshError) as caught:
+    with raises(jp.errors.MeshError, "4d"):
         jp.tensor.grid("4d", 16)  # type: ignore[arg-type]
-    assert str(caught.value) == "unknown kind of tensor parallelism '4d'. The kinds: 1d, 2d, 2.5d, 3d."
 
 
 def test_rules_require_axes_for_the_batch() -> None:
-    with pytest.raises(jp.errors.RulesError) as caught:
+    with raises(jp.errors.RulesError, "tensor.rules()"):
         jp.tensor.rules("2d", jp.Rules(embed=None))
-    assert str(caught.value) == (
-        "tensor.rules() requires a rule for 'batch' that is an axis or a tuple of axes. Remedy: such as batch='data'."
-    )
 
 
 def test_explain_says_what_each_matmul_sends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

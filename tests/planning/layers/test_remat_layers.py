@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from error_texts import raises
 from jax.ad_checkpoint import checkpoint_name
 
 import jaxpar as jp
@@ -132,20 +133,13 @@ def test_layers_are_selected_by_number_and_tensors_by_name() -> None:
 @pytest.mark.parametrize(
     ("policy", "text"),
     [
-        (
-            jp.RematPolicy("save_names", save_names=("hiden",)),
-            "remat: no tensor of the model is named 'hiden'. Did you mean 'hidden'? The names are: hidden.",
-        ),
-        (
-            jp.RematPolicy("full", slice_activation=True),
-            "remat: slice_activation is for built-in models. Remedy: leave it out.",
-        ),
+        (jp.RematPolicy("save_names", save_names=("hiden",)), "hiden"),
+        (jp.RematPolicy("full", slice_activation=True), "remat: slice_activation"),
     ],
 )
 def test_what_a_policy_cannot_do(policy: jp.RematPolicy, text: str) -> None:
-    with pytest.raises(ConfigError) as error:
+    with raises(ConfigError, text):
         _trace(jp.models.remat_layers(_named_loss, policy))
-    assert str(error.value) == text
 
 
 def test_layers_of_a_scan_are_not_selected() -> None:
@@ -154,21 +148,13 @@ def test_layers_of_a_scan_are_not_selected() -> None:
         return (x**2).mean()
 
     make_model = lambda key: {"blocks": jp.tag(jnp.ones((4, 8, 8)), None, "embed", "mlp")}
-    with pytest.raises(ConfigError) as error:
+    with raises(ConfigError, "remat: layers", "of 4"):
         _trace(jp.models.remat_layers(loss, jp.RematPolicy("full", layers=(2,))), make_model)
-    assert str(error.value) == (
-        "remat: layers selects some of 4 layers in a scan, which all run the same code. Remedy: leave layers out, or "
-        "keep the layers in a list."
-    )
 
 
 def test_a_loss_without_layers() -> None:
-    with pytest.raises(ConfigError) as error:
+    with raises(ConfigError, "full", "repeated"):
         _trace(jp.models.remat_layers(_named_loss, "full"), _blocks(1))
-    assert str(error.value) == (
-        "remat: the loss has no repeated layers that 'full' could recompute: no scan over stacked weights, and no "
-        "equal modules with numbers in their paths. Remedy: leave remat out, or call jax.checkpoint in the model."
-    )
 
 
 @pytest.mark.slow

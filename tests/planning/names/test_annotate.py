@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from error_texts import raises
 from flax import linen as nn
 from flax import nnx
 
@@ -304,36 +305,14 @@ def test_custom_derivatives_and_manual_code_run_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("names", "text"),
     [
-        (
-            {"block/*/up/kernel": ("embed", "mlp")},
-            (
-                "names['block/*/up/kernel'] matches no parameter. Did you mean 'blocks/1/up/kernel'? "
-                "Remedy: write paths as annotate(...) prints them, with * "
-                "for one part of a path and ** for any number, such as 'blocks/0/attention/key/bias'."
-            ),
-        ),
-        (
-            {"**/up/*": ("embed", "mlp")},
-            (
-                "names['**/up/*'] has 2 names, but matches 'blocks/0/up/bias [40]', 'blocks/1/up/bias [40]'. Remedy: "
-                "give "
-                "each dim a name or None, or a narrower pattern."
-            ),
-        ),
-        (
-            {"head/kernel": "embed"},
-            (
-                "names['head/kernel']: the logical dims must be a string or None for each dim, such as ('embed', "
-                "'mlp'), "
-                "got 'embed'."
-            ),
-        ),
+        ({"block/*/up/kernel": ("embed", "mlp")}, "block/*/up/kernel"),
+        ({"**/up/*": ("embed", "mlp")}, "/up/*"),
+        ({"head/kernel": "embed"}, "head/kernel"),
     ],
 )
 def test_a_pattern_that_does_not_fit_is_named(names: Any, text: str) -> None:
-    with pytest.raises(AnnotationError) as error:
+    with raises(AnnotationError, text):
         jp.annotate(*models.gpt(), names=names)
-    assert str(error.value) == text
 
 
 def test_a_primitive_through_which_nothing_is_followed_is_named() -> None:
@@ -360,11 +339,7 @@ def test_tags_of_the_batch_and_a_key_are_kept() -> None:
     assert annotation.batch_dims == {"tokens": ("rows", "time"), "targets": ("rows", "time")}
     assert "rows" in annotation.names and "batch" not in annotation.names
     assert annotation.tagged(batch)["tokens"].dims == ("rows", "time")
-    text = (
-        "tagged: the batch has an array 'mask' [8, 4], which was not annotated. Annotated: 'targets', 'tokens'. "
-        "Remedy: jp.annotate(make_model, loss_fn, batch) with a batch that has it."
-    )
-    with pytest.raises(AnnotationError, match=f"^{re.escape(text)}$"):
+    with raises(AnnotationError, "mask"):
         annotation.tagged(batch | {"mask": jax.ShapeDtypeStruct((8, 4), "bool")})
 
 

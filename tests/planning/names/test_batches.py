@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from error_texts import raises
 
 import jaxpar as jp
 from jaxpar.errors import DataError, ModelError
@@ -37,26 +38,18 @@ def test_a_list_of_arrays() -> None:
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        ("a", "a step computes with numbers, got str. Remedy: leave it out of the batch, or pass numbers."),
-        (b"a", "a step computes with numbers, got bytes. Remedy: leave it out of the batch, or pass numbers."),
-        (
-            np.array(["a"] * 16),
-            "a step computes with numbers, got ndarray of <U1. Remedy: leave it out of the batch, or pass numbers.",
-        ),
-        (X.tolist(), "a list of 16 is no array. Remedy: pass np.asarray(it)."),
-        (len, "builtin_function_or_method is no array. Remedy: pass np.asarray(it), or leave it out of the batch."),
+        ("a", "batch/more/1"),
+        (b"a", "batch/more/1"),
+        (np.array(["a"] * 16), "<U1"),
+        (X.tolist(), "16"),
+        (len, "builtin_function_or_method"),
     ],
 )
 def test_what_is_no_array_is_named(value: Any, text: str) -> None:
-    with pytest.raises(DataError) as error:
+    with raises(DataError, text):
         jp.annotate(make_model, loss_fn, {"x": X, "more": [X, value]})
-    assert str(error.value) == f"batch/more/1: {text}"
 
 
 def test_a_metric_that_is_a_text() -> None:
-    with pytest.raises(ModelError) as error:
+    with raises(ModelError, "loss_fn", "name/run"):
         jp.annotate(make_model, lambda params, batch: (loss_fn(params, batch), {"name": {"run": "a"}}), {"x": X})
-    assert str(error.value) == (
-        "loss_fn returned the metric 'name/run' as str. Remedy: return arrays and numbers only, and add texts where "
-        "the metrics are logged."
-    )

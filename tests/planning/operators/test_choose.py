@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from error_texts import raises
 
 import jaxpar as jp
 from jaxpar.errors import PlanError
@@ -198,98 +199,27 @@ def test_a_table_that_fits_is_chosen_before_a_faster_one_that_does_not() -> None
 
 
 ERRORS: dict[str, tuple[dict[str, Any], str]] = {
-    "name": (
-        {"name": "recursiv"},
-        (
-            "search must be one of 'enumerate', 'sharding_propagation', 'recursive', 'dynamic_programming', got "
-            "'recursiv'. "
-            "Did you mean 'recursive'? Remedy: leave it out to estimate every plan."
-        ),
-    ),
-    "not a propagation": (
-        {"name": "recursive", "given": GIVEN},
-        (
-            "shardings must be given with search='sharding_propagation', got search='recursive'. Remedy: that "
-            "search, or "
-            "fixed={...} for fields of a plan."
-        ),
-    ),
-    "nothing given": (
-        {"name": "sharding_propagation"},
-        (
-            "search='sharding_propagation' must have shardings from which it derives the others, got none. Remedy: "
-            "shardings={'mlp': 'model'}, or another search."
-        ),
-    ),
-    "another axis": (
-        {"name": "recursive", "context": 2},
-        (
-            "fixed must have no axes of the mesh but data and model with this search, got {'context': 2}. Remedy: "
-            "search='enumerate'."
-        ),
-    ),
-    "axis": (
-        {"given": {"up": (None, "modle")}},
-        (
-            "shardings['up'] must be mesh axes among 'data', 'model', each at most once, got (None, 'modle'). "
-            "Remedy: write "
-            "shardings={'mlp': 'model'} or {'**/up/kernel': (None, 'model')}."
-        ),
-    ),
-    "dim": (
-        {"given": {"mpl": "model"}},
-        (
-            "shardings['mpl'] is no dim of the model, which has 'batch', 'embed', 'mlp'. Did you mean 'mlp'? "
-            "Remedy: write "
-            "shardings={'mlp': 'model'} or {'**/up/kernel': (None, 'model')}."
-        ),
-    ),
-    "path": (
-        {"given": {"upp": (None, "model")}},
-        (
-            "shardings['upp'] matches no parameter and no array of the batch. Did you mean 'up'? Remedy: write a "
-            "path such as "
-            "'down', with * for one part and ** for any number."
-        ),
-    ),
-    "rank": (
-        {"given": {"up": ("model",)}},
-        "shardings['up'] has 1 axes, but params/up has 2 dims [1024, 4096]. Remedy: an axis or None for each dim.",
-    ),
-    "two ways": (
-        {"given": {"up": (None, "model"), "down": (None, None)}},
-        (
-            "shardings shard 'mlp' over model in one place and not in another; a table of rules shards a dim "
-            "alike in all "
-            "weights. Remedy: give one of them, or other names= to the dims of one."
-        ),
-    ),
-    "wrong axis": (
-        {"given": {"batch": "model"}},
-        (
-            "shardings shard 'batch' over model, but data shards the batch, and model the other dims. Remedy: "
-            "'data' for it, "
-            "or search='enumerate'."
-        ),
-    ),
-    "no mesh": (
-        {"given": GIVEN, "model": 1},
-        (
-            "no mesh on 8 devices has the axes that are given, and divides their dims. Remedy: other shardings, "
-            "or another fixed mesh."
-        ),
-    ),
+    "name": ({"name": "recursiv"}, "dynamic_programming"),
+    "not a propagation": ({"name": "recursive", "given": GIVEN}, "search='recursive'"),
+    "nothing given": ({"name": "sharding_propagation"}, "search='sharding_propagation' must"),
+    "another axis": ({"name": "recursive", "context": 2}, "context"),
+    "axis": ({"given": {"up": (None, "modle")}}, "modle"),
+    "dim": ({"given": {"mpl": "model"}}, "mpl"),
+    "path": ({"given": {"upp": (None, "model")}}, "upp"),
+    "rank": ({"given": {"up": ("model",)}}, "params/up"),
+    "two ways": ({"given": {"up": (None, "model"), "down": (None, None)}}, "shard 'mlp'"),
+    "wrong axis": ({"given": {"batch": "model"}}, "shard 'batch'"),
+    "no mesh": ({"given": GIVEN, "model": 1}, "8"),
 }
 
 
 @pytest.mark.parametrize("case", list(ERRORS))
 def test_what_cannot_be_searched_for_is_named(case: str) -> None:
     arguments, text = ERRORS[case]
-    with pytest.raises(PlanError) as error:
+    with raises(PlanError, text):
         choose(mlp(64), **{"name": "sharding_propagation", **arguments})
-    assert str(error.value) == text
 
 
 def test_a_batch_that_does_not_divide_is_named() -> None:
-    with pytest.raises(PlanError, match=r"search='recursive' found no plan: data 8 .*: no plan is possible"):
+    with raises(PlanError, "recursive", "data 8"):
         choose(mlp(63), "recursive", data=8)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from error_texts import raises
 from flax import nnx
 from profiles import few
 
@@ -188,45 +189,28 @@ def sows(model: Any, optimizer: Any, batch: Any) -> jax.Array:
 
 def test_errors() -> None:
     state, batch = new_state(), batch_of(0)
-    with pytest.raises(LayoutError) as rows:
+    with raises(LayoutError, "batch/x", "of 12"):
         jp.parallelize(step_of(), state, batch_of(0, rows=12))
-    assert str(rows.value) == (
-        "batch/x: a batch of 12 rows does not divide over the 8 devices of data. Remedy: pass batches of a multiple of "
-        "8 rows: drop a last batch that is smaller (drop_remainder=True), or pad it and mask the padding out of the "
-        "loss."
-    )
-    with pytest.raises(ModelError, match=r"^train_step must be a function, got dict\. Remedy: pass the script's train"):
+    with raises(ModelError, "train_step", "function"):
         jp.parallelize(state, batch)  # type: ignore[arg-type]
-    with pytest.raises(
-        ModelError, match=r"^train_step returns no state that it was passed, and changes no NNX object\."
-    ):
+    with raises(ModelError, "train_step", "changes"):
         jp.parallelize(lambda state, batch: batch["x"].mean(), state, batch)
-    with pytest.raises(
-        ModelError, match=r"^train_step computes no scalar from its state and its batch, so there is no"
-    ):
+    with raises(ModelError, "train_step", "computes"):
         jp.parallelize(lambda state, batch: (state, batch["x"]), state, batch)
-    with pytest.raises(ModelError) as no_batch:
+    with raises(ModelError, "train_step", "array"):
         jp.parallelize(lambda s, rows: step_of()(s, {"x": jnp.asarray(rows)}), state, batch["x"].tolist())
-    assert str(no_batch.value) == (
-        "train_step is passed no array beside its state, so there is no batch to divide over the devices. Remedy: pass "
-        "arrays with the batch's rows as their first dims, and np.asarray(x) of a list."
-    )
-    with pytest.raises(ModelError) as inside:
+    with raises(ModelError, "train_step", "jax.jit"):
         jax.jit(jp.parallelize(step_of(), state, batch))(state, batch)
-    assert str(inside.value) == (
-        "train_step runs on devices of its own and is compiled already, so it cannot be called inside of jax.jit, "
-        "grad, vmap or scan. Remedy: call it by itself; or pass the whole function to parallelize."
-    )
     model = Classifier(nnx.Rngs(0))
-    with pytest.raises(ModelError, match=r"added 'model/seen', removed none\. Remedy: create every variable before"):
+    with raises(ModelError, "model/seen"):
         jp.parallelize(sows, model, nnx.Optimizer(model, TX, wrt=nnx.Param), batch)
-    with pytest.raises(ConfigError, match=r"^layout must be a Layout, .* got 'fdsp'\. Did you mean 'fsdp'\?"):
+    with raises(ConfigError, "fsdp", "auto"):
         jp.parallelize(step_of(), state, batch, layout="fdsp")
-    with pytest.raises(ConfigError, match=r"^topology v5e:2x2 has 4 devices, but there are 8 here\."):
+    with raises(ConfigError, "topology v5e:2x2"):
         jp.parallelize(step_of(), state, batch, topology="v5e:2x2")
-    with pytest.raises(ConfigError, match=r"^parallelize: save_interval_steps needs a folder\."):
+    with raises(ConfigError, "parallelize: save_interval_steps"):
         jp.parallelize(step_of(), state, batch, save_interval_steps=2)
-    with pytest.raises(ConfigError, match=r"^save: there is no folder\. Remedy: parallelize\(\.\.\., checkpoints="):
+    with raises(ConfigError, "save", "there"):
         jp.parallelize(step_of(), state, batch).save()
 
 
@@ -234,8 +218,8 @@ def test_state_that_a_step_has_overwritten() -> None:
     step = jp.parallelize(step_of(), new_state(), batch_of(0))
     old = step.state
     step(old, batch_of(0))
-    with pytest.raises(StateError, match=r"^train_step: state/.* was overwritten by an earlier call"):
+    with raises(StateError, "train_step", "overwritten"):
         step(old, batch_of(1))
-    with pytest.raises(LayoutError, match=r"a batch of 12 rows does not divide over the 8 devices"):
+    with raises(LayoutError, "batch/x", "of 12"):
         step(step.state, batch_of(1, rows=12))
     assert jnp.isfinite(step(step.state, batch_of(1, rows=8))[1]["loss"])

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from error_texts import raises
 
 from jaxpar.analysis.checkup.findings import About
 from jaxpar.errors import MeshError, PlanError
@@ -79,11 +80,8 @@ def test_an_unknown_kind_is_refused() -> None:
 
 @pytest.mark.parametrize("text", ["16", "16:", "24:96", "64:16", "0:8"])
 def test_sizes_are_powers_of_two(text: str) -> None:
-    with pytest.raises(PlanError) as error:
+    with raises(PlanError, "--scale"):
         scale_sizes(text)
-    assert str(error.value) == (
-        f"--scale must be LOW:HIGH in powers of two, got {text!r}. Remedy: write it as 16:8192."
-    )
 
 
 @pytest.mark.slow
@@ -131,9 +129,8 @@ def test_a_size_that_no_plan_fits_stays_in_the_table() -> None:
 
 
 def test_no_size_that_fits_is_an_error() -> None:
-    with pytest.raises(PlanError) as error:
+    with raises(PlanError, "v5e:2x1"):
         scaled(1, 2, how="strong", work=llama_workload(batch=1, seq=2**22))
-    assert str(error.value) == "no plan fits v5e:1x1 to v5e:2x1. Remedy: more chips, or a smaller batch."
 
 
 def test_the_picture_draws_estimates_hollow_and_dashed() -> None:

@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import pytest
+from error_texts import raises
 from hypothesis import given
 from hypothesis import strategies as st
 from profiles import examples
@@ -137,7 +137,7 @@ def test_no_compiler_is_an_error() -> None:
         def compiled(self, plan: Plan) -> CompiledPlan:
             raise MissingExtraError("compiling for a TPU requires libtpu")
 
-    with pytest.raises(MissingExtraError, match="^compiling for a TPU requires libtpu$"):
+    with raises(MissingExtraError, "TPU"):
         run(dict.fromkeys(PLANS, 1.0), Missing({}))
 
 
@@ -205,11 +205,7 @@ def test_the_host_is_used_only_where_nothing_else_fits() -> None:
 
 def test_nothing_fits() -> None:
     found = search(Estimates({}, peak=2.0**40), PLANS, Compiler({}), Counter())
-    text = (
-        "no plan fits v5e:2x4: 27 plans exceed its memory by their estimate, and 0 others failed. Remedy: more "
-        "devices, or a smaller batch."
-    )
-    with pytest.raises(PlanError, match=f"^{re.escape(text)}$"):
+    with raises(PlanError, "v5e:2x4", "27"):
         _ = PlanReport(found, Planner()).best
 
 
@@ -219,12 +215,8 @@ def test_a_crash_of_the_compiler_is_no_plan_that_does_not_fit() -> None:
             raise CompileError("the compiler crashed (SIGABRT): a.cc:12] Check failed: x == y\nmore")
 
     found = run({PLANS[0]: 1.0}, Crashing({}), at_least=1)
-    with pytest.raises(PlanError) as error:
+    with raises(PlanError, "v5e:2x4", "SIGABRT"):
         _ = PlanReport(found, Planner()).best
-    assert str(error.value) == (
-        "no plan could be compiled for v5e:2x4, because the compiler crashed: DP 8: the compiler crashed (SIGABRT): "
-        "a.cc:12] Check failed: x == y. Remedy: fix another mesh with --set, such as mesh.model=1, or more --programs."
-    )
 
 
 def report() -> PlanReport:

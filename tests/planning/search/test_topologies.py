@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 
 import pytest
+from error_texts import raises
 
 from jaxpar.errors import CompileError, PlanError
 from jaxpar.planning.search import topologies
@@ -98,17 +99,13 @@ def test_a_price_decides_between_kinds() -> None:
 
 
 def test_every_kind_needs_a_price() -> None:
-    with pytest.raises(PlanError) as error:
+    with raises(PlanError, "--objective"):
         compared("price")
-    assert str(error.value) == (
-        "--objective price must know what v5e costs. Remedy: --price v5e=DOLLARS for a chip-hour."
-    )
 
 
 def test_no_topology_that_fits_is_an_error() -> None:
-    with pytest.raises(PlanError) as error:
+    with raises(PlanError, "v5e:1x1", "v5e:2x2"):
         str(compared("chips", ("v5e:1x1", "v5e:2x2")))
-    assert str(error.value) == "no plan fits 'v5e:1x1', 'v5e:2x2'. Remedy: more devices, or a smaller batch."
 
 
 def test_a_crash_of_the_compiler_is_told_beside_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,23 +119,16 @@ def test_a_crash_of_the_compiler_is_told_beside_what_does_not_fit(monkeypatch: p
     monkeypatch.setattr(topologies, "CompilerMeasures", Crashing)
     report = compared("chips", ["v5e:2x2"])
     assert [row[-1] for row in report.rows()] == ["the compiler crashed"]
-    with pytest.raises(PlanError) as error:
+    with raises(PlanError, "FSDP"):
         _ = report.best.best
-    assert str(error.value).startswith("no plan could be compiled for v5e:2x2, because the compiler crashed: ")
 
 
 def test_a_price_of_a_kind_that_no_topology_has_is_an_error() -> None:
-    with pytest.raises(PlanError) as error:
+    with raises(PlanError, "--price", "v4"):
         compared("price", v5e=1.2, v4=3.0)
-    assert str(error.value) == (
-        "--price v4 has no effect: no topology is of this kind. Remedy: leave it out, or add a topology."
-    )
 
 
 @pytest.mark.parametrize("setting", ["v5e", "v5e=", "v5e=-1", "v5e=inf", "v5e=nan", "v5e=cheap"])
 def test_a_price_is_a_positive_number(setting: str) -> None:
-    with pytest.raises(PlanError) as error:
+    with raises(PlanError, "--price", "KIND"):
         parse_prices([setting])
-    assert str(error.value) == (
-        f"--price must be KIND=DOLLARS for an hour of one chip, got {setting!r}. Remedy: write it as v5e=1.2."
-    )

@@ -6,11 +6,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from error_texts import raises
 from interpreters import python
 
 from jaxpar.app.train.metrics import peak_flops
 from jaxpar.errors import PlanError
-from jaxpar.sharding.hardware.accelerators import ACCELERATORS, DTYPES, accelerator, of_device
+from jaxpar.sharding.hardware.accelerators import ACCELERATORS, accelerator, of_device
 from jaxpar.sharding.hardware.topology import Topology
 
 ROOT = Path(__file__).parents[3]
@@ -70,31 +71,17 @@ def test_every_topology_is_of_a_known_accelerator() -> None:
         assert len(topology.shape) == accelerator(topology.kind).torus
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        (
-            "v5",
-            "unknown accelerator 'v5'. Did you mean 'v5p'? Known are v4, v5e, v5p, v6e, tpu7x, a100, h100, h200, b200.",
-        ),
-        ("M3", "unknown accelerator 'M3'. Known are v4, v5e, v5p, v6e, tpu7x, a100, h100, h200, b200."),
-    ],
-)
-def test_an_unknown_accelerator_says_which_there_are(name: str, text: str) -> None:
-    with pytest.raises(PlanError) as caught:
+@pytest.mark.parametrize("name", ["v5", "M3"])
+def test_an_unknown_accelerator_says_which_there_are(name: str) -> None:
+    with raises(PlanError, repr(name)):
         accelerator(name)
-    assert str(caught.value) == text
 
 
 def test_a_rate_that_is_not_there_says_which_are() -> None:
-    with pytest.raises(PlanError) as caught:
+    with raises(PlanError, "fp8", "NVIDIA"):
         accelerator("a100").rate("fp8")
-    text = "NVIDIA A100 80GB SXM has no matmul rate for 'fp8'. It has rates for 'bf16', 'int8', 'tf32', 'fp32'."
-    assert str(caught.value) == text
-    with pytest.raises(PlanError) as caught:
+    with raises(PlanError, "bfloat16"):
         accelerator("v5e").rate("bfloat16")
-    known = ", ".join(repr(dtype) for dtype in DTYPES)
-    assert str(caught.value) == f"unknown dtype 'bfloat16'. Did you mean 'bf16'? Known are {known}."
 
 
 def test_the_table_is_read_without_jax() -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from error_texts import raises
 
 from jaxpar.errors import PlanError
 from jaxpar.sharding.hardware.accelerators import accelerator
@@ -191,11 +192,8 @@ def test_an_axis_crosses_hosts_as_far_as_it_must(topology: str, levels: list[str
 
 
 def test_a_slice_is_no_larger_than_its_pod() -> None:
-    with pytest.raises(PlanError) as caught:
+    with raises(PlanError, "v5e", "TPU"):
         Links.of(Topology.parse("v5e:16x32"), {"data": 512})
-    assert str(caught.value) == (
-        "v5e:16x32 has 512 chips in one slice, but TPU v5e has at most 256. Remedy: use more slices of fewer chips."
-    )
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 import yaml
+from error_texts import raises
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from profiles import examples
@@ -25,7 +26,6 @@ from jaxpar.sharding.hardware.device_order import arrange
 from jaxpar.sharding.hardware.links import Links, links_of
 from jaxpar.sharding.hardware.topology import Topology
 from jaxpar.sharding.hardware.torus import Torus
-from jaxpar.sharding.mesh import AXES
 
 MESH = {"data": 4, "model": 4}
 
@@ -150,73 +150,31 @@ def test_a_guess_at_the_slice_may_have_no_ring() -> None:
     assert links is not None and links.torus is not None and links.torus.ringed == ()
 
 
-REMEDY = "Remedy: use another size of 'model', or leave 'model' out of rings."
-NO_RING = (
-    "It takes a full dim whose ends are joined, or a block of an even number of chips along two dims or more. " + REMEDY
-)
-
-
 @pytest.mark.parametrize(
-    ("topology", "mesh", "rings", "text"),
+    ("topology", "mesh", "rings", "name"),
     [
-        (
-            "v5e:1x8",
-            {"data": 2, "model": 4},
-            ["model"],
-            f"rings: the 4 devices of 'model' form no closed ring on 1x8 chips. {NO_RING}",
-        ),
-        (
-            "v5e:3x3",
-            {"model": 9},
-            ["model"],
-            f"rings: the 9 devices of 'model' form no closed ring on 3x3 chips. {NO_RING}",
-        ),
-        (
-            "v5e:4x4",
-            {"model": 4, "z": 4},
-            ["model"],
-            (
-                "rings: the 4 devices of 'model' form no closed ring on 4x4 chips, of which 1x4 are left beside the "
-                f"axes inside it. {NO_RING}"
-            ),
-        ),
-        (
-            "v5e:2x2*2",
-            {"model": 8},
-            ["model"],
-            (
-                "rings: the 8 devices of 'model' form no ring of chips of one slice, because 2 of them are in other "
-                f"slices, of which there are 2, or share a chip. {REMEDY}"
-            ),
-        ),
-        (
-            "v5e:4x4",
-            MESH,
-            ["modle"],
-            "rings: unknown mesh axis 'modle'. Did you mean 'model'? The mesh has 'data', 'model'.",
-        ),
+        ("v5e:1x8", {"data": 2, "model": 4}, ["model"], "1x8"),
+        ("v5e:3x3", {"model": 9}, ["model"], "rings: the 9"),
+        ("v5e:4x4", {"model": 4, "z": 4}, ["model"], "4x4"),
+        ("v5e:2x2*2", {"model": 8}, ["model"], "rings: the 8"),
+        ("v5e:4x4", MESH, ["modle"], "modle"),
     ],
 )
 def test_a_ring_that_the_chips_do_not_have_is_refused(
-    topology: str, mesh: dict[str, int], rings: list[str], text: str
+    topology: str, mesh: dict[str, int], rings: list[str], name: str
 ) -> None:
     target = Topology.parse(topology)
     for build in (
         lambda: Links.of(target, mesh, rings),
         lambda: arrange(chips(target.shape, target.slices), mesh, rings),
     ):
-        with pytest.raises(MeshError) as caught:
+        with raises(MeshError, name):
             build()
-        assert str(caught.value) == text
 
 
 def test_a_ring_takes_full_slices() -> None:
-    with pytest.raises(MeshError) as caught:
+    with raises(MeshError, "14 devices"):
         arrange([chip for chip in chips((4, 4)) if chip.id not in (3, 5)], {"data": 7, "model": 2}, ["model"])
-    assert str(caught.value) == (
-        "rings: the 14 devices of 1 slices are no full boxes of equally many chips. Remedy: pass build() all devices "
-        "of each slice, or leave rings out."
-    )
 
 
 def test_a_layout_carries_its_rings() -> None:
@@ -224,14 +182,10 @@ def test_a_layout_carries_its_rings() -> None:
     layout = jp.Layout.from_dict({**data, "rings": ["model"]})
     assert layout.rings == ("model",) and layout != jp.Layout.from_dict(data)
     assert layout.on_one_device().rings == ("model",)
-    with pytest.raises(MeshError) as caught:
+    with raises(MeshError, "modle", "'pipeline'"):
         jp.Layout(layout.mesh, layout.rules, rings=("modle",))
-    assert str(caught.value) == (
-        f"rings: unknown mesh axis 'modle'. Did you mean 'model'? The mesh has {', '.join(map(repr, AXES))}."
-    )
-    with pytest.raises(MeshError) as caught:
+    with raises(MeshError, "seq"):
         jp.Layout.from_dict({**data, "rings": ["seq"]})
-    assert str(caught.value).startswith("layout: rings: unknown mesh axis 'seq'.")
 
 
 def test_a_step_on_devices_in_rings_is_that_of_one_device() -> None:
@@ -298,6 +252,6 @@ def test_a_program_is_placed_as_its_layout_says(monkeypatch: pytest.MonkeyPatch)
     compiled("v5e:2x4", ())
     compiled("h100:8", ("model",))
     assert [request.get("rings") for request in asked] == [["model"], None, None]
-    with pytest.raises(MeshError, match="the 4 devices of 'model' form no closed ring on 1x8 chips"):
+    with raises(MeshError, "model", "1x8"):
         compiled("v5e:1x8", ("model",))
     assert len(asked) == 3

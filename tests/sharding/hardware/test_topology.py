@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import pytest
+from error_texts import raises
 from jax.sharding import AxisType
 
 import jaxpar as jp
@@ -30,34 +31,12 @@ def test_a_name_tells_its_devices_and_comes_back(name: str, devices: int) -> Non
     assert str(Topology.parse(name)) == name
 
 
-HOSTS = (
-    "'h100:{}': h100 GPUs are written as h100:GPUS or h100:HOSTSxGPUS, with 1 to 8 GPUS in a host. Remedy: use h100:8 "
-    "or h100:4x8."
-)
-MULTIPLY = "Remedy: use other sizes that multiply to 1 or 2 or 4 or 8 or 16 or 32 or 64"
-KNOWN = "v4:4x4x4, v5e:4x4, v5p:4x4x4, v6e:4x4, tpu7x:4x4x4, h100:4x8"
-
-
 @pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("v5x:4x4", f"unknown accelerator 'v5x' in 'v5x:4x4'. Did you mean 'v5p'? Known are {KNOWN}."),
-        (
-            "v5e",
-            (
-                "'v5e' is not a topology. Remedy: write KIND:SHAPE in chips, KIND:SHAPE*SLICES, or KIND:HOSTSxGPUS, "
-                f"such as {KNOWN}."
-            ),
-        ),
-        ("v5e:4x4x4", "'v5e:4x4x4': a v5e slice has 2 dims of 1 chip or more, but 4x4x4 has 3. Remedy: use v5e:4x4."),
-        ("v4:2x0x2", "'v4:2x0x2': a v4 slice has 3 dims of 1 chip or more, but 2x0x2 has a 0. Remedy: use v4:4x4x4."),
-        *((f"h100:{shape}", HOSTS.format(shape)) for shape in ("16", "2x2x8", "0x8", "8*2")),
-    ],
+    "name", ["v5x:4x4", "v5e", "v5e:4x4x4", "v4:2x0x2", "h100:16", "h100:2x2x8", "h100:0x8", "h100:8*2"]
 )
-def test_a_wrong_name_says_what_would_be_right(name: str, text: str) -> None:
-    with pytest.raises(MeshError) as caught:
+def test_a_wrong_name_says_what_would_be_right(name: str) -> None:
+    with raises(MeshError, f"'{name}'"):
         Topology.parse(name)
-    assert str(caught.value) == text
 
 
 @pytest.mark.parametrize(
@@ -90,25 +69,15 @@ def test_a_mesh_on_a_topology_fills_in_and_carries_the_device() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "text"),
+    ("spec", "name"),
     [
-        (
-            jp.MeshSpec(data=4, model=2),
-            (
-                "data=4 × model=2 does not fit 64 devices, because its sizes multiply to 8. "
-                "Remedy: use data=32 or model=16."
-            ),
-        ),
-        (
-            jp.MeshSpec(data=-1, model=3),
-            f"data=-1 × model=3 does not fit 64 devices, because 64 is not a multiple of 3. {MULTIPLY}.",
-        ),
+        (jp.MeshSpec(data=4, model=2), "data=4"),
+        (jp.MeshSpec(data=-1, model=3), "model=3"),
     ],
 )
-def test_a_mesh_that_does_not_fit_a_topology_says_what_would(spec: jp.MeshSpec, text: str) -> None:
-    with pytest.raises(MeshError) as caught:
+def test_a_mesh_that_does_not_fit_a_topology_says_what_would(spec: jp.MeshSpec, name: str) -> None:
+    with raises(MeshError, name):
         spec.on("v5p:4x4x4")
-    assert str(caught.value) == f"v5p:4x4x4: the mesh {text}"
 
 
 def test_the_platform_of_a_mesh_is_its_devices_or_what_it_carries() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from error_texts import raises
 from exact_model import CALLS, LAYERS, LOSS, READS, RULES, TIED, batch_of, make_model, stepping
 from profiles import few
 
@@ -306,11 +306,7 @@ def test_batches_and_states_that_do_not_go_on_are_named() -> None:
     ran = done(0)
     layout = jp.Layout(jp.MeshSpec(pipeline=3).build(jax.devices()[:3]), RULES)
     step = jp.pipeline.pipedream_train_step(layout, LOSS, CASES[0][1])
-    text = (
-        "batch/targets is float64[4, 2, 12], but in the batch in flight it is float64[8, 2, 12]. Remedy: use batches "
-        "of one shape and dtype, or call flush(state) and then start(state.landed, batch)."
-    )
-    with pytest.raises(LayoutError, match=f"^{re.escape(text)}"):
+    with raises(LayoutError, "batch/targets"):
         step.lower(ran.state, jax.tree.map(lambda x: x[:4], batch_of(0)))
     others = [
         (0, "pipedream_2bw", jp.pipeline.Asynchronous("pipedream", stages=3, microbatches=4), "2-2-2", "2-2-2"),
@@ -331,19 +327,9 @@ def test_batches_and_states_that_do_not_go_on_are_named() -> None:
         ),
     ]
     for case, name, asked, each, now in others:
-        text = (
-            f"asynchronous pipeline: the microbatches in flight come from '{name}' with 3 stages of {each} layers, "
-            f"rows sharded over 1 devices and activation_checkpointing 'full', but this step is '{asked.name}' with 3 "
-            f"stages of {now} layers, rows sharded over 1 devices and activation_checkpointing 'full'. Remedy: call "
-            "flush(state) of the step that they come from, then start(state.landed, batch)."
-        )
-        with pytest.raises(ConfigError, match=f"^{re.escape(text)}"):
+        with raises(ConfigError, f"'{name}'", f"'{asked.name}'", f"of {each}", f"of {now}"):
             jp.pipeline.pipedream_train_step(step_of(case)[0], CASES[case][2], asked).lower(
                 done(case).state, batch_of(0)
             )
-    text = (
-        "asynchronous pipeline: the state has no buffers for microbatches in flight. Remedy: state = "
-        "step.start(state, batch)."
-    )
-    with pytest.raises(ConfigError, match=f"^{re.escape(text)}"):
+    with raises(ConfigError, "step.start(state, batch)"):
         step.lower(ran.state.landed, batch_of(0))

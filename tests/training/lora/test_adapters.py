@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from error_texts import raises
 from flax import nnx
 
 import jaxpar as jp
@@ -240,12 +241,8 @@ def test_given_weights_make_the_state_that_init_makes_with_them() -> None:
         if not jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
             np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
             assert a.sharding == b.sharding
-    with pytest.raises(ModelError) as error:
+    with raises(ModelError, "init_from()"):
         jp.lora.init_from(layout, make, tx, {"w": jnp.ones(3)})
-    assert str(error.value) == (
-        "init_from(): params are not the weights of the model: their paths or shapes differ. Remedy: params like "
-        "frozen_params(jp.abstract_state(layout, make_model, tx))."
-    )
 
 
 def test_given_weights_are_not_copied_and_named_when_a_step_has_taken_them_over() -> None:
@@ -260,13 +257,8 @@ def test_given_weights_are_not_copied_and_named_when_a_step_has_taken_them_over(
         ("init_from", lambda: jp.lora.init_from(layout, make, tx, given)),
         ("with_frozen", lambda: jp.lora.with_frozen(jp.lora.without_frozen(state), given)),
     ):
-        with pytest.raises(StateError) as error:
+        with raises(StateError, f"{name}()"):
             call()
-        assert str(error.value) == (
-            f"{name}(): 1 of 1 weights, such as up, are deleted, because a step took over their memory. Remedy: take "
-            "them from the state that the last step returned, jp.lora.frozen_params(state); or, before the first step, "
-            "pass a copy, jax.tree.map(jnp.copy, params)."
-        )
     again = jp.lora.init_from(layout, make, tx, jp.lora.frozen_params(state))
     np.testing.assert_array_equal(jp.lora.frozen_params(again)["up"], jp.lora.frozen_params(copied)["up"])
 
@@ -329,74 +321,48 @@ def test_the_first_number_that_is_not_finite_is_found() -> None:
     assert "is_found (test_adapters.py" in found and found.endswith("(batch, None, mlp), call 1")
 
 
-def error_of(*targets: str, **options: Any) -> str:
-    with pytest.raises(ConfigError) as error:
+def error_of(*targets: str, name: str, **options: Any) -> None:
+    with raises(ConfigError, name):
         jp.abstract_state(layout_of(), adapt(make_nnx, LoraConfig(targets=targets, **options)), optax.sgd(0.1))
-    return str(error.value)
 
 
 def test_a_pattern_that_matches_nothing_reports_the_nearest_paths() -> None:
-    assert error_of("attention/quary/kernel") == (
-        "lora: targets: no weight matches 'attention/quary/kernel'. The nearest are 'blocks/attention/query/kernel', "
-        "'blocks/attention/out/kernel', 'blocks/attention/key/kernel'. Remedy: one of these."
-    )
-    assert error_of("table", inputs={"up/kernel": 1}) == (
-        "lora: inputs: no weight matches 'up/kernel'. The nearest are 'table'. Remedy: one of these."
-    )
+    error_of("attention/quary/kernel", name="attention/quary/kernel")
+    error_of("table", inputs={"up/kernel": 1}, name="up/kernel")
 
 
 def test_numbers_that_fit_no_adapter_are_errors() -> None:
     for rank in (0, -1, True, 1.5):
-        with pytest.raises(ConfigError) as error:
+        with raises(ConfigError, "lora: rank"):
             LoraConfig(rank=rank)  # type: ignore[arg-type]
-        assert str(error.value) == f"lora: rank must be an integer of at least 1, got {rank!r}. Remedy: rank: 8."
-    with pytest.raises(ConfigError, match=r"^lora: alpha must be a number above 0, got 0\. Remedy: alpha: 16\.$"):
+    with raises(ConfigError, "lora: alpha"):
         LoraConfig(alpha=0)
-    with pytest.raises(ConfigError) as error:
+    with raises(ConfigError, "lora: targets", "'q'"):
         LoraConfig(targets="q")  # type: ignore[arg-type]
-    assert str(error.value) == (
-        "lora: targets must be a list of patterns, got 'q'. Remedy: targets: [attention/q], or ['*'] for all weights."
-    )
-    assert error_of("out/kernel", inputs={"out/kernel": 3}) == (
-        "lora: inputs of blocks/attention/out/kernel [2, 4, 4, 16] must be from 1 to 2, the number of dims that it "
-        "sums over, got 3."
-    )
+    error_of("out/kernel", inputs={"out/kernel": 3}, name="blocks/attention/out/kernel")
 
 
 def test_vectors_have_no_adapters() -> None:
     make = lambda key: {"w": jp.tag(jnp.ones((16, 4)), "embed", "mlp"), "bias": jp.tag(jnp.ones(4), "mlp")}
     state = jp.abstract_state(layout_of(), adapt(make, LoraConfig(targets=("*",))), optax.sgd(0.1))
     assert list(state.params) == ["w"]
-    with pytest.raises(ConfigError) as error:
+    with raises(ConfigError, "bias", "lora"):
         jp.abstract_state(layout_of(), adapt(make, LoraConfig(targets=("bias",))), optax.sgd(0.1))
-    assert str(error.value) == (
-        "lora: targets: 'bias' matches only vectors, such as bias [4], which have no adapters. Remedy: patterns of "
-        "weights with inputs and outputs."
-    )
 
 
 def test_a_model_is_adapted_once_and_other_states_have_no_frozen_weights() -> None:
-    with pytest.raises(ModelError) as error:
+    with raises(ModelError, "make_model", "already"):
         jp.abstract_state(layout_of(), adapt(adapt(make_nnx, CONFIG), CONFIG), optax.sgd(0.1))
-    assert str(error.value) == "adapt(make_model): the model has adapters already. Remedy: adapt it once."
     state = jp.abstract_state(layout_of(), make_nnx, optax.sgd(0.1))
     assert jp.lora.without_frozen(state) is state
-    with pytest.raises(ModelError) as error:
+    with raises(ModelError, "merge()"):
         jp.lora.merge(state)
-    assert str(error.value) == (
-        "merge(): the model has no adapters. Remedy: make_model = jp.lora.adapt(make_model, jp.lora.LoraConfig())."
-    )
 
 
 def test_frozen_weights_without_names_are_an_error_as_parameters_are() -> None:
     make = lambda key: {"w": jnp.ones((16, 4)), "v": jp.tag(jnp.ones((16, 4)), "embed", "mlp")}
-    with pytest.raises(LayoutError) as error:
+    with raises(LayoutError, "variables/frozen_params/w"):
         jp.abstract_state(layout_of(), adapt(make, LoraConfig(targets=("v",))), optax.sgd(0.1))
-    assert str(error.value) == (
-        "variables/frozen_params/w [16, 4] has no logical dims. Remedy: annotate it (jaxpar.nnx.axes, "
-        "jaxpar.linen.axes, jp.tag), or allow replication with unannotated='replicate' in the rules; over(axis) and "
-        "jp.Zero then still shard it."
-    )
 
 
 def test_frozen_weights_without_names_are_sharded_by_zero() -> None:

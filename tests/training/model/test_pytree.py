@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from error_texts import raises
 from jax.sharding import PartitionSpec as P
 from profiles import few
 
@@ -125,56 +126,18 @@ def test_a_layout_error_lists_every_tensor_that_does_not_fit(mlp: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "kind", "text"),
+    ("make", "kind", "name"),
     [
-        (
-            lambda key: {},
-            ModelError,
-            (
-                "make_model returned dict with no parameters. Remedy: return an nnx.Module, Linen variables or a "
-                "pytree of arrays."
-            ),
-        ),
-        (
-            lambda key: {"table": jp.tag(jnp.arange(8), "embed")},
-            ModelError,
-            (
-                "params/table has dtype int32, which has no gradient. Remedy: keep it out of the parameters (another "
-                "nnx.Variable type, another Linen collection, or a closure)."
-            ),
-        ),
-        (lambda key: {"name": "llama"}, ModelError, "params/name must be an array, got str."),
-        (
-            {"w": 1.0},
-            ModelError,
-            (
-                "make_model must be a function of a PRNG key, so that the model can be built in place, got dict. "
-                "Remedy: make_model = lambda key: Model(rngs=nnx.Rngs(key))."
-            ),
-        ),
-        (
-            lambda key: {"w": jp.tag({"a": jnp.ones(8)}, "embed")},
-            AnnotationError,
-            "params/w: a tag must contain one array, got dict.",
-        ),
-        (
-            lambda key: {"w": jp.tag(jnp.ones(8), 0)},
-            AnnotationError,
-            "tag(): the logical dims must be a string or None for each dim, such as ('embed', 'mlp'), got (0,).",
-        ),
-        (
-            lambda key: {"w": jnp.ones((8, 8))},
-            LayoutError,
-            (
-                "params/w [8, 8] has no logical dims. Remedy: annotate it (jaxpar.nnx.axes, jaxpar.linen.axes, "
-                "jp.tag), or allow replication with unannotated='replicate' in the rules; over(axis) and jp.Zero then "
-                "still shard it."
-            ),
-        ),
+        (lambda key: {}, ModelError, "make_model returned"),
+        (lambda key: {"table": jp.tag(jnp.arange(8), "embed")}, ModelError, "params/table"),
+        (lambda key: {"name": "llama"}, ModelError, "params/name"),
+        ({"w": 1.0}, ModelError, "PRNG"),
+        (lambda key: {"w": jp.tag({"a": jnp.ones(8)}, "embed")}, AnnotationError, "params/w"),
+        (lambda key: {"w": jp.tag(jnp.ones(8), 0)}, AnnotationError, "tag()"),
+        (lambda key: {"w": jnp.ones((8, 8))}, LayoutError, "[8"),
     ],
     ids=["nothing", "integers", "no array", "no function", "a tag around a dict", "a bad name", "not annotated"],
 )
-def test_what_cannot_be_trained_is_refused(make: Any, kind: Any, text: str, mlp: Any) -> None:
-    with pytest.raises(kind) as error:
+def test_what_cannot_be_trained_is_refused(make: Any, kind: Any, name: str, mlp: Any) -> None:
+    with raises(kind, name):
         jp.init(mlp.layout(), make, TX)
-    assert str(error.value) == text

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from error_texts import raises
 from flax import linen as nn
 from flax import nnx
 from profiles import few
@@ -181,49 +182,22 @@ def unstacked() -> Any:
 
 
 WRONG: dict[str, tuple[type[Exception], Any, str]] = {
-    "not stacked": (
-        ModelError,
-        unstacked,
-        (
-            "pipeline: the layers 'blocks' are separate parameters, but stages share a stack of layers. Remedy: "
-            "jp.init(layout, jp.pipeline.stack(make_model, 'blocks'), tx), which leaves the model as it is."
-        ),
-    ),
-    "no such layers": (
-        ModelError,
-        lambda: abstract(MODELS["numbered"][0], "Block"),
-        (
-            "stack(make_model, 'Block'): the model has no separate layers of this name. Remedy: give the path of a "
-            "list of layers, or the name of numbered layers without the number, such as 'Block' for "
-            "'Block_0'; params has "
-            "Dense_0, LinenBlock_0, LinenBlock_1, LinenBlock_2, LinenBlock_3. A stack of layers needs no stack()."
-        ),
-    ),
+    "not stacked": (ModelError, unstacked, "layers 'blocks'"),
+    "no such layers": (ModelError, lambda: abstract(MODELS["numbered"][0], "Block"), "Block"),
     "layers of other shapes": (
         ModelError,
         lambda: abstract(lambda key: {"h": [{"w": jnp.ones(2)}, {"w": jnp.ones(3)}]}, "h"),
-        (
-            "params/h: layer 1 has float32[3] at w, but layer 0 has float32[2]. A stack requires layers of equal "
-            "structure. Remedy: keep the layers that differ under another name, and run them in "
-            "PipelineLoss(embed=...) or head."
-        ),
+        "float32[3]",
     ),
     "layers of other names": (
         AnnotationError,
         lambda: abstract(lambda key: {"h": [{"w": jp.tag(jnp.ones(2), dim)} for dim in ("batch", "layers")]}, "h"),
-        (
-            "params/h/1/w has the dims ('layers',), but params/h/0/w has ('batch',). Remedy: give equal layers equal "
-            "names, so that they can be stacked."
-        ),
+        "params/h/1/w",
     ),
     "layers of other code": (
         ModelError,
         lambda: pipelined(lambda key: Listed(nnx.Rngs(key), (1.0, 1.0, 0.5, 1.0))),
-        (
-            "PipelineLoss(layers='blocks'): layer 2 has scale = 0.5, but layer 0 has 1.0. A pipeline runs all layers "
-            "by the code of layer 0. Remedy: build all layers alike; a number that differs can be an nnx.Param, or an "
-            "array of PipelineLoss(layer_inputs=...)."
-        ),
+        "PipelineLoss(layers='blocks')",
     ),
 }
 
@@ -231,6 +205,5 @@ WRONG: dict[str, tuple[type[Exception], Any, str]] = {
 @pytest.mark.parametrize("case", WRONG)
 def test_layers_that_cannot_be_stacked_are_named(case: str) -> None:
     kind, call, text = WRONG[case]
-    with pytest.raises(kind) as error:
+    with raises(kind, text):
         call()
-    assert str(error.value) == text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import yaml
+from error_texts import raises
 from one_step import SGD, check_same, initial, layout_of, one_step
 from profiles import few
 
@@ -254,65 +254,24 @@ def chunked(**options: Any) -> Any:
 
 OWN = ["F0 F1 B1 B0 W1 W0", "F0 F1 B1 B0 W1 W0"]
 ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "no carry": (
-        {"loss": replace(LOSS, chunked_layer=None)},
-        ConfigError,
-        (
-            "pipeline: the schedule 'seq1f1b' splits each sequence into 2 chunks, but the loss does not define what a "
-            "layer carries from one chunk to the next. Remedy: set PipelineLoss(chunked_layer=..., chunk_carry=...), "
-            "or sequence_chunks=1."
-        ),
-    ),
-    "context parallelism": (
-        {"sizes": {"pipeline": 2, "context": 2}},
-        ConfigError,
-        (
-            "pipeline: the schedule 'seq1f1b' splits each sequence into 2 chunks, but the rule for 'seq' shards it "
-            "over context 2, so only some devices would have a chunk. Remedy: set sequence_chunks=1, or remove these "
-            "axes from the rule for 'seq'."
-        ),
-    ),
-    "split backwards": (
-        {"pipeline": jp.pipeline.schedule(OWN, 2, 1, sequence_chunks=2)},
-        ConfigError,
-        (
-            "pipeline: the schedule 'own' splits each sequence into 2 chunks and each backward pass in two, but the "
-            "gradients of the carries of chunks cannot be split. Remedy: use orders without W."
-        ),
-    ),
-    "sequence": (
-        {"pipeline": chunked(sequence_chunks=3)},
-        LayoutError,
-        (
-            "batch/at [8, 8]: the schedule 'seq1f1b' splits the second dim of the batch's arrays into 3 chunks, but 3 "
-            "does not divide 8. Remedy: use sequences whose length is a multiple of 3, or another sequence_chunks."
-        ),
-    ),
+    "no carry": ({"loss": replace(LOSS, chunked_layer=None)}, ConfigError, "seq1f1b"),
+    "context parallelism": ({"sizes": {"pipeline": 2, "context": 2}}, ConfigError, "'seq'"),
+    "split backwards": ({"pipeline": jp.pipeline.schedule(OWN, 2, 1, sequence_chunks=2)}, ConfigError, "'own'"),
+    "sequence": ({"pipeline": chunked(sequence_chunks=3)}, LayoutError, "batch/at"),
     "what comes before": (
         {"loss": replace(LOSS, embed=lambda model, batch: model["words"][batch["tokens"][:, 1:]])},
         ModelError,
-        (
-            "PipelineLoss(embed=...) returned float32[8, 7, 8], but the schedule 'seq1f1b' splits the second dim into "
-            "2 chunks, which must divide it. Remedy: return [rows, seq, ...], with the length of the batch's "
-            "sequences."
-        ),
+        "embed=",
     ),
     "a carry without a sequence": (
         {"loss": replace(LOSS, chunk_carry=lambda model, batch: {"kv": jnp.zeros((4, GROUPS, DIM))})},
         ModelError,
-        (
-            "PipelineLoss(chunk_carry=...) returned float32[4, 2, 4], but each chunk of a microbatch of 4 rows and 8 "
-            "tokens writes its own part. Remedy: return arrays [rows, seq, ...], here [4, 8, ...]."
-        ),
+        "PipelineLoss(chunk_carry=...)",
     ),
     "a part in the place of the carry": (
         {"loss": replace(LOSS, chunked_layer=lambda block, x, side, carry, chunk: (x, {"kv": keys_of(block, x)}))},
         ModelError,
-        (
-            "PipelineLoss(chunked_layer=...) received a carry of float32[4, 8, 2, 8] and returned float32[4, 4, 2, "
-            "8], but the carry must keep its structure, shapes and dtypes. Remedy: "
-            "jax.lax.dynamic_update_slice_in_dim(carry, part, chunk * part.shape[1], 1)."
-        ),
+        "PipelineLoss(chunked_layer=...)",
     ),
 }
 
@@ -321,5 +280,5 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 def test_what_cannot_be_is_named(case: str) -> None:
     asked, error, text = ERRORS[case]
     options = {"sizes": {"pipeline": 2}, "pipeline": chunked(), **asked}
-    with pytest.raises(error, match=f"^{re.escape(text)}"):
+    with raises(error, text):
         lowered(**options)

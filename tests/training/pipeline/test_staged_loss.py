@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from error_texts import raises
 from one_step import SGD, check_grads, layout_of, one_step
 from profiles import few
 
@@ -177,10 +178,6 @@ def test_evaluations_read_parameters_too(pipeline: Any, want: Any) -> None:
     assert float(found["loss"]) == pytest.approx(want[0], rel=2e-6)
 
 
-OF_LAYERS = (
-    "reads params/blocks/up, but in a pipeline each stage has only the parameters of its own layers. Remedy: read "
-    "them in PipelineLoss(layer=...), or keep them outside of 'blocks'."
-)
 READS = {
     "indexed": lambda model: model["blocks"]["up"][0],
     "jitted": lambda model: jax.jit(lambda model: jnp.square(model["blocks"]["up"]))(model),
@@ -200,9 +197,8 @@ def test_a_piece_that_reads_a_layer_is_named(piece: str, read: str) -> None:
     layout = layout_of(RULES, {"pipeline": 2})
     loss, state = replace(CHUNKED, **{piece: reading}), jp.abstract_state(layout, make_model, SGD)
     step = jp.train_step(layout, loss, pipeline=schedule("seq1f1b", sequence_chunks=2))
-    with pytest.raises(ModelError) as error:
+    with raises(ModelError, "params/blocks/up"):
         step.trace(state, batch_of())
-    assert str(error.value) == f"PipelineLoss({piece}=...) {OF_LAYERS}"
 
 
 def test_a_piece_may_hand_on_layers_that_it_does_not_read() -> None:
@@ -231,10 +227,5 @@ def test_stages_of_different_versions_name_what_side_reads() -> None:
     step = jp.pipeline.pipedream_train_step(
         layout, LOSS, jp.pipeline.Asynchronous("pipedream", stages=2, microbatches=4)
     )
-    with pytest.raises(ConfigError) as error:
+    with raises(ConfigError, "layer_inputs"):
         step.start(jp.init(layout, make_model, SGD), batch_of())
-    assert str(error.value) == (
-        "asynchronous pipeline: PipelineLoss(layer_inputs=...) reads params/shift, params/words, of which each stage "
-        "of 'pipedream' would need a different version. Remedy: use layer_inputs that read no parameters, or the "
-        "schedule 'pipedream_2bw' or '1f1b'."
-    )
