@@ -113,19 +113,25 @@ def open_regular(file: Path | str, flags: int, *, mode: int = SHARED, dir_fd: in
     raise OSError(errno.EINVAL, "it is not a regular file")
 
 
+_OPEN_ALREADY = re.compile(r"/dev/(stdin|fd/\d+)")
+
+
 def open_input(file: str | os.PathLike[str]) -> BufferedReader:
     """Open a file that a user names for reading, also behind a link, without waiting for the other end of a pipe.
 
+    A pipe that the shell has opened for this process (``<(...)``, ``/dev/stdin``) is read to its end.
+
     Raises:
-      OSError: as of :func:`os.open`. ``EINVAL``: it is a folder, a pipe, a device or a socket, or its path has a null
-        byte.
+      OSError: as of :func:`os.open`. ``EINVAL``: it is a folder, another pipe, a device or a socket, or its path has a
+        null byte.
     """
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except ValueError:
         raise OSError(errno.EINVAL, "its path has a null byte") from None
     mode = os.fstat(descriptor).st_mode
-    if stat.S_ISREG(mode):
+    if stat.S_ISREG(mode) or (stat.S_ISFIFO(mode) and _OPEN_ALREADY.fullmatch(os.fspath(file))):
+        os.set_blocking(descriptor, True)
         return open(descriptor, "rb")
     os.close(descriptor)
     raise OSError(errno.EINVAL, "Is a directory" if stat.S_ISDIR(mode) else "it is not a regular file")

@@ -13,7 +13,7 @@ import pytest
 from error_texts import raises
 
 from jaxpar.errors import CheckpointError, DamagedError, DiskError
-from jaxpar.utils.durable import LOCK, Lock, remove, write_atomically
+from jaxpar.utils.durable import LOCK, Lock, read_input, remove, write_atomically
 
 
 @pytest.fixture
@@ -105,3 +105,14 @@ def test_what_is_removed_is_the_link(dear: Path) -> None:
     for name in ("link", "folder", "file", "nothing"):
         remove(run / name)
     assert os.listdir(run) == [] and dear.read_text() == "dear"
+
+
+def test_only_a_pipe_that_the_shell_has_opened_is_read(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    os.write(writing, b"two\nlines")
+    os.close(writing)
+    assert read_input(f"/dev/fd/{reading}", 99) == b"two\nlines"
+    os.close(reading)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="regular file"):
+        read_input(tmp_path / "pipe", 99)

@@ -18,8 +18,8 @@ from jaxpar.errors import ConfigError
 from jaxpar.utils.durable import read_input
 
 STDIN = "-"
-_MOST_BYTES = 1 << 30
 """File name of prompts that stands for standard input."""
+_MOST_BYTES = 1 << 30
 # Control characters could move the cursor, or worse. They are shown as Unicode control pictures.
 _PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
 _PICTURES |= dict.fromkeys(range(128, 160), 0xFFFD)
