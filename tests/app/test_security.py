@@ -142,7 +142,7 @@ def test_pickles_in_the_place_of_arrays_are_numbers_at_most(one: Path, tmp_path:
     piece, mark = one / "arrays/w/0", tmp_path / "mark"
     pickled = pickle.dumps(Bomb(mark))
     piece.write_bytes(pickled)
-    with raises(DamagedError, "arrays/w/0", "104"):
+    with raises(DamagedError, "arrays/w/0"):
         jp.restore(one, LIKE)
     np.save(piece.with_suffix(".npy"), np.array([Bomb(mark)], object), allow_pickle=True)
     os.replace(piece.with_suffix(".npy"), piece)

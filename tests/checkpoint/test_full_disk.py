@@ -152,7 +152,8 @@ def test_a_disk_that_is_full(tmp_path: Path) -> None:
             f"a full disk needs a file system of its own, and this system grants none: {refused.stderr.strip()}"
         )
     command = [*MOUNTED, disk, sys.executable, __file__, disk]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=env)
     assert result.returncode == 0, result.stdout + result.stderr
     assert not list(disk.iterdir())  # the files existed only in that namespace
     # The number of free bytes in the middle of a save depends on timing.

@@ -27,7 +27,7 @@ ABOUT = {"mesh": {"data": 8}, "process": "0 of 1"}
 # until one child completes. After each, ``look`` opens the folder, checks it and continues the run.
 RUN = """
 import itertools, os, pathlib, signal, sys
-sys.path.insert(0, {tests!r})
+sys.path[:0] = [{tests!r}, {shared!r}]
 from test_disk_store import ABOUT, ENTRIES, advance, look
 from jaxpar.parallel.offload.disk_store import Store
 
@@ -146,7 +146,12 @@ def test_a_kill_at_any_moment_leaves_a_whole_generation_from_which_the_run_goes_
     # A kill does not depend on the disk, so the test uses an in-memory file system where there is one.
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as folder:
-        run = [sys.executable, "-c", RUN.format(tests=str(Path(__file__).parent)), f"{folder}/disk"]
+        run = [
+            sys.executable,
+            "-c",
+            RUN.format(tests=str(Path(__file__).parent), shared=str(Path(__file__).parents[2])),
+            f"{folder}/disk",
+        ]
         kills = subprocess.run(run, capture_output=True, text=True, check=False)
     assert kills.returncode == 0, kills.stderr
     assert int(kills.stdout) > 40
