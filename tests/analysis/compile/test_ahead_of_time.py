@@ -197,8 +197,27 @@ def test_a_mesh_of_another_size_is_refused() -> None:
         compiled("v5e:4x4", jp.Layout.from_yaml(FSDP, devices=8))
 
 
-def test_without_libtpu_the_extra_is_named(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(PYTHON, sys.executable)
+NO_LIBTPU = f"""#!{sys.executable}
+import sys
+from importlib import metadata
+
+installed = metadata.version
+
+def version(name):
+    if name == "libtpu":
+        raise metadata.PackageNotFoundError(name)
+    return installed(name)
+
+metadata.version = version
+exec(sys.argv[sys.argv.index("-c") + 1])
+"""
+"""An interpreter without libtpu, whatever this one has."""
+
+
+def test_without_libtpu_the_extra_is_named(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "python").write_text(NO_LIBTPU)
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.setenv(PYTHON, str(tmp_path / "python"))
     with raises(jp.errors.MissingExtraError, "TPU"):
         compiled("v5e:2x4", jp.Layout.from_yaml(FSDP, devices=8))
 
