@@ -1,6 +1,6 @@
 """Files and folders that survive a kill: exclusive locks, atomic replacement, synced folders.
 
-No function here follows a symbolic link in the last part of a path that it opens, locks or deletes.
+Only :func:`open_input` follows a symbolic link in the last part of a path that it opens, locks or deletes.
 """
 
 from __future__ import annotations
